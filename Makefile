@@ -1,0 +1,32 @@
+# Two commands do everything on a fresh machine: make demo, make test.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-system check clean
+
+# The stamp is newer than what it depends on exactly when the environment is up to date.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/echelon train --demo
+
+test: $(VENV)/.installed
+	$(BIN)/pytest
+
+# Needs root: installs Debian packages, makes network namespaces.
+test-system: $(VENV)/.installed
+	tests/system/install.sh
+	$(BIN)/pytest -m system tests/system
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) .peers .pytest_cache .mypy_cache .ruff_cache .hypothesis
