@@ -1,0 +1,47 @@
+"""The lines between harness and processes: what is written is read back, and what is not an answer is left alone."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.bench.protocol import Ready, Times, commands, decode_answer, encode_answer, run_command, serve
+
+answers = st.one_of(
+    st.just(Ready()), st.lists(st.floats(0, 1e6, allow_nan=False)).map(lambda values: Times(tuple(values)))
+)
+
+
+@given(answers, st.sampled_from(["", "worker 0 | ", "[server 1] "]))
+def test_an_answer_is_read_back_after_any_prefix(answer: Ready | Times, prefix: str) -> None:
+    assert decode_answer(prefix + encode_answer(answer)) == answer
+
+
+@pytest.mark.parametrize(
+    "line", ["", "hello", "{", '{"ready": 1}', '{"step_s": 3}', '{"step_s": ["x"]}', '{"step_s": [[]]}', "{} {}", "[1]"]
+)
+def test_anything_else_is_no_answer(line: str) -> None:
+    assert decode_answer(line) is None
+
+
+def test_serve_answers_each_command_until_quit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(run_command(2) + run_command(1) + "quit\n" + run_command(5)))
+    serve(lambda num_steps: [0.25] * num_steps)
+    spoken = [decode_answer(line) for line in capsys.readouterr().out.splitlines()]
+    assert spoken == [Ready(), Times((0.25, 0.25)), Times((0.25,))]
+
+
+def test_the_end_of_the_stream_is_a_quit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(run_command(3)))
+    assert list(commands()) == [3]
+
+
+def test_a_command_that_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("walk 3\n"))
+    with pytest.raises(ValueError, match="walk 3"):
+        list(commands())

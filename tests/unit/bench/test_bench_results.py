@@ -1,0 +1,54 @@
+"""What is written down about a benchmark, and what of it is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import socket
+from pathlib import Path
+
+from rich.console import Console
+
+from echelon.bench.harness import Case, ratios, summarise
+from echelon.bench.results import command_line, commit, machine, print_table, write_json
+
+
+def two_cases() -> list[Case]:
+    return summarise({"echelon": [[0.010, 0.012], [0.011, 0.013]], "mxnet": [[0.1, 0.1], [0.2, 0.2]]})
+
+
+def test_json_has_everything_and_reads_back(tmp_path: Path) -> None:
+    cases = two_cases()
+    path = tmp_path / "new" / "result.json"
+    write_json(path, cases, ratios(cases), {"model": "mlp", "rounds": 2}, command="echelon bench pushpull")
+    body = json.loads(path.read_text())
+    assert list(body) == ["command", "commit", "machine", "date", "settings", "cases", "ratios", "ratio_spread"]
+    assert body["command"] == "echelon bench pushpull"
+    assert body["settings"] == {"model": "mlp", "rounds": 2}
+    assert body["ratios"] == {"echelon_vs_mxnet": round(150 / 11.5, 4)}
+    assert body["ratio_spread"]["echelon_vs_mxnet"]["low"] == round(100 / 11, 4)
+    restored = [Case(**{**case, "rounds": tuple(map(tuple, case["rounds"]))}) for case in body["cases"]]
+    assert restored == cases
+    assert [file.name for file in path.parent.iterdir()] == ["result.json"]
+
+
+def test_the_machine_is_described_without_its_name() -> None:
+    described = machine()
+    assert set(described) == {"cpu", "cores", "memory_gib", "kernel", "python", "torch"}
+    assert socket.gethostname() not in json.dumps(described)
+    assert "/" not in json.dumps(described["kernel"])
+
+
+def test_commit_and_command() -> None:
+    assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", commit())
+    assert "/" not in command_line().split()[0]
+
+
+def test_table_shows_medians_and_ratios() -> None:
+    cases = two_cases()
+    out = io.StringIO()
+    print_table("pushpull", cases, ratios(cases), Console(file=out, width=120))
+    assert "13.04 ×" in out.getvalue()
+    assert "9.09 – 16.67" in out.getvalue()
+    assert "echelon_vs_mxnet: 13.04" in out.getvalue()
