@@ -1,0 +1,18 @@
+"""The only code that moves bytes. `interface` says what a transport is; three keep it: in-process, shared memory, TCP.
+
+`control` is the connection to the scheduler, whose end means death.
+"""
+
+from echelon.errors import UsageError
+from echelon.transport.interface import Transport
+from echelon.transport.shared_memory import SharedMemoryTransport
+from echelon.transport.tcp import TcpTransport
+
+NAMES = ("auto", "shm", "tcp")
+
+
+def by_name(name: str) -> Transport:
+    """The transport behind `--transport`; auto shares memory where a peer can reach it."""
+    if name not in NAMES:
+        raise UsageError(f"there is no transport {name!r}; use one of {', '.join(NAMES)}")
+    return TcpTransport() if name == "tcp" else SharedMemoryTransport()

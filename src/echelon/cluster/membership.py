@@ -1,0 +1,143 @@
+"""Who is in the job: registration, barriers, views, the end. A pure machine that the scheduler's loop drives.
+
+Each event returns the messages to send, with their receivers. States: gathering (until all have registered), running,
+over. A worker that goes shrinks the view; a server that goes ends the job; nobody waits for the gone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from echelon.cluster.messages import (
+    SERVER,
+    WORKER,
+    Abort,
+    BarrierDone,
+    ControlMessage,
+    Finish,
+    Halt,
+    Member,
+    Refused,
+    Register,
+    Registered,
+    Roster,
+    View,
+)
+
+
+class Send(NamedTuple):
+    """A message for one connection."""
+
+    to: int
+    message: ControlMessage
+
+
+class Membership:
+    """The scheduler's whole state. Connections are numbers that the shell gives."""
+
+    def __init__(self, num_workers: int, num_servers: int) -> None:
+        self._wanted = {WORKER: num_workers, SERVER: num_servers}
+        self._members: dict[int, Member] = {}
+        self._barriers: dict[int, int] = {}  # rank -> last barrier it reached
+        self._barriers_done = 0
+        self.view = 0
+        self.running = False
+        self.over = False
+        self.failure: str | None = None
+
+    def member(self, connection: int) -> Member | None:
+        """Who is behind a connection."""
+        return self._members.get(connection)
+
+    def register(self, connection: int, request: Register) -> list[Send]:
+        """A process reports for duty."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            return [Send(connection, Refused(refusal))]
+        taken = {m.rank for m in self._members.values() if m.role == request.role}
+        free = (rank for rank in range(self._wanted[request.role]) if rank not in taken)
+        rank = next(free) if request.rank is None else request.rank
+        self._members[connection] = Member(request.role, rank, request.host, request.pid, request.address)
+        sends = [Send(connection, Registered(rank))]
+        if len(self._members) == sum(self._wanted.values()):
+            self.running, self.view = True, 1
+            roster = Roster(sorted(self._members.values(), key=lambda m: (m.role, m.rank)))
+            sends += self._to_all(roster)
+        return sends
+
+    def barrier(self, connection: int, sequence: int) -> list[Send]:
+        """A worker has reached a barrier."""
+        self._barriers[self._members[connection].rank] = sequence
+        return self._barrier_done()
+
+    def halt(self, request: Halt) -> list[Send]:
+        """A worker asks all to stop training."""
+        return [Send(c, request) for c, m in self._members.items() if m.role == WORKER]
+
+    def leave(self, connection: int, reason: str) -> list[Send]:
+        """A process goes in order."""
+        member = self._members.pop(connection, None)
+        if member is None or self.over:
+            return []
+        if member.role == WORKER:
+            return self._without_worker(f"{member} left: {reason}")
+        return []
+
+    def lost(self, connection: int, why: str) -> list[Send]:
+        """A process is gone without a word."""
+        member = self._members.pop(connection, None)
+        if member is None or self.over:
+            return []
+        if member.role == SERVER or not self.running:
+            before = "" if self.running else " before the job began"
+            return self._abort(f"{member} died{before}: {why}")
+        return self._without_worker(f"{member} died: {why}")
+
+    def waiting_for(self) -> str:
+        """Who has not registered yet, for the stall report."""
+        parts = []
+        for role, count in self._wanted.items():
+            here = {m.rank for m in self._members.values() if m.role == role}
+            if missing := [str(rank) for rank in range(count) if rank not in here]:
+                parts.append(f"{role} {', '.join(missing)}")
+        return " and ".join(parts)
+
+    def _refusal(self, request: Register) -> str | None:
+        if request.role not in self._wanted:
+            return f"a {request.role} cannot register; only workers and servers can"
+        if self.running or self.over:
+            return "the job has begun and this scheduler admits no latecomers"
+        wanted = self._wanted[request.role]
+        same = [m for m in self._members.values() if m.role == request.role]
+        if len(same) == wanted:
+            return f"all {wanted} {request.role}s are here already"
+        if request.rank is not None:
+            if not 0 <= request.rank < wanted:
+                return f"{request.role} rank {request.rank} is out of range; the job has {wanted} {request.role}s"
+            if taken := next((m for m in same if m.rank == request.rank), None):
+                return f"{request.role} rank {request.rank} is taken by {taken}"
+        return None
+
+    def _without_worker(self, reason: str) -> list[Send]:
+        workers = sorted(m.rank for m in self._members.values() if m.role == WORKER)
+        self.view += 1
+        sends = self._to_all(View(self.view, workers, reason)) + self._barrier_done()
+        if not workers:
+            self.over = True
+            sends += self._to_all(Finish())
+        return sends
+
+    def _barrier_done(self) -> list[Send]:
+        workers = {c: m.rank for c, m in self._members.items() if m.role == WORKER}
+        sends: list[Send] = []
+        while workers and all(self._barriers.get(rank, 0) > self._barriers_done for rank in workers.values()):
+            self._barriers_done += 1
+            sends += [Send(connection, BarrierDone(self._barriers_done)) for connection in workers]
+        return sends
+
+    def _abort(self, reason: str) -> list[Send]:
+        self.over, self.failure = True, reason
+        return self._to_all(Abort(reason))
+
+    def _to_all(self, message: ControlMessage) -> list[Send]:
+        return [Send(connection, message) for connection in self._members]

@@ -1,0 +1,100 @@
+"""The `groups` and `data_sharding` files of MXNet-G, read as its documents write them, and checked.
+
+`groups`: one group a line, its members separated by spaces: host names or addresses, or worker ranks (digits only).
+A host named once means all workers on it; named k times, its k workers in rank order.
+`data_sharding`: line r + 1 has the start and end of rank r's part of the data, as fractions; together they cover
+[0, 1] without overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from echelon.errors import UsageError
+
+_TOLERANCE = 1e-9
+
+
+def parse_groups(text: str, hosts: Mapping[int, str], source: str = "groups") -> tuple[tuple[int, ...], ...]:
+    """Groups of ranks from a groups file; `hosts` maps every worker's rank to its host."""
+    lines = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise UsageError(f"{source} names no group; write one group a line, hosts or ranks separated by spaces")
+    mentions: dict[str, int] = {}
+    for _, members in lines:
+        for member in members:
+            mentions[member] = mentions.get(member, 0) + 1
+    free = {host: [rank for rank in sorted(hosts) if hosts[rank] == host] for host in set(hosts.values())}
+    groups: list[tuple[int, ...]] = []
+    placed: dict[int, int] = {}
+    for number, members in lines:
+        group: list[int] = []
+        for member in members:
+            for rank in _ranks(member, hosts, free, mentions, f"{source} line {number}"):
+                if rank in placed:
+                    raise UsageError(f"{source} line {number}: worker {rank} is in line {placed[rank]} already")
+                placed[rank] = number
+                group.append(rank)
+        groups.append(tuple(sorted(group)))
+    left = sorted(set(hosts) - set(placed))
+    if left:
+        named = ", ".join(f"{rank} ({hosts[rank]})" for rank in left)
+        raise UsageError(f"{source}: no group for worker {named}; every worker must be in one group")
+    return tuple(groups)
+
+
+def _ranks(
+    member: str, hosts: Mapping[int, str], free: dict[str, list[int]], mentions: Mapping[str, int], where: str
+) -> list[int]:
+    if member.isdigit():
+        if int(member) not in hosts:
+            raise UsageError(f"{where}: there is no worker {member}; ranks go from 0 to {len(hosts) - 1}")
+        return [int(member)]
+    if member not in free:
+        known = ", ".join(sorted(set(hosts.values())))
+        raise UsageError(f"{where}: no worker runs on {member!r}; the workers' hosts are {known}")
+    here = free[member]
+    if mentions[member] == 1:
+        return here
+    if not here:
+        raise UsageError(f"{where}: {member} is named {mentions[member]} times but has fewer workers")
+    return [here.pop(0)]
+
+
+def parse_shares(text: str, num_workers: int, source: str = "data_sharding") -> list[tuple[float, float]]:
+    """Each rank's (start, end) from a data_sharding file."""
+    shares: list[tuple[float, float]] = []
+    numbers: list[int] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            shares.append(_share(line, f"{source} line {number}"))
+            numbers.append(number)
+    if len(shares) != num_workers:
+        raise UsageError(f"{source} has {len(shares)} lines for {num_workers} workers; write one line a worker")
+    check_shares(shares, [f"{source} line {number}" for number in numbers])
+    return shares
+
+
+def _share(line: str, where: str) -> tuple[float, float]:
+    try:
+        start, end = (float(word) for word in line.split())
+    except ValueError:
+        raise UsageError(
+            f"{where}: {line.strip()!r} is not two numbers; write 'start end', for example '0 0.3'"
+        ) from None
+    if not 0 <= start < end <= 1:
+        raise UsageError(f"{where}: start {start:g} and end {end:g} must satisfy 0 <= start < end <= 1")
+    return start, end
+
+
+def check_shares(shares: Sequence[tuple[float, float]], names: Sequence[str]) -> None:
+    """Disjoint and covering [0, 1], or an error that names the first line that is not."""
+    at = 0.0
+    for index in sorted(range(len(shares)), key=lambda i: shares[i]):
+        start, end = shares[index]
+        if abs(start - at) > _TOLERANCE:
+            fault = "overlaps what ends" if start < at else "leaves a gap to what ends"
+            raise UsageError(f"{names[index]}: the share from {start:g} to {end:g} {fault} at {at:g}")
+        at = end
+    if abs(at - 1) > _TOLERANCE:
+        raise UsageError(f"{names[-1]}: the shares end at {at:g}; together they must cover the data up to 1")

@@ -1,0 +1,106 @@
+"""The only place that reads environment variables. Arguments outrank them; `Job.from_environment` fills the gaps.
+
+The `DMLC_*` names are those of MXNet's launchers, so that scripts and clusters made for them start Echelon unchanged.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from echelon.errors import UsageError
+
+ROLES = ("worker", "server", "scheduler")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a process must know of its job before it can register with the scheduler."""
+
+    role: str = "worker"
+    scheduler_host: str = "127.0.0.1"
+    scheduler_port: int = 0
+    num_workers: int = 1
+    num_servers: int = 0
+    rank: int | None = None
+    interface: str | None = None
+    host: str | None = None
+    verbose: int = 0
+    transport: str = "auto"
+    staleness: int | None = None
+    groups: str | None = None
+    run_dir: str | None = None
+    stall_seconds: float = 10.0
+    timeout_s: float = 600.0
+    heartbeat_timeout_s: float = 10.0
+
+    @classmethod
+    def from_environment(cls, variables: Mapping[str, str] | None = None) -> Job:
+        """Read the job a launcher described. Without `DMLC_PS_ROOT_URI` this is a process on its own."""
+        env = os.environ if variables is None else variables
+        role = env.get("DMLC_ROLE", "worker")
+        if role not in ROLES:
+            raise UsageError(f"DMLC_ROLE is {role!r}; it must be one of {', '.join(ROLES)}")
+        return cls(
+            role=role,
+            scheduler_host=env.get("DMLC_PS_ROOT_URI", "127.0.0.1"),
+            scheduler_port=_number(env, "DMLC_PS_ROOT_PORT", 0),
+            num_workers=_number(env, "DMLC_NUM_WORKER", 1),
+            num_servers=_number(env, "DMLC_NUM_SERVER", 0),
+            rank=_optional(env, "ECHELON_RANK"),
+            interface=env.get("DMLC_INTERFACE") or None,
+            host=env.get("DMLC_NODE_HOST") or None,
+            verbose=_number(env, "PS_VERBOSE", 0),
+            transport=env.get("ECHELON_TRANSPORT", "auto"),
+            staleness=_optional(env, "ECHELON_STALENESS"),
+            groups=env.get("ECHELON_GROUPS") or None,
+            run_dir=env.get("ECHELON_RUN_DIR") or None,
+            stall_seconds=float(env.get("ECHELON_STALL_SECONDS", "10")),
+            timeout_s=float(env.get("ECHELON_TIMEOUT", "600")),
+            heartbeat_timeout_s=float(env.get("PS_HEARTBEAT_TIMEOUT", "10")),
+        )
+
+    @property
+    def distributed(self) -> bool:
+        """Whether a launcher (or a person) described a job with a scheduler."""
+        return self.scheduler_port > 0
+
+    def to_environment(self) -> dict[str, str]:
+        """The variables that make `from_environment` return this job."""
+        values: dict[str, object | None] = {
+            "DMLC_ROLE": self.role,
+            "DMLC_PS_ROOT_URI": self.scheduler_host,
+            "DMLC_PS_ROOT_PORT": self.scheduler_port,
+            "DMLC_NUM_WORKER": self.num_workers,
+            "DMLC_NUM_SERVER": self.num_servers,
+            "ECHELON_RANK": self.rank,
+            "DMLC_INTERFACE": self.interface,
+            "DMLC_NODE_HOST": self.host,
+            "PS_VERBOSE": self.verbose,
+            "ECHELON_TRANSPORT": self.transport,
+            "ECHELON_STALENESS": self.staleness,
+            "ECHELON_GROUPS": self.groups,
+            "ECHELON_RUN_DIR": self.run_dir,
+            "ECHELON_STALL_SECONDS": self.stall_seconds,
+            "ECHELON_TIMEOUT": self.timeout_s,
+            "PS_HEARTBEAT_TIMEOUT": self.heartbeat_timeout_s,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+    def as_role(self, role: str, rank: int) -> Job:
+        """The same job seen by another of its processes."""
+        return replace(self, role=role, rank=rank)
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, "")
+    if not text:
+        return default
+    if not text.isdigit():
+        raise UsageError(f"{name} is {text!r}; it must be a whole number")
+    return int(text)
+
+
+def _optional(env: Mapping[str, str], name: str) -> int | None:
+    return _number(env, name, 0) if env.get(name) else None

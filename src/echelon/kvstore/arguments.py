@@ -1,0 +1,68 @@
+"""The shapes in which callers give keys and values, brought into one: a list of keys, for each a list of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from echelon.cluster.placement import KeySpec
+from echelon.errors import UsageError
+
+Key = str | int
+Keys = Key | Sequence[Key]
+Value = Tensor | Sequence[Tensor]
+Values = Value | Sequence[Value]
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """A tensor's dtype as the layout writes it."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def spec_of_value(name: Key, value: Tensor) -> KeySpec:
+    """What a value says its key is."""
+    return KeySpec(name, tuple(value.shape), dtype_name(value))
+
+
+def as_keys(keys: Keys) -> list[Key]:
+    """One key or many, as a list."""
+    return [keys] if isinstance(keys, str | int) else list(keys)
+
+
+def as_values(keys: Keys, values: Values) -> list[list[Tensor]]:
+    """For each key its tensors, one per device."""
+    if isinstance(keys, str | int):
+        return [_per_device(keys, values)]
+    if isinstance(values, Tensor) or len(values) != len(keys):
+        given = 1 if isinstance(values, Tensor) else len(values)
+        raise UsageError(f"{len(keys)} keys but {given} values; a list of keys needs one value (or list) for each")
+    return [_per_device(key, value) for key, value in zip(keys, values, strict=True)]
+
+
+def reduced(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum over devices, on the first one's device."""
+    total = tensors[0].detach()
+    if len(tensors) > 1:
+        total = total.clone()
+        for tensor in tensors[1:]:
+            total.add_(tensor.detach().to(total.device))
+    return total
+
+
+def is_finite(value: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    return not value.is_floating_point() or bool(torch.isfinite(value).all())
+
+
+def _per_device(key: Key, value: Values) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    for tensor in [value] if isinstance(value, Tensor) else value:
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            raise UsageError(f"key {key!r}: a value must be a torch tensor or a list of them, not {kind}")
+        tensors.append(tensor)
+    if not tensors:
+        raise UsageError(f"key {key!r}: the list of values is empty")
+    return tensors

@@ -1,0 +1,79 @@
+"""Optimizers as name and numbers: what is sent to the servers in place of a pickled object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from echelon.cluster.messages import OptimizerSpec
+from echelon.errors import UsageError
+
+_CLASSES: dict[str, type[Optimizer]] = {
+    "sgd": SGD,
+    "adam": Adam,
+    "adamw": AdamW,
+    "adagrad": Adagrad,
+    "rmsprop": RMSprop,
+}
+_LEFT_OUT = {
+    "params",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "decoupled_weight_decay",
+    "initial_lr",
+    "max_lr",
+    "min_lr",
+}
+_REFUSED = ("capturable", "differentiable")
+
+
+def spec_of(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
+    """A torch optimizer's class and settings; `names` maps id(parameter) to its key."""
+    name = next((name for name, kind in _CLASSES.items() if type(optimizer) is kind), None)
+    if name is None:
+        raise UsageError(
+            f"{type(optimizer).__name__} cannot run on the servers; use one of "
+            f"{', '.join(kind.__name__ for kind in _CLASSES.values())} of torch.optim"
+        )
+    members: dict[str, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) in names and index:
+                members[names[id(parameter)]] = index
+    return OptimizerSpec(name, [_options(group) for group in optimizer.param_groups], members)
+
+
+def spec_by_name(name: str, settings: Mapping[str, Any]) -> OptimizerSpec:
+    """An optimizer by name, with torch.optim's own names and defaults for its settings."""
+    kind = _CLASSES.get(name.lower())
+    if kind is None:
+        raise UsageError(f"there is no optimizer {name!r}; use one of {', '.join(_CLASSES)}")
+    try:
+        made = kind([torch.nn.Parameter(torch.zeros(1))], **settings)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"optimizer {name!r}: {error}") from error
+    return spec_of(made, {})
+
+
+def learning_rates(optimizer: Optimizer) -> list[float]:
+    """The rates of all groups now, as a schedule has set them."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, float | int | bool | list[float] | None]:
+    for name in _REFUSED:
+        if group.get(name):
+            raise UsageError(f"an optimizer with {name}=True cannot run on the servers")
+    options: dict[str, float | int | bool | list[float] | None] = {}
+    for name, value in group.items():
+        if name not in _LEFT_OUT:
+            options[name] = [float(v) for v in value] if isinstance(value, tuple) else _plain(value)
+    return options
+
+
+def _plain(value: Any) -> float | int | bool | None:
+    return float(value) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,442 @@
+"""The KVStore: what a worker calls. The same class serves `local` (a shard in this process) and `dist_*` (servers).
+
+    kv = echelon.kvstore.create("dist_sync")
+    kv.init("w", torch.zeros(3))
+    kv.set_optimizer("sgd", lr=0.1)
+    kv.push("w", gradient)          # summed over workers; with an optimizer the sum is the gradient, without, the value
+    kv.pull("w", out=weights)       # waits as the scheme says
+
+A key's weights and gradient have a place in memory that the servers of this machine see (`views`). Pushing and
+pulling these very tensors copies nothing; any other tensor is copied in and out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from echelon.cluster.messages import (
+    Attach,
+    Configure,
+    Init,
+    OptimizerSpec,
+    Place,
+    Placed,
+    Pull,
+    Push,
+    SetOptimizer,
+)
+from echelon.cluster.placement import Layout, Piece, Slot
+from echelon.errors import UsageError
+from echelon.kvstore import states
+from echelon.kvstore.arena import Arena, Mirror
+from echelon.kvstore.arguments import (
+    Key,
+    Keys,
+    Values,
+    as_keys,
+    as_values,
+    dtype_name,
+    is_finite,
+    reduced,
+    spec_of_value,
+)
+from echelon.kvstore.client import Client, Ticket
+from echelon.kvstore.optimizers import spec_by_name, spec_of
+from echelon.kvstore.session import Session
+from echelon.observe.events import EventLog
+from echelon.server.memory import empty_frames, frame_pieces
+from echelon.transport.interface import Buffer, Transport
+
+_ROUTES = 4096
+
+
+class _Route(NamedTuple):
+    """A server's part of a list of keys."""
+
+    server: int
+    keys: list[int]
+    pieces: list[Piece]
+
+
+class KVStore:
+    """Made by `echelon.kvstore.create`."""
+
+    def __init__(
+        self,
+        name: str,
+        session: Session,
+        client: Client,
+        num_servers: int,
+        transport: Transport,
+        events: EventLog,
+        *,
+        scheme: str,
+        staleness: int | None = None,
+        groups: Sequence[Iterable[int]] | None = None,
+        check_finite: bool = False,
+    ) -> None:
+        self.type = name
+        self.events = events
+        self._session = session
+        self._client = client
+        self._check_finite = check_finite
+        self._layout = Layout(num_servers)
+        self._arena = Arena(transport)
+        self._framed = [False] * num_servers
+        self._clocks: dict[int, int] = {}
+        self._pushing: dict[int, list[Ticket]] = {}
+        self._routes: dict[tuple[int, ...], list[_Route]] = {}
+        self._closed = False
+        self.optimizer_spec: OptimizerSpec | None = None
+        listed = [sorted(group) for group in groups] if groups else None
+        self._to_all(lambda i: Configure(i, session.rank, scheme, staleness, listed))
+
+    # --- who and where
+
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
+        return self._session.rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers live."""
+        return len(self._session.workers)
+
+    @property
+    def workers(self) -> list[int]:
+        """The ranks that live, in order."""
+        return sorted(self._session.workers)
+
+    @property
+    def halted(self) -> str | None:
+        """Why a worker asked everybody to stop training, or None."""
+        return self._session.halted
+
+    @property
+    def memory_is_shared(self) -> bool:
+        """Whether all servers read and write this worker's memory in place."""
+        return not any(self._framed)
+
+    # --- the classic calls
+
+    def init(self, key: Keys, value: Values) -> None:
+        """Make keys known, with rank 0's values; all workers call it, and it returns when all have."""
+        names = as_keys(key)
+        values = [tensors[0].detach() for tensors in as_values(key, value)]
+        self._check_names(names)
+        for name in names:
+            if self._layout.find(name) is not None:
+                raise UsageError(f"worker {self.rank}: key {name!r} is initialised already")
+        specs = [spec_of_value(name, tensor) for name, tensor in zip(names, values, strict=True)]
+        placed = self._client.call(0, Place(self._client.next_id(), specs))
+        assert isinstance(placed, Placed)
+        self._layout.adopt(placed.segments, placed.slots)
+        for mirror in self._arena.grow(self._layout.segments):
+            self._offer(mirror)
+        if self.rank == min(self._session.workers):
+            self._send_values(placed, values)
+        for slot in placed.slots:
+            self._clocks[slot.key] = 0
+        self.barrier()
+
+    def push(self, key: Keys, value: Values, priority: int = 0) -> None:
+        """Send values on their way; returns without waiting for other workers."""
+        slots, values = self._checked(key, value)
+        for clock, indices in self._by_clock(slots):
+            chosen = [slots[i] for i in indices]
+            self._send_push(chosen, [values[i] for i in indices], clock, pull=False)
+
+    def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
+        """Wait until the scheme lets this worker go on, then copy the weights into `out` (every tensor of a list)."""
+        slots, outs = self._targets(key, out)
+        tickets: list[Ticket] = []
+        for clock, indices in self._by_clock(slots):
+            for route in self._route([slots[i] for i in indices]):
+                framed = self._framed[route.server]
+                message = Pull(self._client.next_id(), self._session.view, clock, route.keys, framed)
+                tickets.append(self._client.send(route.server, message, on_frames=self._filler(route.pieces, framed)))
+        self._client.wait(tickets)
+        self._deliver(slots, outs)
+
+    def pushpull(self, key: Keys, value: Values, out: Values | None = None, priority: int = 0) -> None:
+        """Push and pull in one message; without `out`, the weights replace the pushed values."""
+        slots, values = self._checked(key, value)
+        outs = as_values(key, value if out is None else out)
+        tickets: list[Ticket] = []
+        for clock, indices in self._by_clock(slots):
+            tickets += self._send_push([slots[i] for i in indices], [values[i] for i in indices], clock, pull=True)
+        self._client.wait(tickets)
+        self._deliver(slots, outs)
+
+    def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
+        """`init`, then `pull`: afterwards every worker has rank 0's values."""
+        self.init(key, value)
+        self.pull(key, out, priority)
+
+    def set_optimizer(self, optimizer: str | Optimizer, **settings: Any) -> None:
+        """Run an optimizer on the servers: by name with torch.optim's settings, or a torch.optim instance's own."""
+        if isinstance(optimizer, Optimizer):
+            if settings:
+                raise UsageError("settings go with an optimizer's name; an instance has its own")
+            spec = spec_of(optimizer, {})
+        else:
+            spec = spec_by_name(optimizer, settings)
+        self.use_optimizer(spec)
+
+    def barrier(self) -> None:
+        """Wait until all living workers are here."""
+        self._session.barrier()
+
+    def save_optimizer_states(self, path: str | Path) -> None:
+        """Write the servers' optimizer state to a safetensors file, whole or not at all. Call it on one worker."""
+        self._settle()
+        states.save(Path(path), self._client, self._layout, self._spec())
+
+    def load_optimizer_states(self, path: str | Path) -> None:
+        """Give the servers the state that `save_optimizer_states` wrote. Call it on one worker, then a barrier."""
+        states.load(Path(path), self._client, self._layout, self._spec())
+
+    def close(self) -> None:
+        """Wait for what is under way, say goodbye, let go. Harmless when done twice."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self._settle()
+            finally:
+                self._session.leave("it finished")
+                self._client.close()
+                self.events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- for the Trainer
+
+    def views(self, key: Key) -> tuple[Tensor, Tensor]:
+        """A key's weights and gradient where the servers see them: using these copies nothing."""
+        slot = self._slot(key)
+        return self._arena.weight(slot), self._arena.gradient(slot)
+
+    def key_number(self, key: Key) -> int:
+        """The number a key goes by in `exchange`."""
+        return self._slot(key).key
+
+    def use_optimizer(self, spec: OptimizerSpec) -> None:
+        """Run this optimizer on the servers."""
+        self._to_all(lambda i: SetOptimizer(i, spec))
+        self.optimizer_spec = spec
+
+    def exchange(self, keys: Sequence[int], samples: float, lrs: list[float]) -> list[Ticket]:
+        """Push the gradients that lie in `views`, ask for the weights there, and do not wait."""
+        slots = [self._layout.slots[key] for key in keys]
+        return self._send_push(slots, None, self._clocks[keys[0]], pull=True, samples=samples, lrs=lrs)
+
+    def wait(self, tickets: Sequence[Ticket]) -> None:
+        """Until an exchange is answered."""
+        self._client.wait(tickets)
+
+    def halt(self, reason: str) -> None:
+        """Ask every worker to stop training (`halted` tells)."""
+        self._session.halt(reason)
+
+    # --- within
+
+    def _send_push(
+        self,
+        slots: Sequence[Slot],
+        values: Sequence[Tensor] | None,
+        clock: int,
+        *,
+        pull: bool,
+        samples: float | None = None,
+        lrs: list[float] | None = None,
+    ) -> list[Ticket]:
+        """`values` None: they are in place already."""
+        busy = values is not None and not self._free(slots)
+        if values is not None and not busy:
+            for slot, value in zip(slots, values, strict=True):
+                place = self._arena.gradient(slot)
+                if place.data_ptr() != value.data_ptr():
+                    place.copy_(value)
+        tickets = []
+        for route in self._route(slots):
+            framed = busy or self._framed[route.server]
+            frames: Sequence[Buffer] = ()
+            if busy and values is not None:
+                frames = self._copied(route, slots, values)
+            elif framed:
+                frames = [self._arena.mirrors[piece.segment].gradient_bytes(piece) for piece in route.pieces]
+            message = Push(
+                self._client.next_id(), self._session.view, clock, route.keys, samples, lrs or [], pull, framed
+            )
+            filler = self._filler(route.pieces, framed) if pull else None
+            tickets.append(self._client.send(route.server, message, frames, filler))
+        for slot in slots:
+            self._clocks[slot.key] = clock + 1
+            self._pushing[slot.key] = tickets
+        return tickets
+
+    def _free(self, slots: Sequence[Slot]) -> bool:
+        """Whether the servers have read what was pushed before from these places."""
+        tickets = {id(t): t for slot in slots for t in self._pushing.get(slot.key, ())}
+        return self._client.ready(list(tickets.values()))
+
+    def _copied(self, route: _Route, slots: Sequence[Slot], values: Sequence[Tensor]) -> list[memoryview]:
+        """Values that cannot go through their place, because an earlier push still lies there."""
+        frames = empty_frames(route.pieces, [segment.dtype for segment in self._layout.segments])
+        for slot, value in zip(slots, values, strict=True):
+            flat = value.reshape(-1)
+            for piece in self._layout.pieces(slot, route.server):
+                stop = min(piece.stop, slot.start + slot.length)
+                if stop > piece.start:
+                    frames.view(slot.segment, piece.start, stop).copy_(
+                        flat[piece.start - slot.start : stop - slot.start]
+                    )
+        return frames.buffers()
+
+    def _filler(self, pieces: Sequence[Piece], framed: bool) -> Any:
+        """What to do with an answer's frames: put them where the weights live."""
+        if not framed:
+            return None
+
+        def fill(frames: Sequence[memoryview]) -> None:
+            for piece, frame in zip(pieces, frames, strict=True):
+                self._arena.mirrors[piece.segment].weight_bytes(piece)[:] = frame
+
+        return fill
+
+    def _deliver(self, slots: Sequence[Slot], outs: Sequence[Sequence[Tensor]]) -> None:
+        for slot, tensors in zip(slots, outs, strict=True):
+            weight = self._arena.weight(slot)
+            for tensor in tensors:
+                if tensor.data_ptr() != weight.data_ptr():
+                    tensor.detach().copy_(weight)
+
+    def _route(self, slots: Sequence[Slot]) -> list[_Route]:
+        keys = tuple(slot.key for slot in slots)
+        known = self._routes.get(keys)
+        if known is None:
+            known = []
+            for server in range(self._layout.num_servers):
+                parts = [(slot.key, self._layout.pieces(slot, server)) for slot in slots]
+                here = [key for key, pieces in parts if pieces]
+                if here:
+                    pieces = frame_pieces(list(itertools.chain.from_iterable(pieces for _, pieces in parts)))
+                    known.append(_Route(server, here, pieces))
+            if len(self._routes) >= _ROUTES:
+                self._routes.clear()
+            self._routes[keys] = known
+        return known
+
+    def _by_clock(self, slots: Sequence[Slot]) -> list[tuple[int, list[int]]]:
+        """Indices of slots that are at the same clock; one message has one clock."""
+        found: dict[int, list[int]] = {}
+        for index, slot in enumerate(slots):
+            found.setdefault(self._clocks[slot.key], []).append(index)
+        return list(found.items())
+
+    def _offer(self, mirror: Mirror) -> None:
+        """Let every server attach a new segment; one that cannot gets frames from now on."""
+        for server in range(self._layout.num_servers):
+            gradients, weights = mirror.gradient_block.descriptor, mirror.weight_block.descriptor
+            if not self._framed[server] and gradients:
+                request = Attach(self._client.next_id(), mirror.segment, gradients, weights)
+                try:
+                    self._client.call(server, request)
+                    continue
+                except UsageError:
+                    self.events.write("frames", server=server, why="the server cannot attach this worker's memory")
+            self._framed[server] = True
+
+    def _send_values(self, placed: Placed, values: Sequence[Tensor]) -> None:
+        for slot, value in zip(placed.slots, values, strict=True):
+            self._arena.weight(slot).copy_(value)
+        tickets = []
+        for route in self._route(placed.slots):
+            framed = self._framed[route.server]
+            slots = [self._layout.slots[key] for key in route.keys]
+            frames = (
+                [self._arena.mirrors[piece.segment].weight_bytes(piece) for piece in route.pieces] if framed else []
+            )
+            message = Init(self._client.next_id(), placed.segments, slots, framed)
+            tickets.append(self._client.send(route.server, message, frames))
+        self._client.wait(tickets)
+
+    def _checked(self, key: Keys, value: Values) -> tuple[list[Slot], list[Tensor]]:
+        names = as_keys(key)
+        slots = [self._slot(name) for name in names]
+        values = []
+        for slot, tensors in zip(slots, as_values(key, value), strict=True):
+            for tensor in tensors:
+                self._check_fit(slot, tensor, "pushed")
+            total = reduced(tensors)
+            if self._check_finite and not is_finite(total):
+                raise UsageError(
+                    f"worker {self.rank}: the value pushed for key {slot.spec.name!r} has NaN or infinity in it"
+                )
+            values.append(total)
+        return slots, values
+
+    def _targets(self, key: Keys, out: Values) -> tuple[list[Slot], list[list[Tensor]]]:
+        slots = [self._slot(name) for name in as_keys(key)]
+        outs = as_values(key, out)
+        for slot, tensors in zip(slots, outs, strict=True):
+            for tensor in tensors:
+                self._check_fit(slot, tensor, "given for out")
+        return slots, outs
+
+    def _check_fit(self, slot: Slot, tensor: Tensor, what: str) -> None:
+        if (tuple(tensor.shape), dtype_name(tensor)) != (slot.spec.shape, slot.spec.dtype):
+            given = spec_of_value(slot.spec.name, tensor)
+            raise UsageError(f"worker {self.rank}: key {slot.spec.name!r} is {slot.spec}, but {given} was {what}")
+
+    def _slot(self, key: Key) -> Slot:
+        slot = self._layout.find(key)
+        if slot is None:
+            self._check_names([key])
+            raise UsageError(f"worker {self.rank}: key {key!r} is not initialised; call init before push or pull")
+        return slot
+
+    def _check_names(self, names: Sequence[Key]) -> None:
+        """Ints or strings, not both: 3 and '3' would be two keys."""
+        kinds: set[type] = {type(slot.spec.name) for slot in itertools.islice(self._layout.slots.values(), 1)}
+        for name in names:
+            if not isinstance(name, str | int) or isinstance(name, bool):
+                raise UsageError(f"a key must be a string or an int, not {name!r}")
+            kinds.add(type(name))
+        if len(kinds) > 1:
+            raise UsageError(
+                f"worker {self.rank}: keys of one store are all ints or all strings; {names[0]!r} mixes them"
+            )
+        if len(set(names)) != len(names):
+            raise UsageError(f"worker {self.rank}: a key stands twice in {names!r}")
+
+    def _settle(self) -> None:
+        """Wait for every push under way."""
+        tickets = {id(t): t for tickets in self._pushing.values() for t in tickets}
+        self._client.wait(list(tickets.values()))
+        self._pushing.clear()
+
+    def _spec(self) -> OptimizerSpec:
+        if self.optimizer_spec is None:
+            raise UsageError(f"worker {self.rank}: there is no optimizer on the servers; call set_optimizer first")
+        return self.optimizer_spec
+
+    def _to_all(self, make: Any) -> None:
+        tickets = [
+            self._client.send(server, make(self._client.next_id())) for server in range(self._layout.num_servers)
+        ]
+        self._client.wait(tickets)

@@ -1,0 +1,74 @@
+"""A whole job as threads of this process: for tests, and for stepping through one under a debugger."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from echelon.environment import Job
+from echelon.kvstore import KVStore
+from echelon.kvstore.create import join
+from echelon.scheduler.serve import serve as serve_scheduler
+from echelon.server.serve import serve as serve_server
+from echelon.transport.in_process import InProcessTransport
+from echelon.transport.interface import Transport
+
+T = TypeVar("T")
+
+
+def run(
+    program: Callable[[KVStore], T],
+    store: str,
+    *,
+    num_workers: int = 2,
+    num_servers: int = 2,
+    staleness: int | None = None,
+    groups: list[list[int]] | None = None,
+    transport: Transport | None = None,
+    check_finite: bool = False,
+    timeout_s: float = 60.0,
+) -> list[T]:
+    """Run `program` on every worker; returns what each returned, by rank. The first error is raised here."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    shared = transport or InProcessTransport()
+    job = Job(
+        scheduler_port=port,
+        num_workers=num_workers,
+        num_servers=num_servers,
+        timeout_s=timeout_s,
+        stall_seconds=timeout_s / 2,
+    )
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        mine = job.as_role("worker", rank)
+        kv = join(store, mine, shared, staleness=staleness, groups=groups, check_finite=check_finite)
+        with kv:
+            results[rank] = program(kv)
+
+    def guarded(target: Callable[[], object]) -> Callable[[], None]:
+        def body() -> None:
+            try:
+                target()
+            except BaseException as error:
+                errors.append(error)
+
+        return body
+
+    bodies: list[tuple[str, Callable[[], object]]] = [("scheduler", lambda: serve_scheduler(job, listener))]
+    for rank in range(num_servers):
+        bodies.append((f"server-{rank}", lambda rank=rank: serve_server(job.as_role("server", rank), shared)))  # type: ignore[misc]
+    for rank in range(num_workers):
+        bodies.append((f"worker-{rank}", lambda rank=rank: work(rank)))  # type: ignore[misc]
+    threads = [threading.Thread(target=guarded(body), name=name) for name, body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(num_workers)]

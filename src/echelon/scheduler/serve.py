@@ -1,0 +1,159 @@
+"""The scheduler's loop: accept, read, ask the membership, send, and say once why something changed."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import sys
+import time
+
+from echelon.cluster.membership import Membership, Send
+from echelon.cluster.messages import (
+    Barrier,
+    ControlMessage,
+    Halt,
+    Heartbeat,
+    Leave,
+    Malformed,
+    Refused,
+    Register,
+    View,
+)
+from echelon.environment import Job
+from echelon.observe.events import EventLog
+from echelon.transport.control import HEARTBEAT_S, FrameReader, frame
+
+
+def serve(job: Job, listener: socket.socket | None = None) -> int:
+    """Run until the job is over; 0 if it ended well. `listener`: an already bound socket, for tests."""
+    listener = listener or socket.create_server(("", job.scheduler_port), backlog=128)
+    with EventLog.open(job.run_dir, "scheduler", 0) as events:
+        return _Scheduler(job, listener, events).run()
+
+
+class _Peer:
+    def __init__(self, connection: socket.socket, now: float) -> None:
+        self.socket = connection
+        self.reader = FrameReader()
+        self.heard = now
+
+
+class _Scheduler:
+    def __init__(self, job: Job, listener: socket.socket, events: EventLog) -> None:
+        self._job = job
+        self._events = events
+        self._listener = listener
+        self._membership = Membership(job.num_workers, job.num_servers)
+        self._selector = selectors.DefaultSelector()
+        self._peers: dict[int, _Peer] = {}
+        self._next = 0
+        self._began = time.monotonic()
+        self._stall_told = False
+
+    def run(self) -> int:
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        try:
+            while not (self._membership.over and not self._peers):
+                for key, _ in self._selector.select(HEARTBEAT_S / 2):
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._read(key.data)
+                if not self._check_time():
+                    break
+        finally:
+            for peer in list(self._peers):
+                self._drop(peer)
+            self._selector.close()
+            self._listener.close()
+        if self._membership.failure:
+            print(f"job stopped: {self._membership.failure}", file=sys.stderr, flush=True)
+            return 1
+        return 0
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(5.0)
+        self._next += 1
+        self._peers[self._next] = _Peer(connection, time.monotonic())
+        self._selector.register(connection, selectors.EVENT_READ, self._next)
+
+    def _read(self, number: int) -> None:
+        peer = self._peers.get(number)
+        if peer is None:
+            return
+        try:
+            data = peer.socket.recv(65536)
+            if not data:
+                self._lost(number, "its connection closed")
+                return
+            peer.heard = time.monotonic()
+            for message in peer.reader.feed(data):
+                self._handle(number, message)
+        except Malformed as error:
+            self._events.write("malformed", reason=str(error))
+            self._lost(number, str(error))
+        except OSError as error:
+            self._lost(number, str(error))
+
+    def _handle(self, number: int, message: ControlMessage) -> None:
+        membership = self._membership
+        match message:
+            case Register():
+                sends = membership.register(number, message)
+                self._events.write("registered", who=str(membership.member(number) or message))
+            case Barrier(sequence):
+                sends = membership.barrier(number, sequence) if membership.member(number) else []
+            case Halt():
+                sends = membership.halt(message)
+            case Leave(reason):
+                sends = membership.leave(number, reason)
+            case Heartbeat():
+                sends = []
+            case _:
+                sends = [Send(number, Refused(f"a {type(message).__name__} is not for the scheduler"))]
+        self._send(sends)
+
+    def _lost(self, number: int, why: str) -> None:
+        self._drop(number)
+        self._send(self._membership.lost(number, why))
+
+    def _send(self, sends: list[Send]) -> None:
+        told: View | None = None
+        for to, message in sends:
+            if isinstance(message, View):
+                told = message
+            if peer := self._peers.get(to):
+                try:
+                    peer.socket.sendall(frame(message))
+                except OSError:
+                    pass  # its own death is noticed when it is read
+        if told is not None:
+            self._events.write("view", number=told.number, workers=told.workers, reason=told.reason)
+            if "died" in told.reason:
+                left = len(told.workers)
+                print(f"view {told.number}: {told.reason}; {left} workers go on", file=sys.stderr, flush=True)
+
+    def _check_time(self) -> bool:
+        """Declare the silent dead, and give up on a job that never gathers. False: stop."""
+        now = time.monotonic()
+        for number, peer in list(self._peers.items()):
+            silent = now - peer.heard
+            if silent > self._job.heartbeat_timeout_s:
+                self._lost(number, f"silent for {silent:.1f} s")
+        waited = now - self._began
+        if not self._membership.running and not self._membership.over:
+            if waited > self._job.stall_seconds and not self._stall_told:
+                self._stall_told = True
+                print(f"waiting for {self._membership.waiting_for()} to register", file=sys.stderr, flush=True)
+            if waited > self._job.timeout_s:
+                self._membership.failure = f"{self._membership.waiting_for()} did not register in {waited:.0f} s"
+                return False
+        return True
+
+    def _drop(self, number: int) -> None:
+        peer = self._peers.pop(number)
+        self._selector.unregister(peer.socket)
+        peer.socket.close()

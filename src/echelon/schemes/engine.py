@@ -1,0 +1,253 @@
+"""One machine for every scheme: it sees (worker, key, clock) and says what to hold, apply and answer.
+
+A worker's clock for a key is how often it has pushed that key. Pushes of clock c from the members of a group form
+round c of that group. A round is applied when every living member has pushed it and the round before is applied;
+rounds apply in order, whatever order messages arrive in. A pull at clock c is answered when the worker's group has
+applied c rounds (it sees its own writes) and c is at most `bound` ahead of the slowest living group.
+
+    push(c) ──> round c of the group ──complete, in order──> Apply (version += 1, group clock += 1)
+    pull(c) ──> group clock >= c and c - min(living group clocks) <= bound ──> Reply, else held
+
+The machine never forgets to look again: each apply and each death re-evaluates every held pull it can release, and
+nothing waits for the dead. What a dead worker had pushed stays in its round and counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from echelon.schemes.rules import Rules
+
+
+class Contribution(NamedTuple):
+    """One worker's part of an update. `staleness`: updates others made since this worker last read the key."""
+
+    worker: int
+    samples: float
+    staleness: int
+
+
+class Apply(NamedTuple):
+    """Sum these contributions (rank order) and update the key once, the step divided by `gamma`."""
+
+    key: int
+    clock: int
+    contributions: tuple[Contribution, ...]
+    gamma: int
+    version: int
+
+
+class Reply(NamedTuple):
+    """Answer this worker's pull of clock `clock` with the key as it is now."""
+
+    key: int
+    worker: int
+    clock: int
+    version: int
+
+
+class Decision(NamedTuple):
+    """What to do, in order, and why."""
+
+    actions: tuple[Apply | Reply, ...]
+    reason: str
+
+
+APPLIED = "the round is complete"
+HELD_FOR_MEMBERS = "held: members of the group have not pushed this clock"
+HELD_FOR_BOUND = "held: too far ahead of the slowest"
+ANSWERED = "nothing to wait for"
+DUPLICATE = "seen before: applied once already or waiting in its round"
+GONE = "the worker is not in the view"
+RELEASED = "released by a change of the view"
+NOTHING = "the change releases nothing"
+
+_IGNORED = Decision((), DUPLICATE)
+_FROM_THE_GONE = Decision((), GONE)
+
+
+class _Group:
+    """One group's rounds of one key."""
+
+    __slots__ = ("clock", "rounds", "seen")
+
+    def __init__(self, clock: int) -> None:
+        self.clock = clock  # rounds applied
+        self.seen = 0  # the key's version just after this group's last update
+        self.rounds: dict[int, dict[int, float]] = {}  # clock -> worker -> samples
+
+
+class _Key:
+    __slots__ = ("groups", "held", "read", "starts", "version")
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.groups: dict[int, _Group] = {}
+        self.held: dict[tuple[int, int], None] = {}  # (worker, clock) of held pulls, oldest first
+        self.read: dict[int, int] = {}  # worker -> version it read last
+        self.starts: dict[int, int] = {}  # worker that came later -> its first clock
+
+
+class Engine:
+    """The scheme's state for all keys of one server."""
+
+    def __init__(self, rules: Rules, workers: Iterable[int]) -> None:
+        self.rules = rules
+        self._members: dict[int, set[int]] = {}
+        self._keys: dict[int, _Key] = {}
+        for worker in workers:
+            self._members.setdefault(rules.group_of(worker), set()).add(worker)
+
+    @property
+    def workers(self) -> set[int]:
+        """The living."""
+        return set().union(*self._members.values())
+
+    def add_key(self, key: int) -> None:
+        """Start a key at version 0, clock 0."""
+        state = self._keys[key] = _Key()
+        for group in self._members:
+            state.groups[group] = _Group(0)
+
+    def version(self, key: int) -> int:
+        """Updates applied to a key."""
+        return self._keys[key].version
+
+    def clock(self, worker: int, key: int) -> int:
+        """Rounds that the worker's group has applied to a key."""
+        return self._keys[key].groups[self.rules.group_of(worker)].clock
+
+    def push(self, worker: int, key: int, clock: int, samples: float) -> Decision:
+        """A worker's gradient of `clock` (its first is clock 0) is there; `samples` 0: it has none this time."""
+        group_id = self.rules.group_of(worker)
+        if worker not in self._members.get(group_id, ()):
+            return _FROM_THE_GONE
+        state = self._keys[key]
+        group = state.groups[group_id]
+        early = clock < max(group.clock, state.starts.get(worker, 0))
+        if early or worker in (waiting := group.rounds.setdefault(clock, {})):
+            return _IGNORED
+        waiting[worker] = samples
+        actions: list[Apply | Reply] = []
+        self._advance(key, state, group_id, actions)
+        return Decision(tuple(actions), APPLIED if actions else HELD_FOR_MEMBERS)
+
+    def pull(self, worker: int, key: int, clock: int) -> Decision:
+        """A worker that has pushed `clock` rounds asks for the key."""
+        group_id = self.rules.group_of(worker)
+        if worker not in self._members.get(group_id, ()):
+            return _FROM_THE_GONE
+        state = self._keys[key]
+        if state.groups[group_id].clock < clock:
+            state.held[worker, clock] = None
+            return Decision((), HELD_FOR_MEMBERS)
+        if not self._within_bound(state, clock):
+            state.held[worker, clock] = None
+            return Decision((), HELD_FOR_BOUND)
+        return Decision((self._reply(key, state, worker, clock),), ANSWERED)
+
+    def leave(self, worker: int) -> Decision:
+        """A worker has died or finished: nothing waits for it any more, and its own held pulls are dropped."""
+        group_id = self.rules.group_of(worker)
+        members = self._members.get(group_id, set())
+        if worker not in members:
+            return _FROM_THE_GONE
+        members.discard(worker)
+        if not members:
+            del self._members[group_id]
+        actions: list[Apply | Reply] = []
+        for key, state in self._keys.items():
+            for held in [held for held in state.held if held[0] == worker]:
+                del state.held[held]
+            if members:
+                self._advance(key, state, group_id, actions)
+            self._release(key, state, actions)
+        return Decision(tuple(actions), RELEASED if actions else NOTHING)
+
+    def join(self, worker: int) -> dict[int, int]:
+        """A worker comes new or back, at the next clock. Returns its first clock for every key."""
+        group_id = self.rules.group_of(worker)
+        alone = not self._members.get(group_id)
+        firsts: dict[int, int] = {}
+        for key, state in self._keys.items():
+            if alone:
+                clock = (
+                    self._slowest(state) if self._members else max((g.clock for g in state.groups.values()), default=0)
+                )
+                group = state.groups[group_id] = _Group(clock)
+                group.seen = state.version
+                firsts[key] = clock
+            else:
+                firsts[key] = state.groups[group_id].clock + 1
+            state.starts[worker] = firsts[key]
+            state.read[worker] = state.version
+        self._members.setdefault(group_id, set()).add(worker)
+        return firsts
+
+    def missing(self, worker: int, key: int, clock: int) -> dict[int, int]:
+        """Who keeps a pull of `worker` at `clock` waiting: worker -> the clock it must still push. Empty: nobody."""
+        state = self._keys[key]
+        group_id = self.rules.group_of(worker)
+        group = state.groups[group_id]
+        if group.clock < clock:
+            arrived = group.rounds.get(group.clock, {})
+            return {w: group.clock for w in sorted(self._required(state, group_id, group.clock)) if w not in arrived}
+        if self._within_bound(state, clock):
+            return {}
+        needed = clock - (self.rules.bound or 0)
+        behind: dict[int, int] = {}
+        for other, members in self._members.items():
+            at = state.groups[other].clock
+            if at < needed:
+                arrived = state.groups[other].rounds.get(at, {})
+                behind |= {w: at for w in sorted(members) if w not in arrived}
+        return behind
+
+    def _advance(self, key: int, state: _Key, group_id: int, actions: list[Apply | Reply]) -> None:
+        """Apply every round of a group that is complete now, then answer what that releases."""
+        group = state.groups[group_id]
+        before = group.clock
+        while self._required(state, group_id, group.clock) <= group.rounds.get(group.clock, {}).keys():
+            if group.clock in group.rounds:
+                self._apply(key, state, group, actions)
+            else:
+                group.clock += 1  # nobody is expected: all members came later, and their first clock lies ahead
+        if group.clock != before and state.held:
+            self._release(key, state, actions)
+
+    def _apply(self, key: int, state: _Key, group: _Group, actions: list[Apply | Reply]) -> None:
+        arrived = group.rounds.pop(group.clock)
+        parts = tuple(
+            Contribution(worker, arrived[worker], state.version - state.read.get(worker, 0))
+            for worker in sorted(arrived)
+            if arrived[worker] > 0
+        )
+        if parts:
+            gamma = max(1, state.version - group.seen + 1) if self.rules.weighted else 1
+            state.version += 1
+            group.seen = state.version
+            actions.append(Apply(key, group.clock, parts, gamma, state.version))
+        group.clock += 1
+
+    def _release(self, key: int, state: _Key, actions: list[Apply | Reply]) -> None:
+        for worker, clock in list(state.held):
+            if state.groups[self.rules.group_of(worker)].clock >= clock and self._within_bound(state, clock):
+                del state.held[worker, clock]
+                actions.append(self._reply(key, state, worker, clock))
+
+    def _reply(self, key: int, state: _Key, worker: int, clock: int) -> Reply:
+        state.read[worker] = state.version
+        return Reply(key, worker, clock, state.version)
+
+    def _required(self, state: _Key, group_id: int, clock: int) -> set[int]:
+        members = self._members[group_id]
+        if not state.starts:
+            return members
+        return {worker for worker in members if state.starts.get(worker, 0) <= clock}
+
+    def _within_bound(self, state: _Key, clock: int) -> bool:
+        return self.rules.bound is None or clock - self._slowest(state) <= self.rules.bound
+
+    def _slowest(self, state: _Key) -> int:
+        return min(state.groups[group].clock for group in self._members)

@@ -1,0 +1,10 @@
+"""`python -m echelon.server`: serve the job that the environment describes."""
+
+import sys
+
+from echelon.environment import Job
+from echelon.server.serve import serve
+from echelon.transport import by_name
+
+job = Job.from_environment()
+sys.exit(serve(job, by_name(job.transport)))

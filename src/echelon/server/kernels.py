@@ -1,0 +1,176 @@
+"""The optimizers as in-place updates of flat pieces of memory, bit for bit what torch.optim does to whole tensors.
+
+All five are element-wise, so a piece of a key (or a run over many keys) can be updated by itself. The unfused forms
+give the same bits wherever a tensor is cut. torch's fused SGD does too as long as no element falls into the scalar
+tail of a call: pieces are multiples of ALIGN, so it serves for the unfused form as well, three times faster. With
+`fused=True` the caller wants the fused form's own tails: `exact` asks for pieces that end where the key ends.
+
+`gamma` (GSP's staleness) divides the step: SGD divides gradient and decay, so that momentum remembers the small
+step; the adaptive ones divide the learning rate, since they would normalise a smaller gradient away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.rmsprop import rmsprop
+
+from echelon.errors import UsageError
+
+Options = Mapping[str, Any]
+States = Sequence[Tensor]
+
+
+class Kernel:
+    """One optimizer with one set of options."""
+
+    divides_gradient = False
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.exact = bool(options.get("fused"))
+
+    def state_fills(self) -> tuple[float, ...]:
+        """The first value of each state."""
+        raise NotImplementedError
+
+    def update(self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int) -> None:
+        """Update a piece in place; `step` counts from 1. The gradient may be read in place: it must not change."""
+        raise NotImplementedError
+
+
+class Sgd(Kernel):
+    """torch.optim.SGD."""
+
+    divides_gradient = True
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._momentum = float(options["momentum"])
+        self._weight_decay = float(options["weight_decay"])
+        self._dampening = float(options["dampening"])
+        self._nesterov = bool(options["nesterov"])
+        self._maximize = bool(options["maximize"])
+
+    def state_fills(self) -> tuple[float, ...]:
+        return (0.0,) if self._momentum else ()
+
+    def update(self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int) -> None:
+        torch._fused_sgd_(
+            [weights],
+            [gradient],
+            list(states),
+            weight_decay=self._weight_decay / gamma,
+            momentum=self._momentum,
+            lr=lr,
+            dampening=self._dampening,
+            nesterov=self._nesterov,
+            maximize=self._maximize,
+            is_first_step=step == 1,
+        )
+
+
+class Adam(Kernel):
+    """torch.optim.Adam."""
+
+    _function: Callable[..., None] = staticmethod(adam)
+
+    def state_fills(self) -> tuple[float, ...]:
+        return (0.0, 0.0, 0.0) if self.options["amsgrad"] else (0.0, 0.0)
+
+    def update(self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int) -> None:
+        options = self.options
+        type(self)._function(
+            [weights],
+            [gradient],
+            [states[0]],
+            [states[1]],
+            list(states[2:]),
+            [_before(step)],
+            foreach=False,
+            fused=self.exact,
+            amsgrad=options["amsgrad"],
+            beta1=options["betas"][0],
+            beta2=options["betas"][1],
+            lr=lr / gamma,
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
+            maximize=options["maximize"],
+        )
+
+
+class AdamW(Adam):
+    """torch.optim.AdamW."""
+
+    _function = staticmethod(adamw)
+
+
+class Adagrad(Kernel):
+    """torch.optim.Adagrad."""
+
+    def state_fills(self) -> tuple[float, ...]:
+        return (float(self.options["initial_accumulator_value"]),)
+
+    def update(self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int) -> None:
+        options = self.options
+        adagrad(
+            [weights],
+            [gradient],
+            [states[0]],
+            [_before(step)],
+            foreach=False,
+            fused=self.exact,
+            lr=lr / gamma,
+            weight_decay=options["weight_decay"],
+            lr_decay=options["lr_decay"],
+            eps=options["eps"],
+            maximize=options["maximize"],
+        )
+
+
+class RMSprop(Kernel):
+    """torch.optim.RMSprop."""
+
+    def state_fills(self) -> tuple[float, ...]:
+        return (0.0,) * (1 + bool(self.options["centered"]) + bool(self.options["momentum"]))
+
+    def update(self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int) -> None:
+        options = self.options
+        rest = list(states[1:])
+        averages = [rest.pop(0)] if options["centered"] else []
+        rmsprop(
+            [weights],
+            [gradient],
+            [states[0]],
+            averages,
+            rest,
+            [_before(step)],
+            foreach=False,
+            lr=lr / gamma,
+            alpha=options["alpha"],
+            eps=options["eps"],
+            weight_decay=options["weight_decay"],
+            momentum=options["momentum"],
+            centered=options["centered"],
+            maximize=options["maximize"],
+        )
+
+
+def _before(step: int) -> Tensor:
+    return torch.tensor(float(step - 1))
+
+
+KERNELS: dict[str, type[Kernel]] = {"sgd": Sgd, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad, "rmsprop": RMSprop}
+
+
+def kernel_for(name: str, options: Options) -> Kernel:
+    """The kernel behind an optimizer's name."""
+    if name not in KERNELS:
+        raise UsageError(f"no optimizer {name!r} runs on the servers; there are {', '.join(sorted(KERNELS))}")
+    return KERNELS[name](options)

@@ -1,0 +1,116 @@
+"""Tensors over raw memory: what a server stores, and what it sees of a worker.
+
+A `Window` gives the elements [start, stop) of a segment as a tensor, wherever they are: in a worker's shared memory
+(`Mapped`) or in frames that came or will go over a socket (`Framed`). The code that sums and updates cannot tell.
+"""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from echelon.cluster.placement import ITEM_BYTES, Piece, join
+
+FRAME_ELEMENTS = 1 << 20
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
+_MASTERS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def master_dtype(name: str) -> torch.dtype:
+    """How a server stores a dtype: half precision is kept, summed and updated in float32."""
+    dtype = TORCH_DTYPES[name]
+    return _MASTERS.get(dtype, dtype)
+
+
+def zeros(length: int, dtype: torch.dtype) -> Tensor:
+    """Zeroed memory whose pages cost nothing until they are touched."""
+    size = max(1, length) * dtype.itemsize
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype)[:length]
+
+
+def as_tensor(buffer: memoryview | bytearray, dtype: str) -> Tensor:
+    """The bytes of a buffer as a flat tensor, in place."""
+    return torch.frombuffer(buffer, dtype=TORCH_DTYPES[dtype])
+
+
+def frame_pieces(pieces: Sequence[Piece]) -> list[Piece]:
+    """How pieces travel: neighbours joined, cut to frames of a few megabytes. Both ends compute the same list."""
+    frames = []
+    for piece in join(pieces):
+        for start in range(piece.start, piece.stop, FRAME_ELEMENTS):
+            stop = min(piece.stop, start + FRAME_ELEMENTS)
+            frames.append(Piece(piece.segment, start, stop, piece.local + start - piece.start))
+    return frames
+
+
+class Window(Protocol):
+    """A view of segments."""
+
+    def view(self, segment: int, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) as a tensor; they must not cross a seam."""
+        ...
+
+    def seam(self, segment: int, at: int) -> bool:
+        """Whether the elements before and after `at` are not neighbours in memory."""
+        ...
+
+
+class Mapped:
+    """A worker's memory, a tensor a segment; it grows as segments are attached."""
+
+    def __init__(self) -> None:
+        self.segments: dict[int, Tensor] = {}
+
+    def view(self, segment: int, start: int, stop: int) -> Tensor:
+        return self.segments[segment][start:stop]
+
+    def seam(self, segment: int, at: int) -> bool:
+        return False
+
+
+class Framed:
+    """Frames, one a piece of `frame_pieces`."""
+
+    def __init__(self, pieces: Sequence[Piece], frames: Sequence[Tensor]) -> None:
+        self._frames = frames
+        self._pieces = list(pieces)
+        self._starts = [(piece.segment, piece.start) for piece in pieces]
+        self._order = sorted(range(len(pieces)), key=self._starts.__getitem__)
+        self._sorted = [self._starts[index] for index in self._order]
+        self._seams = set(self._starts)
+
+    def view(self, segment: int, start: int, stop: int) -> Tensor:
+        index = self._order[bisect.bisect_right(self._sorted, (segment, start)) - 1]
+        offset = start - self._pieces[index].start
+        return self._frames[index][offset : offset + stop - start]
+
+    def seam(self, segment: int, at: int) -> bool:
+        return (segment, at) in self._seams
+
+    def buffers(self) -> list[memoryview]:
+        """The frames as bytes, to send."""
+        return [frame.view(torch.uint8).numpy().data for frame in self._frames]
+
+
+def empty_frames(pieces: Sequence[Piece], dtypes: Sequence[str]) -> Framed:
+    """Room for an answer: a frame a piece."""
+    return Framed(
+        pieces, [torch.empty(piece.stop - piece.start, dtype=TORCH_DTYPES[dtypes[piece.segment]]) for piece in pieces]
+    )
+
+
+def received_frames(pieces: Sequence[Piece], frames: Sequence[memoryview], dtypes: Sequence[str]) -> Framed:
+    """What came in, in place. The caller has checked the lengths."""
+    tensors = []
+    for piece, frame in zip(pieces, frames, strict=True):
+        writable = bytearray(frame) if frame.readonly else frame  # torch wants writable memory even to read
+        tensors.append(as_tensor(writable, dtypes[piece.segment]))
+    return Framed(pieces, tensors)

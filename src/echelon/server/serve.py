@@ -1,0 +1,116 @@
+"""A server's loop: register, receive, let the shard act, until the workers are gone."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+
+from echelon.cluster.messages import (
+    SERVER,
+    WORKER,
+    Abort,
+    Configure,
+    ControlMessage,
+    Failed,
+    Finish,
+    Malformed,
+    Response,
+    Roster,
+    View,
+    decode_request,
+    encode,
+)
+from echelon.environment import Job
+from echelon.observe.events import EventLog
+from echelon.server.shard import Shard
+from echelon.transport.enlist import enlist
+from echelon.transport.interface import Endpoint, Peer, Transport
+
+POLL_S = 1.0
+
+
+def serve(job: Job, transport: Transport) -> int:
+    """Serve until the job ends; 0 if it ended well."""
+    torch.set_num_threads(1)  # usually there are as many servers as cores: one thread each, out of each other's way
+    inbox: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
+    endpoint: Endpoint | None = None
+
+    def on_message(message: ControlMessage) -> None:
+        inbox.put(message)
+        if endpoint is not None:
+            endpoint.wake()
+
+    with enlist(job, SERVER, transport, on_message) as post:
+        endpoint = post.endpoint
+        assert endpoint is not None
+        with EventLog.open(job.run_dir, SERVER, post.rank) as events:
+            return _Server(post.rank, post.roster, endpoint, transport, events).run(inbox, lambda: post.control.lost)
+
+
+class _Server:
+    def __init__(self, rank: int, roster: Roster, endpoint: Endpoint, transport: Transport, events: EventLog) -> None:
+        self._rank = rank
+        self._endpoint = endpoint
+        self._events = events
+        self._peers: dict[int, Peer] = {}
+        self._ranks: dict[Peer, int] = {}
+        workers = [member.rank for member in roster.members if member.role == WORKER]
+        servers = sum(member.role == SERVER for member in roster.members)
+        self._shard = Shard(rank, servers, workers, self._answer, transport.attach)
+        self._view = workers
+        self.malformed = 0
+
+    def run(self, inbox: queue.SimpleQueue[ControlMessage], lost: Callable[[], str | None]) -> int:
+        """Until Finish (0), or until the job breaks (1, with a line that says why)."""
+        while True:
+            while not inbox.empty():
+                message = inbox.get()
+                match message:
+                    case View():
+                        self._change_view(message)
+                    case Finish():
+                        return 0
+                    case Abort(reason):
+                        return self._stop(reason)
+            if why := lost():
+                return self._stop(why)
+            received = self._endpoint.recv(POLL_S)
+            if received is not None:
+                self._receive(*received)
+
+    def _receive(self, peer: Peer, frames: list[memoryview]) -> None:
+        try:
+            if not frames:
+                raise Malformed("an empty message")
+            request = decode_request(frames[0])
+        except Malformed as error:
+            self.malformed += 1
+            self._events.write("malformed", reason=str(error), count=self.malformed)
+            return
+        if isinstance(request, Configure) and request.rank in self._view:
+            self._peers[request.rank], self._ranks[peer] = peer, request.rank
+        worker = self._ranks.get(peer)
+        if worker is not None and worker in self._view:
+            self._shard.handle(worker, request, frames[1:])
+        else:
+            refusal = Failed(request.id, f"server {self._rank}: this worker is not in the view; it is taken for dead")
+            self._endpoint.send(peer, [encode(refusal)])
+
+    def _change_view(self, view: View) -> None:
+        gone = [worker for worker in self._view if worker not in view.workers]
+        self._view = view.workers
+        for worker in gone:
+            released = self._shard.leave(worker)
+            self._events.write("left", worker=worker, view=view.number, reason=view.reason, released=released)
+            self._ranks.pop(self._peers.pop(worker, b""), None)
+
+    def _answer(self, worker: int, response: Response, frames: Sequence[memoryview]) -> None:
+        if peer := self._peers.get(worker):
+            self._endpoint.send(peer, [encode(response), *frames])
+
+    def _stop(self, reason: str) -> int:
+        print(f"server {self._rank} stops: {reason}", file=sys.stderr, flush=True)
+        return 1

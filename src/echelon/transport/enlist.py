@@ -1,0 +1,102 @@
+"""Joining a job: bind, connect to the scheduler, register, wait for the roster. The same for workers and servers."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from echelon.cluster.messages import SERVER, ControlMessage, Refused, Register, Registered, Roster
+from echelon.environment import Job
+from echelon.errors import JobError, UsageError
+from echelon.transport.control import ControlClient, connect
+from echelon.transport.interface import Endpoint, Transport
+
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """A process's place in the job."""
+
+    rank: int
+    roster: Roster
+    control: ControlClient
+    endpoint: Endpoint | None
+
+
+@contextmanager
+def enlist(job: Job, role: str, transport: Transport, on_message: Callable[[ControlMessage], None]) -> Iterator[Post]:
+    """Register and wait until everybody is there; later control messages go to `on_message`."""
+    first: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
+    begun = False
+
+    def receive(message: ControlMessage) -> None:
+        (on_message if begun else first.put)(message)
+
+    connection = connect(job.scheduler_host, job.scheduler_port, job.timeout_s)
+    host = own_host(job, connection)
+    endpoint = transport.serve(host) if role == SERVER else None
+    control = ControlClient(connection, receive)
+    try:
+        control.send(Register(role, job.rank, host, os.getpid(), endpoint.address if endpoint else ""))
+        rank, roster = _wait(job, role, control, first)
+        begun = True
+        while not first.empty():
+            on_message(first.get())
+        yield Post(rank, roster, control, endpoint)
+    finally:
+        control.close()
+        if endpoint is not None:
+            endpoint.close()
+
+
+def _wait(
+    job: Job, role: str, control: ControlClient, messages: queue.SimpleQueue[ControlMessage]
+) -> tuple[int, Roster]:
+    rank = -1
+    deadline = time.monotonic() + job.timeout_s
+    while time.monotonic() < deadline:
+        if control.lost:
+            raise JobError(f"{role}: {control.lost} before the job began")
+        try:
+            message = messages.get(timeout=1.0)
+        except queue.Empty:
+            continue
+        match message:
+            case Registered(number):
+                rank = number
+            case Roster():
+                return rank, message
+            case Refused(reason):
+                raise JobError(f"{role}: the scheduler refused this process: {reason}")
+    raise JobError(
+        f"{role} {rank}: the job of {job.num_workers} workers and {job.num_servers} servers did not gather "
+        f"in {job.timeout_s:g} s; the scheduler's output says who is missing"
+    )
+
+
+def own_host(job: Job, connection: socket.socket) -> str:
+    """The address this process is reached at: told, of the named interface, or the one that reaches the scheduler."""
+    if job.host:
+        return job.host
+    if job.interface:
+        return interface_address(job.interface)
+    return str(connection.getsockname()[0])
+
+
+def interface_address(name: str) -> str:
+    """The IPv4 address of a network interface."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            names = ", ".join(interface for _, interface in socket.if_nameindex())
+            raise UsageError(f"no address on network interface {name!r}; this machine has {names}") from None
+    return socket.inet_ntoa(answer[20:24])

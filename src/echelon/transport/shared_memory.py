@@ -1,0 +1,71 @@
+"""On one machine: control over ZeroMQ, tensors in memory that both sides map.
+
+A segment is a memfd: it has no name to leave behind and is gone with the last process that maps it, kill -9 included.
+A peer of the same user opens it through /proc/PID/fd. Whether that reached the right file is not taken on trust: the
+first page holds a random token that the descriptor repeats, so another machine, another PID namespace or a recycled
+PID is noticed, and the peer falls back to frames.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+from echelon.transport.interface import Block
+from echelon.transport.tcp import TcpTransport
+
+_PAGE = 4096
+_TOKEN_BYTES = 16
+
+
+class SharedBlock:
+    """A memfd of this process, mapped."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._file = os.memfd_create("echelon", os.MFD_CLOEXEC)
+        os.ftruncate(self._file, _PAGE + num_bytes)
+        mapped = mmap.mmap(self._file, _PAGE + num_bytes)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        mapped[:_TOKEN_BYTES] = token
+        self.buffer = memoryview(mapped)[_PAGE:]
+        self.descriptor = f"{_boot_id()} {os.getpid()} {self._file} {_PAGE + num_bytes} {token.hex()}"
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+
+class SharedMemoryTransport(TcpTransport):
+    """Shared memory where it can be attached, frames where not."""
+
+    name = "shm"
+
+    def allocate(self, num_bytes: int) -> Block:
+        """Zeroed memory that a peer on this machine can attach."""
+        return SharedBlock(num_bytes)
+
+    def attach(self, descriptor: str) -> memoryview | None:
+        """A peer's memory, if it is on this machine and may be opened."""
+        boot, pid, file, size, token = descriptor.split()
+        if boot != _boot_id():
+            return None
+        try:
+            opened = os.open(f"/proc/{int(pid)}/fd/{int(file)}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            if os.fstat(opened).st_size != int(size):
+                return None
+            mapped = mmap.mmap(opened, int(size))
+        except (OSError, ValueError):
+            return None
+        finally:
+            os.close(opened)
+        if mapped[:_TOKEN_BYTES] != bytes.fromhex(token):
+            return None
+        return memoryview(mapped)[_PAGE:]
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
