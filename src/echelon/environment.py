@@ -34,6 +34,7 @@ class Job:
     stall_seconds: float = 10.0
     timeout_s: float = 600.0
     heartbeat_timeout_s: float = 10.0
+    listen_fd: int | None = None
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> Job:
@@ -59,6 +60,7 @@ class Job:
             stall_seconds=float(env.get("ECHELON_STALL_SECONDS", "10")),
             timeout_s=float(env.get("ECHELON_TIMEOUT", "600")),
             heartbeat_timeout_s=float(env.get("PS_HEARTBEAT_TIMEOUT", "10")),
+            listen_fd=_optional(env, "ECHELON_LISTEN_FD"),
         )
 
     @property

@@ -25,7 +25,9 @@ from echelon.transport.control import HEARTBEAT_S, FrameReader, frame
 
 
 def serve(job: Job, listener: socket.socket | None = None) -> int:
-    """Run until the job is over; 0 if it ended well. `listener`: an already bound socket, for tests."""
+    """Run until the job is over; 0 if it ended well. The listening socket may be given, or inherited."""
+    if listener is None and job.listen_fd is not None:
+        listener = socket.socket(fileno=job.listen_fd)
     listener = listener or socket.create_server(("", job.scheduler_port), backlog=128)
     with EventLog.open(job.run_dir, "scheduler", 0) as events:
         return _Scheduler(job, listener, events).run()

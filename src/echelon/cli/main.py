@@ -1,0 +1,44 @@
+"""The `echelon` command: one file a sub-command, each imported only when it is used."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from echelon.errors import EchelonError
+
+COMMANDS = {
+    "train": "train a model on many workers of this machine",
+    "launch": "start a scheduler, servers and workers around any command",
+    "data": "make, check and convert RecordIO data",
+    "bench": "measure, alternating with peers",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="echelon", description="Distributed training where one flag says how strictly workers wait."
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    wanted = given[0] if given and given[0] in COMMANDS else None
+    for name, summary in COMMANDS.items():
+        if name == wanted:
+            importlib.import_module(f"echelon.cli.{name}").add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    options = parser.parse_args(given)
+    try:
+        return int(options.run(options))
+    except EchelonError as error:
+        print(f"echelon: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
