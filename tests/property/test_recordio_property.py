@@ -1,0 +1,97 @@
+"""RecordIO over arbitrary bytes: what is written is read, and no damage is passed over in silence."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echelon.data import recordframe
+from echelon.data.imagerecord import Header, pack, unpack
+
+MAGIC = recordframe.MAGIC_BYTES
+# Pieces of the magic word, at every alignment, are what could confuse an encoder.
+PIECES = st.sampled_from([MAGIC, MAGIC, MAGIC[:1], MAGIC[1:], MAGIC[:3], b"\0", b"word"]) | st.binary(max_size=9)
+PAYLOADS = st.lists(PIECES, max_size=12).map(b"".join)
+FILES = st.lists(PAYLOADS, min_size=1, max_size=6)
+
+
+def read_all(data: bytes) -> tuple[list[bytes], int]:
+    """Return the records before the first fault, and the offset after them."""
+    records: list[bytes] = []
+    at = 0
+    try:
+        while at < len(data):
+            payload, at = recordframe.decode(memoryview(data), at)
+            records.append(bytes(payload))
+    except recordframe.FrameError as error:
+        return records, error.offset
+    return records, at
+
+
+@given(FILES)
+def test_round_trip(payloads: list[bytes]) -> None:
+    data = b"".join(map(recordframe.encode, payloads))
+    assert len(data) % 4 == 0
+    assert read_all(data) == (payloads, len(data))
+
+
+@given(FILES)
+def test_every_aligned_magic_word_is_a_head_and_every_record_is_found(payloads: list[bytes]) -> None:
+    frames = list(map(recordframe.encode, payloads))
+    data = memoryview(b"".join(frames))
+    heads = np.cumsum([0, *map(len, frames)])[:-1].tolist()
+    assert recordframe.scan(data) == (heads, None)
+    found = [recordframe.next_head(data, 0)]
+    while found[-1] is not None:
+        found.append(recordframe.next_head(data, found[-1] + 4))
+    assert found == [*heads, None]
+
+
+@given(FILES, st.data())
+def test_a_truncated_file_gives_whole_records_then_a_fault_at_the_cut_one(
+    payloads: list[bytes], draw: st.DataObject
+) -> None:
+    frames = list(map(recordframe.encode, payloads))
+    data = b"".join(frames)
+    size = draw.draw(st.integers(0, len(data) - 1))
+    ends = np.cumsum(list(map(len, frames))).tolist()
+    whole = sum(end <= size for end in ends)
+    start = ends[whole - 1] if whole else 0
+    assert read_all(data[:size]) == (payloads[:whole], start)
+    offsets, fault = recordframe.scan(memoryview(data[:size]))
+    assert len(offsets) == whole
+    assert (fault is None) == (start == size)
+    assert fault is None or fault.offset == start
+
+
+@given(FILES, st.data())
+def test_a_changed_byte_leaves_the_records_before_it_alone(payloads: list[bytes], draw: st.DataObject) -> None:
+    frames = list(map(recordframe.encode, payloads))
+    data = bytearray(b"".join(frames))
+    at = draw.draw(st.integers(0, len(data) - 1))
+    data[at] ^= draw.draw(st.integers(1, 255))
+    starts = np.cumsum([0, *map(len, frames)]).tolist()
+    untouched = sum(start <= at for start in starts) - 1
+    records, end = read_all(bytes(data))
+    assert records[:untouched] == payloads[:untouched]
+    assert end >= starts[untouched]
+    if at - starts[untouched] < 4:  # its magic word: certainly a fault, and exactly there
+        assert (len(records), end) == (untouched, starts[untouched])
+    offsets, fault = recordframe.scan(memoryview(data))
+    assert len(offsets) == len(records)
+    assert (len(data) if fault is None else fault.offset) == end
+
+
+@given(
+    st.floats(width=32, allow_nan=False) | st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=20),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**64 - 1),
+    PAYLOADS,
+)
+def test_headers_round_trip(label: float | list[float], key: int, key2: int, payload: bytes) -> None:
+    record = pack(Header(label, key, key2), payload)
+    header, image = unpack(record)
+    assert (header.id, header.id2, bytes(image)) == (key, key2, payload)
+    assert header.labels.tolist() == np.atleast_1d(np.float32(label)).tolist()
+    assert pack(header, image) == record
