@@ -1,0 +1,202 @@
+"""The vocabulary the families are written in: a network is an expression, and this module keeps its shapes.
+
+A `Layer` is a function from the shape of one image coming in to (module, shape going out). `chain`, `concat` and
+`residual` put layers together; `network` closes the expression with the classifier. What comes out are plain torch
+modules: nothing of `Layer` is left in them. So a layer that an image is too small for is found without running one.
+
+Batch norm follows MXNet: momentum 0.9 there is 0.1 in torch, and with `fix_gamma` the scale stays 1 and is not trained.
+A fixed scale is still a parameter (with `requires_grad` off), since MXNet's files and its parameter counts contain it.
+Convolutions and pooling round down, and average pooling counts the padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import UsageError
+
+Shape = tuple[int, int, int]  # channels, height, width
+Size = int | tuple[int, int]
+Made = tuple[nn.Module, Shape]
+Layer = Callable[[Shape], Made]
+
+
+class TooSmallError(Exception):
+    """A window does not fit what is left of the image. `network` turns it into the user's error."""
+
+
+class Concat(nn.Module):
+    """Branches over one input, side by side in the channels."""
+
+    def __init__(self, branches: list[nn.Module]) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(branches)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([branch(x) for branch in self.branches], dim=1)
+
+
+class Residual(nn.Module):
+    """shortcut(x) + scale * body(x)."""
+
+    def __init__(self, body: nn.Module, shortcut: nn.Module, scale: float) -> None:
+        super().__init__()
+        self.body, self.shortcut, self.scale = body, shortcut, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        kept: Tensor = self.shortcut(x)
+        return kept + (y if self.scale == 1.0 else y * self.scale)
+
+
+def chain(*layers: Layer, **named: Layer) -> Layer:
+    """One layer after the other; those given by keyword keep their name in the module."""
+    steps = {str(index): layer for index, layer in enumerate(layers)} | named
+
+    def make(shape: Shape) -> Made:
+        sequence = nn.Sequential()
+        for name, layer in steps.items():
+            module, shape = layer(shape)
+            sequence.add_module(name, module)
+        return sequence, shape
+
+    return make
+
+
+def concat(*branches: Layer) -> Layer:
+    def make(shape: Shape) -> Made:
+        made = [branch(shape) for branch in branches]
+        _, height, width = made[0][1]
+        return Concat([module for module, _ in made]), (sum(out[0] for _, out in made), height, width)
+
+    return make
+
+
+def residual(body: Layer, shortcut: Layer | None = None, scale: float = 1.0) -> Layer:
+    def make(shape: Shape) -> Made:
+        module, out = body(shape)
+        return Residual(module, shortcut(shape)[0] if shortcut else nn.Identity(), scale), out
+
+    return make
+
+
+def each(factory: Callable[[], nn.Module]) -> Layer:
+    """A layer that leaves the shape alone."""
+    return lambda shape: (factory(), shape)
+
+
+def _pair(size: Size) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
+
+
+def _slide(shape: Shape, filters: int, kernel: Size, stride: int, padding: Size) -> Shape:
+    """The shape after a window of that size went over the padded image, rounded down."""
+    (k_high, k_wide), (p_high, p_wide) = _pair(kernel), _pair(padding)
+    _, height, width = shape
+    room_high, room_wide = height + 2 * p_high - k_high, width + 2 * p_wide - k_wide
+    if min(room_high, room_wide) < 0:
+        raise TooSmallError(f"a window of {k_high}x{k_wide} does not fit into {height}x{width}")
+    return filters, room_high // stride + 1, room_wide // stride + 1
+
+
+def conv(
+    filters: int, kernel: Size = 1, stride: int = 1, padding: Size = 0, *, groups: int = 1, bias: bool = True
+) -> Layer:
+    def make(shape: Shape) -> Made:
+        module = nn.Conv2d(shape[0], filters, kernel, stride, padding, groups=groups, bias=bias)
+        return module, _slide(shape, filters, kernel, stride, padding)
+
+    return make
+
+
+def batch_norm(eps: float = 1e-3, fix_gamma: bool = True) -> Layer:
+    def make(shape: Shape) -> Made:
+        norm = nn.BatchNorm2d(shape[0], eps=eps, momentum=0.1)
+        norm.weight.requires_grad_(not fix_gamma)
+        return norm, shape
+
+    return make
+
+
+def relu() -> Layer:
+    return each(lambda: nn.ReLU(inplace=True))
+
+
+def conv_relu(filters: int, kernel: Size = 1, stride: int = 1, padding: Size = 0) -> Layer:
+    return chain(conv=conv(filters, kernel, stride, padding), relu=relu())
+
+
+def conv_bn(
+    filters: int,
+    kernel: Size = 1,
+    stride: int = 1,
+    padding: Size = 0,
+    *,
+    groups: int = 1,
+    bias: bool = False,
+    eps: float = 1e-3,
+    fix_gamma: bool = True,
+    activation: Callable[[], Layer] | None = None,
+) -> Layer:
+    """Convolution, batch norm, and the activation where there is one."""
+    unit = {"conv": conv(filters, kernel, stride, padding, groups=groups, bias=bias), "bn": batch_norm(eps, fix_gamma)}
+    return chain(**unit) if activation is None else chain(**unit, act=activation())
+
+
+def max_pool(kernel: int, stride: int, padding: int = 0) -> Layer:
+    return lambda shape: (nn.MaxPool2d(kernel, stride, padding), _slide(shape, shape[0], kernel, stride, padding))
+
+
+def avg_pool(kernel: int, stride: int = 1, padding: int = 0) -> Layer:
+    return lambda shape: (nn.AvgPool2d(kernel, stride, padding), _slide(shape, shape[0], kernel, stride, padding))
+
+
+def global_avg_pool() -> Layer:
+    return lambda shape: (nn.AdaptiveAvgPool2d(1), (shape[0], 1, 1))
+
+
+def flatten() -> Layer:
+    return lambda shape: (nn.Flatten(), (math.prod(shape), 1, 1))
+
+
+def dropout(probability: float) -> Layer:
+    return each(lambda: nn.Dropout(probability))
+
+
+def linear(units: int) -> Layer:
+    return lambda shape: (nn.Linear(math.prod(shape), units), (units, 1, 1))
+
+
+def network(features: Layer, head: Layer, image_shape: Shape, *, sizes: str = "") -> nn.Module:
+    """The whole network; `sizes` tells a user which images it takes, where it does not take all."""
+    try:
+        return chain(features=features, classifier=head)(image_shape)[0]
+    except TooSmallError as error:
+        given = ",".join(map(str, image_shape))
+        raise UsageError(f"Image shape {given} is too small: {error}. {sizes}") from error
+
+
+def classifier(
+    num_classes: int, hidden: tuple[int, ...] = (), activation: Callable[[], nn.Module] = nn.ReLU, drop: float = 0.0
+) -> Layer:
+    """Fully connected layers: the hidden ones with activation and dropout, then one output a class."""
+    steps = {"flatten": flatten()}
+    for index, units in enumerate(hidden, start=1):
+        steps |= {f"fc{index}": linear(units), f"act{index}": each(activation)}
+        if drop:
+            steps[f"drop{index}"] = dropout(drop)
+    return chain(**steps, fc=linear(num_classes))
+
+
+def lr_multipliers(model: nn.Module) -> dict[str, float]:
+    """Learning-rate multipliers other than 1, by parameter name: those of modules that carry an `lr_mult`."""
+    return {
+        f"{prefix}.{name}" if prefix else name: float(module.lr_mult)
+        for prefix, module in model.named_modules()
+        if isinstance(getattr(module, "lr_mult", None), float)
+        for name, _ in module.named_parameters(recurse=False)
+    }
