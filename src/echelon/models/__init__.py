@@ -1,0 +1,7 @@
+"""The networks, by name. Nothing here knows of devices, workers or data; torch is imported when a network is built."""
+
+from __future__ import annotations
+
+from echelon.models.registry import build, names
+
+__all__ = ["build", "names"]

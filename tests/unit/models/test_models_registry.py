@@ -1,0 +1,188 @@
+"""Names, depths, sizes and options: what builds, and what a user reads when it does not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from echelon import models
+from echelon.errors import UsageError
+
+
+def _meta(network: str, size: int = 28, channels: int = 3, **options: object) -> nn.Module:
+    with torch.device("meta"):
+        return models.build(network, num_classes=10, image_shape=(channels, size, size), **options)  # type: ignore[arg-type]
+
+
+def test_importing_the_names_imports_no_torch() -> None:
+    code = "import sys, echelon.models as m; m.names(); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_name_lists_the_names_and_suggests_the_nearest() -> None:
+    with pytest.raises(UsageError, match="Did you mean 'inception-v3'") as caught:
+        _meta("Inception_V3")
+    assert all(name in str(caught.value) for name in models.names())
+    assert "package.module:function" in str(caught.value)
+
+
+@pytest.mark.parametrize("depth", [8, 14, 20, 50, 110, 158, 164, 173])
+def test_small_images_have_depths_6n_and_9n_plus_2(depth: int) -> None:
+    model = _meta("resnet", num_layers=depth)
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    assert len(layers) == depth + 3  # and the three projections
+
+
+@pytest.mark.parametrize(
+    ("network", "size", "depth", "told"),
+    [
+        ("resnet", 28, 21, r"no 21 layers .* height 28; .*6n\+2.*9n\+2.*over 28 .* 18, 34, 50"),
+        ("resnet", 28, 2, "no 2 layers"),
+        ("resnet", 28, -4, "no -4 layers"),
+        ("resnet", 28, 170, "no 170 layers"),
+        ("resnet", 32, 110, r"no 110 layers .* height 32; .*18, 34, 50, 101, 152, 200, 269\. .*up to 28 .*6n\+2"),
+        ("resnet-v1", 224, 51, "resnet-v1 has no 51 layers"),
+        ("resnext", 32, 50, None),  # 32 is small for resnext: 8 units a stage
+        ("resnext", 33, 110, "up to 32 take another layout"),
+        ("vgg", 224, 50, "no 50 layers; it exists with 11, 13, 16, 19.*--num-layers"),
+    ],
+)
+def test_impossible_depth_says_which_exist(network: str, size: int, depth: int, told: str | None) -> None:
+    if told is None:
+        _meta(network, size, num_layers=depth)
+        return
+    with pytest.raises(UsageError, match=told):
+        _meta(network, size, num_layers=depth)
+
+
+def test_depth_left_out_is_the_scripts_default() -> None:
+    assert len(_meta("resnet").state_dict()) == len(_meta("resnet", num_layers=110).state_dict())
+    assert len(_meta("resnet", 224).state_dict()) == len(_meta("resnet", 224, num_layers=50).state_dict())
+
+
+def test_depth_is_ignored_where_there_is_none() -> None:
+    _meta("alexnet", 224, num_layers=50)  # train_imagenet's default reaches every network
+
+
+@pytest.mark.parametrize(
+    ("network", "given", "channels"),
+    [
+        ("lenet", 9, 1),
+        ("digits-cnn", 3, 1),
+        ("alexnet", 32, 3),
+        ("vgg", 28, 3),
+        ("googlenet", 28, 3),
+        ("inception-bn", 32, 3),
+        ("inception-bn-full", 28, 3),
+        ("inception-bn-28-small", 8, 3),
+        ("inception-v3", 224, 3),
+        ("inception-v4", 224, 3),
+        ("inception-resnet-v2", 32, 3),
+        ("mobilenet", 28, 3),
+    ],
+)
+def test_too_small_an_image_names_the_smallest_that_fits(network: str, given: int, channels: int) -> None:
+    with pytest.raises(UsageError, match=f"{channels},{given},{given} is too small") as caught:
+        _meta(network, given, channels)
+    smallest = int(re.findall(r"at least (\d+)x", str(caught.value))[0])
+    _meta(network, smallest, channels)
+    with pytest.raises(UsageError, match="too small"):
+        _meta(network, smallest - 1, channels)
+
+
+def test_the_trap_of_32_for_inception_bn_is_named() -> None:
+    with pytest.raises(UsageError, match=r"Above a height of 28 .* inception-bn-28-small"):
+        _meta("inception-bn", 32)
+    _meta("inception-bn-28-small", 32)
+
+
+@pytest.mark.parametrize("shape", [(28, 28), (3, 0, 28), (3, 28, 28, 1)])
+def test_bad_image_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError, match="channels,height,width"):
+        models.build("mlp", num_classes=10, image_shape=shape)  # type: ignore[arg-type]
+
+
+def test_no_classes() -> None:
+    with pytest.raises(UsageError, match="not 0"):
+        models.build("mlp", num_classes=0, image_shape=(1, 28, 28))
+
+
+def test_option_a_network_does_not_take() -> None:
+    with pytest.raises(UsageError, match="'mlp' takes no option add_stn; its options: none"):
+        _meta("mlp", add_stn=True)
+    with pytest.raises(UsageError, match="its options: add_stn"):
+        _meta("lenet", num_group=2)
+    _meta("mlp", add_stn=None)
+
+
+def test_groups_that_do_not_divide() -> None:
+    with pytest.raises(UsageError, match="128 channels into num_group=7"):
+        _meta("resnext", 224, num_group=7)
+
+
+@pytest.mark.parametrize(("network", "option"), [("mobilenet", "alpha"), ("mobilenetv2", "multiplier")])
+def test_width_of_mobilenets(network: str, option: str) -> None:
+    full, half = (sum(p.numel() for p in _meta(network, 224, **{option: a}).parameters()) for a in (1.0, 0.5))
+    assert half < full
+    with pytest.raises(UsageError, match="above 0"):
+        _meta(network, 224, **{option: 0.0})
+
+
+USERS = """
+from torch import nn
+answer = 42
+def plain(num_classes): return nn.Linear(4, num_classes)
+def deep(num_classes, num_layers=3, *, width=8): return nn.Sequential(*[nn.Linear(width, num_classes)] * num_layers)
+def everything(**options): return nn.Linear(len(options), 1)
+def demanding(num_classes, vocabulary): return nn.Linear(1, 1)
+def no_module(): return "a network"
+"""
+
+
+@pytest.fixture
+def _users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users_networks.py").write_text(USERS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("_users")
+def test_users_function_gets_what_it_takes() -> None:
+    assert _meta("users_networks:plain", num_layers=5).out_features == 10
+    assert len(_meta("users_networks:deep")) == 3  # type: ignore[arg-type]
+    assert len(_meta("users_networks:deep", num_layers=5, width=2)) == 5  # type: ignore[arg-type]
+    assert _meta("users_networks:everything", depth=1).in_features == 3
+
+
+@pytest.mark.usefixtures("_users")
+@pytest.mark.parametrize(
+    ("network", "options", "told"),
+    [
+        ("users_networks:plan", {}, r"Did you mean 'plain'\?"),
+        ("users_networks:answer", {}, "is a int, not a function"),
+        ("users_networks:demanding", {}, "needs vocabulary, which is not among num_classes"),
+        ("users_networks:no_module", {}, r"returned a str, not a torch.nn.Module"),
+        ("users_networks:deep", {"colour": 1}, "takes no option colour; its options: width"),
+        ("users_networkz:plain", {}, "cannot import 'users_networkz'.*PYTHONPATH"),
+        ("users_networks:", {}, "Unknown network"),
+        ("./users_networks.py:plain", {}, "Unknown network"),
+    ],
+)
+def test_users_function_that_cannot_be_used(network: str, options: dict[str, object], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        _meta(network, **options)
+
+
+@pytest.mark.usefixtures("_users")
+def test_users_network_keeps_its_start_unless_an_initializer_is_named() -> None:
+    def start(initializer: str) -> bool:
+        model = models.build("users_networks:plain", num_classes=2, image_shape=(1, 2, 2), initializer=initializer)
+        return bool((model.weight == 1.0).all())
+
+    assert not start("default")
+    assert start("one")

@@ -1,0 +1,107 @@
+"""The networks run: both memory layouts agree, gradients reach every trained parameter, one trains to the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from echelon import models
+from echelon.data.digits import load_digits
+from echelon.models.layers import lr_multipliers
+
+SMALL = [
+    ("mlp", 1, 28, {}),
+    ("lenet", 1, 28, {}),
+    ("lenet", 1, 28, {"add_stn": True}),
+    ("digits-cnn", 1, 8, {}),
+    ("alexnet", 3, 67, {}),
+    ("googlenet", 3, 64, {}),
+    ("inception-bn", 3, 28, {}),
+    ("resnet", 3, 28, {"num_layers": 8}),
+    ("resnet", 3, 32, {"num_layers": 18}),
+    ("resnet-v1", 3, 28, {"num_layers": 8}),
+    ("resnet-28-small", 3, 28, {}),
+    ("resnext", 3, 28, {"num_layers": 8}),
+    ("mobilenetv2", 3, 32, {}),
+]
+HEAVY = ("alexnet", "mobilenetv2")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _build(network: str, channels: int, size: int, options: dict[str, object]) -> nn.Module:
+    torch.manual_seed(0)
+    shape = (channels, size, size)
+    return models.build(network, num_classes=10, image_shape=shape, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("network", "channels", "size", "options"), SMALL)
+def test_gradients_reach_every_trained_parameter(
+    network: str, channels: int, size: int, options: dict[str, object]
+) -> None:
+    model = _build(network, channels, size, options)
+    output = model(torch.randn(2, channels, size, size))
+    assert output.shape == (2, 10)
+    output.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+        assert parameter.requires_grad or bool((parameter == 1).all()), name
+
+
+@pytest.mark.parametrize(("network", "channels", "size", "options"), [case for case in SMALL if case[0] not in HEAVY])
+def test_channels_last_gives_the_same(network: str, channels: int, size: int, options: dict[str, object]) -> None:
+    model = _build(network, channels, size, options).eval()
+    images = torch.randn(2, channels, size, size)
+    with torch.no_grad():
+        expected = model(images)
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        output = model(images.contiguous(memory_format=torch.channels_last))
+    torch.testing.assert_close(output, expected, atol=1e-3 * expected.abs().max().item(), rtol=1e-3)
+
+
+@pytest.mark.parametrize(("network", "channels", "size", "options"), [SMALL[2], SMALL[7]])
+def test_compiles_as_one_graph(network: str, channels: int, size: int, options: dict[str, object]) -> None:
+    model = _build(network, channels, size, options).eval()
+    images = torch.randn(2, channels, size, size)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(images), model(images))
+
+
+def test_half_precision_by_autocast() -> None:
+    model = _build("resnet", 3, 28, {"num_layers": 8})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(torch.randn(2, 3, 28, 28)).dtype is torch.bfloat16
+
+
+def test_spatial_transformer_starts_as_the_identity() -> None:
+    model = _build("lenet", 1, 28, {"add_stn": True})
+    transformer = model.get_submodule("features.stn")
+    images = torch.randn(3, 1, 28, 28)
+    torch.testing.assert_close(transformer(images), images, atol=1e-5, rtol=1e-4)
+    prefix = "features.stn.affine"
+    assert lr_multipliers(model) == {f"{prefix}.weight": 0.01, f"{prefix}.bias": 0.01}
+
+
+def test_digits_cnn_learns_the_digits() -> None:
+    (images, labels), (val_images, val_labels) = load_digits()
+    model = _build("digits-cnn", 1, 8, {})
+    assert 20_000 <= sum(p.numel() for p in model.parameters()) <= 60_000
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(6):
+        for batch in torch.randperm(len(images)).split(64):
+            optimizer.zero_grad()
+            F.cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimizer.step()
+    accuracy = (model(val_images).argmax(1) == val_labels).float().mean().item()
+    assert accuracy >= 0.97
