@@ -70,9 +70,9 @@ def load(path: Path, client: Client, layout: Layout, spec: OptimizerSpec) -> Non
 def scatter(path: Path, client: Client, layout: Layout, tensors: dict[str, Tensor], steps: dict[str, int]) -> None:
     """Hand each server its pieces of every key's states."""
     slots = [slot for slot in layout.slots.values() if str(slot.spec.name) in steps]
-    missing = [slot.spec.name for slot in layout.slots.values() if str(slot.spec.name) not in steps]
-    if missing:
-        raise UsageError(f"{path} has no states for key {missing[0]!r}; it is of another model")
+    unknown = sorted(steps.keys() - {str(slot.spec.name) for slot in slots})
+    if unknown or not slots:
+        raise UsageError(f"{path} has states for key {unknown[:1]}, which this job does not have: another model's?")
     requests = []
     for server in range(layout.num_servers):
         entries: list[tuple[int, int]] = []

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -247,6 +248,28 @@ class KVStore:
     def wait(self, tickets: Sequence[Ticket]) -> None:
         """Until an exchange is answered."""
         self._client.wait(tickets)
+
+    def make_vectors(self, name: str, length: int) -> list[str]:
+        """Keys for a vector of every worker's own, to be read by all; returns their names (all workers call it)."""
+        names = [f"{name}@{rank}" for rank in self.workers]
+        self.init(names, [torch.zeros(length)] * len(names))
+        return names
+
+    def gather_vectors(self, name: str, vector: Tensor) -> Tensor:
+        """Publish this worker's vector and return the living workers' vectors, a row each. All workers call it."""
+        tickets: list[Ticket] = []
+        for rank in self.workers:
+            slot = self._slot(f"{name}@{rank}")
+            own = rank == self.rank
+            if own:
+                self._arena.gradient(slot).copy_(vector)
+            tickets += self._send_push([slot], None, self._clocks[slot.key], pull=False, samples=float(own))
+        self._client.wait(tickets)
+        self.barrier()
+        rows = torch.empty(len(self.workers), vector.numel())
+        self.pull([f"{name}@{rank}" for rank in self.workers], list(rows))
+        self.barrier()
+        return rows
 
     def halt(self, reason: str) -> None:
         """Ask every worker to stop training (`halted` tells)."""

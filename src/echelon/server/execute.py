@@ -20,7 +20,7 @@ from echelon.cluster.placement import Layout, Piece, Segment, Slot
 from echelon.server.kernels import Kernel
 from echelon.server.memory import Window, master_dtype, zeros
 
-CHUNK = 32_768  # elements: with two workers, seven arrays of 128 kB
+CHUNK = 131_072  # elements: half a megabyte an array; smaller spends its time in calls, larger leaves the cache
 
 
 class Part(NamedTuple):

@@ -38,6 +38,7 @@ from echelon.server.execute import Part, Store, Task, Update
 from echelon.server.kernels import Kernel, kernel_for
 from echelon.server.memory import Framed, Mapped, Window, as_tensor, empty_frames, frame_pieces, received_frames
 
+NO_OPTIMIZER = -1  # the group of keys that hold plain values: their sum replaces them
 Answer = Callable[[int, Response, Sequence[memoryview]], None]
 AttachMemory = Callable[[str], memoryview | None]
 
@@ -263,8 +264,8 @@ class Shard:
         kernel = None
         parts = []
         lr = 0.0
-        if self._spec is not None:
-            group = self._group(action.key)
+        group = NO_OPTIMIZER if self._spec is None else self._group(action.key)
+        if group != NO_OPTIMIZER:
             kernel = self._kernels[group]
         pushes = [self._pushed.pop((part.worker, action.key, action.clock)) for part in action.contributions]
         total = sum(part.samples for part in action.contributions)
@@ -324,12 +325,13 @@ class Shard:
     def _get_states(self, worker: int, request: GetStates) -> None:
         entries: list[tuple[int, int]] = []
         frames: list[memoryview] = []
-        for key in sorted(self._steps) if self._spec else ():
+        optimized = [key for key in sorted(self._steps) if self._spec and self._group(key) != NO_OPTIMIZER]
+        for key in optimized:
             for piece in self._layout.pieces(self._layout.slots[key], self.rank):
                 for index, state in enumerate(self._store.states(piece, self._kernels[self._group(key)])):
                     entries.append((key, index))
                     frames.append(state.clone().numpy().data)
-        self._answer(worker, States(request.id, dict(self._steps), entries), frames)
+        self._answer(worker, States(request.id, {key: self._steps[key] for key in optimized}, entries), frames)
 
     def _put_states(self, worker: int, request: PutStates, frames: Sequence[memoryview]) -> None:
         if self._spec is None:

@@ -1,0 +1,36 @@
+"""Buckets: neighbouring keys that are pushed together, in the order in which backward finishes them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BUCKET_BYTES = 4 << 20
+FIRST_BUCKET_BYTES = 1 << 20  # a small first one, so that the wire is busy soon after backward begins
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters by index, pushed as one message a server."""
+
+    index: int
+    members: tuple[int, ...]
+
+
+def make_buckets(
+    sizes_bytes: Sequence[int], limit: int = BUCKET_BYTES, first: int = FIRST_BUCKET_BYTES
+) -> list[Bucket]:
+    """Cut parameters (in push order) into buckets of about `limit` bytes; a bigger parameter is a bucket by itself."""
+    buckets: list[Bucket] = []
+    members: list[int] = []
+    filled = 0
+    for index, size in enumerate(sizes_bytes):
+        room = limit if buckets else min(first, limit)
+        if members and filled + size > room:
+            buckets.append(Bucket(len(buckets), tuple(members)))
+            members, filled = [], 0
+        members.append(index)
+        filled += size
+    if members:
+        buckets.append(Bucket(len(buckets), tuple(members)))
+    return buckets

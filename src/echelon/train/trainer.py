@@ -1,0 +1,303 @@
+"""The Trainer: five changed lines turn a plain PyTorch loop into a distributed one.
+
+    trainer = echelon.Trainer(model, optimizer, kvstore="dist_ssync", staleness=3)
+    for images, labels in batches:
+        loss = criterion(model(images), labels)
+        loss.backward()
+        trainer.step(len(images))
+
+Parameters move into the store's memory. A gradient is copied to its place there as soon as autograd has finished it,
+and when a bucket is complete it leaves, while backward goes on. The optimizer itself runs on the servers; the one
+given here only says which, with what settings, and (as its schedule moves) at what rate. `step` does not wait: the
+next forward pass waits for each module's weights when it reaches the module, and so does `sync`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from echelon.cluster.messages import Done, OptimizerSpec
+from echelon.errors import UsageError
+from echelon.kvstore import KVStore, create
+from echelon.kvstore.arguments import is_finite
+from echelon.kvstore.client import Ticket
+from echelon.kvstore.create import Groups
+from echelon.kvstore.optimizers import learning_rates, spec_of
+from echelon.server.shard import NO_OPTIMIZER
+from echelon.train.buckets import Bucket, make_buckets
+
+REPORT_S = 0.25
+
+
+class Trainer:
+    """Keeps a model in step with the servers."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        kvstore: str | KVStore = "local",
+        *,
+        staleness: int | None = None,
+        groups: Groups | None = None,
+        overlap: bool = True,
+        average_buffers: bool = False,
+        check_finite: bool = False,
+    ) -> None:
+        if isinstance(kvstore, str):
+            kvstore = create(kvstore, staleness=staleness, groups=groups)
+        elif staleness is not None or groups is not None:
+            raise UsageError("staleness and groups go with a store's name; a store that is made already has its own")
+        self.kvstore = kvstore
+        self.model = model
+        self.optimizer = optimizer
+        self.clock = 0
+        self.samples = 0
+        self.wait_s = 0.0
+        self.staleness: Counter[int] = Counter()
+        self._overlap = overlap
+        self._check_finite = check_finite
+        self._accumulating = False
+        self._seen: int | None = None  # samples in the batch, as the forward pass saw it
+        self._parameters = _trainable(model, optimizer)
+        self._names = list(self._parameters)
+        self._buckets = make_buckets([p.numel() * p.element_size() for p in self._parameters.values()])
+        self._bucket_of = {self._names[i]: bucket for bucket in self._buckets for i in bucket.members}
+        self._missing = [len(bucket.members) for bucket in self._buckets]
+        self._sent: list[list[Ticket] | None] = [None] * len(self._buckets)  # of the step that is being made
+        self._flying: dict[int, list[Ticket]] = {}  # bucket -> exchange to wait for
+        self._last_report = 0.0
+        self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
+        self._place()
+        self._hook()
+
+    # --- the loop
+
+    def step(self, batch_size: int | None = None) -> None:
+        """End a step: what has not left yet leaves now. `batch_size` defaults to what the forward pass saw."""
+        if self._accumulating:
+            return
+        samples = self._samples(batch_size)
+        for bucket in self._buckets:
+            if self._sent[bucket.index] is None:
+                self._send_rest(bucket, samples)
+        for bucket in self._buckets:
+            tickets = self._sent[bucket.index]
+            assert tickets is not None
+            self._flying[bucket.index] = tickets
+            self._sent[bucket.index] = None
+            self._missing[bucket.index] = len(bucket.members)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn unless step() was called
+        self.clock += 1
+        self.samples += samples
+        self._seen = None
+        if time.monotonic() - self._last_report >= REPORT_S:
+            self.report()
+
+    def sync(self) -> None:
+        """Wait until every parameter has the weights of the last step."""
+        for index in list(self._flying):
+            self._wait_for(index)
+
+    def zero_grad(self) -> None:
+        """Forget gradients that were not pushed."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, backward only adds to the gradients and `step` does nothing: for batches in several parts."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def average_buffers(self) -> None:
+        """Set floating-point buffers (BatchNorm's statistics) to their mean over the workers. All must call it."""
+        if not self._buffers:
+            return
+        mine = torch.cat([buffer.detach().reshape(-1).float().cpu() for buffer in self._buffers])
+        mean = self.kvstore.gather_vectors(_BUFFERS, mine).mean(0)
+        at = 0
+        for buffer in self._buffers:
+            buffer.copy_(mean[at : at + buffer.numel()].view_as(buffer))
+            at += buffer.numel()
+
+    def close(self) -> None:
+        """Finish what is under way and leave the job."""
+        self.sync()
+        self.report()
+        self.kvstore.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    # --- set-up
+
+    def _place(self) -> None:
+        """Put every parameter into the store with rank 0's values, and its tensor where they arrive."""
+        values = [parameter.detach() for parameter in self._parameters.values()]
+        self.kvstore.init(self._names, values)
+        self._views = {name: self.kvstore.views(name) for name in self._names}
+        self._keys = {name: self.kvstore.key_number(name) for name in self._names}
+        spec = spec_of(self.optimizer, {id(parameter): name for name, parameter in self._parameters.items()})
+        members = dict(spec.members)
+        if self._buffers:
+            length = sum(buffer.numel() for buffer in self._buffers)
+            members |= dict.fromkeys(self.kvstore.make_vectors(_BUFFERS, length), NO_OPTIMIZER)
+        self.kvstore.use_optimizer(OptimizerSpec(spec.name, spec.groups, members))
+        self.kvstore.pull(self._names, [self._views[name][0] for name in self._names])
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if parameter.device.type == "cpu":
+                    parameter.data = self._views[name][0]
+                else:
+                    parameter.copy_(self._views[name][0])
+
+    def _hook(self) -> None:
+        self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self.model.register_state_dict_pre_hook(lambda *_: self.sync())  # type: ignore[no-untyped-call]
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for module in self.model.modules():
+            own = {self._bucket_of[names[id(p)]].index for p in module.parameters(recurse=False) if id(p) in names}
+            if own:
+                module.register_forward_pre_hook(self._waiter(sorted(own)))
+        for name, parameter in self._parameters.items():
+            parameter.register_post_accumulate_grad_hook(self._grad_hook(name))  # type: ignore[no-untyped-call]
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.ndim), None)
+        if first is not None and torch.is_grad_enabled() and module.training:
+            self._seen = first.shape[0] + ((self._seen or 0) if self._accumulating else 0)
+
+    def _waiter(self, buckets: list[int]) -> Any:
+        def wait(module: nn.Module, args: Any) -> None:
+            for index in buckets:
+                if index in self._flying:
+                    self._wait_for(index)
+
+        return wait
+
+    def _grad_hook(self, name: str) -> Any:
+        bucket = self._bucket_of[name]
+
+        def ready(parameter: Tensor) -> None:
+            if self._accumulating or not self._overlap or self._seen is None:
+                return
+            self._take(name, parameter)
+            self._missing[bucket.index] -= 1
+            if self._missing[bucket.index] == 0:
+                keys = [self._keys[self._names[i]] for i in bucket.members]
+                self._sent[bucket.index] = self._exchange(keys, self._seen)
+
+        return ready
+
+    # --- gradients out, weights in
+
+    def _take(self, name: str, parameter: Tensor) -> None:
+        """Copy a finished gradient to its place."""
+        gradient = parameter.grad
+        assert gradient is not None
+        bucket = self._bucket_of[name].index
+        if bucket in self._flying:  # a model that ran no forward hook since the last step, for example a frozen part
+            self._wait_for(bucket)
+        place = self._views[name][1]
+        if gradient.data_ptr() != place.data_ptr():
+            place.copy_(gradient)
+            if gradient.device.type == "cpu":
+                parameter.grad = place
+        if self._check_finite and not is_finite(place):
+            raise UsageError(
+                f"worker {self.kvstore.rank}: the gradient of {name!r} at clock {self.clock} has NaN or infinity in it"
+            )
+
+    def _exchange(self, keys: list[int], samples: int) -> list[Ticket]:
+        return self.kvstore.exchange(keys, float(samples), learning_rates(self.optimizer))
+
+    def _send_rest(self, bucket: Bucket, samples: int) -> None:
+        """A bucket that backward did not complete: what has a gradient leaves, the rest says it has none."""
+        names = [self._names[i] for i in bucket.members]
+        given = [name for name in names if self._parameters[name].grad is not None]
+        for name in given:
+            self._take(name, self._parameters[name])
+        tickets: list[Ticket] = []
+        if given:
+            tickets += self._exchange([self._keys[name] for name in given], samples)
+        if absent := [self._keys[name] for name in names if name not in given]:
+            tickets += self._exchange(absent, 0)
+        self._sent[bucket.index] = tickets
+
+    def _wait_for(self, index: int) -> None:
+        tickets = self._flying.pop(index)
+        began = time.perf_counter()
+        self.kvstore.wait(tickets)
+        self.wait_s += time.perf_counter() - began
+        for i in self._buckets[index].members:
+            name = self._names[i]
+            parameter = self._parameters[name]
+            if parameter.device.type != "cpu":
+                parameter.data.copy_(self._views[name][0], non_blocking=True)
+        if index == 0:
+            self.staleness[max(t.response.staleness for t in tickets if isinstance(t.response, Done))] += 1
+
+    def _samples(self, batch_size: int | None) -> int:
+        if batch_size is None:
+            if self._seen is None:
+                raise UsageError("step() needs the batch size: no forward pass in training mode was seen to tell it")
+            return self._seen
+        if self._seen is not None and batch_size != self._seen and any(sent is not None for sent in self._sent):
+            raise UsageError(
+                f"step({batch_size}) but the forward pass saw {self._seen} samples, and gradients have left with that "
+                "number; pass Trainer(overlap=False) if the first dimension of the input is not the batch"
+            )
+        return batch_size
+
+    # --- reports
+
+    def report(self) -> None:
+        """Write down what this worker has done so far."""
+        self._last_report = time.monotonic()
+        self.kvstore.events.write("progress", **self.facts())
+
+    def facts(self) -> dict[str, Any]:
+        """What this worker has done so far."""
+        return {
+            "rank": self.kvstore.rank,
+            "clock": self.clock,
+            "samples": self.samples,
+            "wait_s": round(self.wait_s, 6),
+            "staleness": {str(value): count for value, count in sorted(self.staleness.items())},
+        }
+
+
+_BUFFERS = "buffers"
+
+
+def _trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters to train, last layer first: about the order in which backward finishes them."""
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in optimized}
+    strangers = len(optimized - {id(p) for p in model.parameters()})
+    if strangers:
+        raise UsageError(f"the optimizer has {strangers} parameters that are not the model's")
+    if not named:
+        raise UsageError("the optimizer has no parameter of the model that requires a gradient")
+    return dict(reversed(named.items()))
