@@ -1,0 +1,119 @@
+"""The contenders of `echelon bench pushpull`: how each job is put together from processes.
+
+All of them do the same step on the same shapes with the same optimizer (SGD, lr 0.1, momentum 0.9, weight decay 1e-4),
+gradients and weights in float32, each worker with gradients of its own. All traffic stays on loopback.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from echelon.bench.harness import Contender
+from echelon.bench.peers import mxnet_python
+from echelon.bench.process import ProcessContender, ProcessSpec
+from echelon.environment import Job
+from echelon.errors import UsageError
+
+MXNET_STORES = ("dist_sync", "dist_async")
+
+# What MXNet ran fastest with on two cores (ResNet-50, 2 workers, 2 servers, dist_sync; rounds alternating, 45 steps
+# each, on a machine that was not quiet): over TCP 367 ms, with these two 352; over unix sockets (DMLC_LOCAL) 313, with
+# the two as well 316. OMP_NUM_THREADS=1, more engine threads, one reduction thread and smaller MXNET_KVSTORE_BIGARRAY_
+# BOUND made no difference above the noise. Heartbeats stay off, as they are by default.
+MXNET_OVER_TCP = {"MXNET_CPU_WORKER_NTHREADS": "2", "OMP_WAIT_POLICY": "passive"}
+MXNET_OVER_UNIX_SOCKETS = {"DMLC_LOCAL": "1"}
+MXNET_ALWAYS = {"PS_HEARTBEAT_TIMEOUT": "0"}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What every contender is asked to do. `work_dir` is for logs and rendezvous, and goes when the run ends."""
+
+    shapes_file: Path
+    work_dir: Path
+    num_workers: int = 2
+    num_servers: int = 2
+    kv_store: str = "dist_sync"
+    transport: str = "auto"
+
+
+def echelon(plan: Plan) -> Contender:
+    """Scheduler, servers and workers of Echelon, each `python -m echelon.bench.worker_pushpull` in its role."""
+    worker = [sys.executable, "-m", "echelon.bench.worker_pushpull"]
+    argv = [*worker, "--shapes", str(plan.shapes_file), "--kv-store", plan.kv_store]
+    return ProcessContender("echelon", _job_specs(_job(plan), argv), plan.work_dir)
+
+
+def gloo(plan: Plan) -> Contender:
+    """As many ranks as there are workers; servers have no counterpart here."""
+    argv = [sys.executable, "-m", "echelon.bench.peer_gloo", "--shapes", str(plan.shapes_file)]
+    argv += ["--store", str(plan.work_dir / "gloo.store"), "--world-size", str(plan.num_workers)]
+    env = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = range(plan.num_workers)
+    specs = [ProcessSpec(f"rank {rank}", [*argv, "--rank", str(rank)], env, driven=True) for rank in ranks]
+    return ProcessContender("gloo", specs, plan.work_dir)
+
+
+def mxnet(plan: Plan) -> Contender:
+    """MXNet's scheduler, servers and workers under its own Python: push everything, then pull everything."""
+    return _mxnet("mxnet", plan)
+
+
+def mxnet_pushpull(plan: Plan) -> Contender:
+    """The same through `kv.pushpull`, as MXNet's own Module calls it since 1.7; seen 5 % faster than `mxnet`."""
+    return _mxnet("mxnet_pushpull", plan, "--one-call")
+
+
+def _mxnet(name: str, plan: Plan, *options: str) -> Contender:
+    if plan.kv_store not in MXNET_STORES:
+        raise UsageError(f"MXNet has no {plan.kv_store!r}; compare with it under {' or '.join(MXNET_STORES)}")
+    script = Path(__file__).with_name("peer_mxnet.py")
+    # -I: the script's own folder must not shadow the standard library in there.
+    argv = [str(mxnet_python()), "-I", str(script), "--shapes", str(plan.shapes_file), "--kv-store", plan.kv_store]
+    # Like meets like: where Echelon is held to TCP, so is MXNet; otherwise it has the best way there is on one machine.
+    env = MXNET_ALWAYS | (MXNET_OVER_TCP if plan.transport == "tcp" else MXNET_OVER_UNIX_SOCKETS)
+    return ProcessContender(name, _job_specs(_job(plan), [*argv, *options], env), plan.work_dir)
+
+
+MAKERS: dict[str, Callable[[Plan], Contender]] = {
+    "echelon": echelon,
+    "gloo": gloo,
+    "mxnet": mxnet,
+    "mxnet_pushpull": mxnet_pushpull,
+}
+
+
+def _job(plan: Plan) -> Job:
+    return Job(
+        scheduler_port=_free_port(),
+        num_workers=plan.num_workers,
+        num_servers=plan.num_servers,
+        host="127.0.0.1",
+        transport=plan.transport,
+    )
+
+
+def _job_specs(job: Job, argv: Sequence[str], env: Mapping[str, str] | None = None) -> list[ProcessSpec]:
+    """One process a role and rank, all with the same command line, told apart by their environment."""
+    counts = {"scheduler": 1, "server": job.num_servers, "worker": job.num_workers}
+    return [
+        ProcessSpec(
+            f"{role} {rank}",
+            argv,
+            {**job.as_role(role, rank).to_environment(), **(env or {})},
+            driven=role == "worker",
+        )
+        for role, count in counts.items()
+        for rank in range(count)
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,120 @@
+"""The tensors a benchmark moves: the gradient shapes of known models, in the order of their `parameters()`.
+
+Computed from each model's rule, because no model needs to be built to know them. Counts are those of the published
+networks for ImageNet: `resnet50` has 161 tensors and 25,557,032 elements.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+from echelon.errors import UsageError
+
+Shape = tuple[int, ...]
+
+DEFAULT_KEY_SIZE = 256
+"""Elements of a key of `keys:N`: 1 kB of float32, so that the cost of a key shows and not that of its bytes."""
+
+
+def shapes(name: str) -> list[Shape]:
+    """The shapes of a model by its name, or of N equal keys by `keys:N` or `keys:N:SIZE` (SIZE in elements)."""
+    if name.startswith("keys:"):
+        return _equal_keys(name)
+    if name not in MODELS:
+        near = get_close_matches(name, MODELS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"no shapes are known for {name!r}; known: {', '.join(MODELS)}, keys:N, keys:N:SIZE.{hint}")
+    return list(MODELS[name]())
+
+
+def num_elements(all_shapes: Sequence[Shape]) -> int:
+    """How many numbers the tensors hold together."""
+    return sum(prod(shape) for shape in all_shapes)
+
+
+def write_shapes(path: Path, all_shapes: Sequence[Shape]) -> None:
+    """Put shapes where a contender's processes can read them: a JSON list of lists."""
+    path.write_text(json.dumps(all_shapes), encoding="utf-8")
+
+
+def read_shapes(path: Path) -> list[Shape]:
+    """The shapes `write_shapes` wrote."""
+    return [tuple(shape) for shape in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def _equal_keys(name: str) -> list[Shape]:
+    fields = name.split(":")[1:]
+    if len(fields) > 2 or not all(field.isdigit() and int(field) > 0 for field in fields):
+        raise UsageError(f"{name!r} is not keys:N or keys:N:SIZE with whole numbers above 0, as in keys:100:256")
+    count, size = [int(field) for field in [*fields, str(DEFAULT_KEY_SIZE)]][:2]
+    return [(size,)] * count
+
+
+def _conv(inputs: int, outputs: int, kernel: int) -> Iterator[Shape]:
+    """A convolution without bias and its batch norm's weight and bias."""
+    yield (outputs, inputs, kernel, kernel)
+    yield (outputs,)
+    yield (outputs,)
+
+
+def _linear(widths: Sequence[int]) -> Iterator[Shape]:
+    for inputs, outputs in pairwise(widths):
+        yield (outputs, inputs)
+        yield (outputs,)
+
+
+def _resnet50() -> Iterator[Shape]:
+    return _resnet((3, 4, 6, 3), kernels=(1, 3, 1), expansion=4)
+
+
+def _resnet18() -> Iterator[Shape]:
+    return _resnet((2, 2, 2, 2), kernels=(3, 3), expansion=1)
+
+
+def _resnet(depths: Sequence[int], kernels: Sequence[int], expansion: int) -> Iterator[Shape]:
+    yield from _conv(3, 64, 7)
+    inputs = 64
+    for stage, depth in enumerate(depths):
+        width = 64 << stage
+        outputs = width * expansion
+        for _ in range(depth):
+            yield from _block(inputs, width, outputs, kernels)
+            inputs = outputs
+    yield from _linear([inputs, 1000])
+
+
+def _block(inputs: int, width: int, outputs: int, kernels: Sequence[int]) -> Iterator[Shape]:
+    """The residual branch; then the shortcut's projection, where a width changes."""
+    widths = [inputs, *[width] * (len(kernels) - 1), outputs]
+    for (before, after), kernel in zip(pairwise(widths), kernels, strict=True):
+        yield from _conv(before, after, kernel)
+    if inputs != outputs:
+        yield from _conv(inputs, outputs, 1)
+
+
+def _vgg16() -> Iterator[Shape]:
+    inputs = 3
+    for depth, outputs in ((2, 64), (2, 128), (3, 256), (3, 512), (3, 512)):
+        for _ in range(depth):
+            yield (outputs, inputs, 3, 3)
+            yield (outputs,)
+            inputs = outputs
+    yield from _linear([512 * 7 * 7, 4096, 4096, 1000])
+
+
+def _mlp() -> Iterator[Shape]:
+    """The digits example's net: 28×28 pixels, layers of 128 and 64, ten classes."""
+    return _linear([28 * 28, 128, 64, 10])
+
+
+MODELS: dict[str, Callable[[], Iterator[Shape]]] = {
+    "resnet50": _resnet50,
+    "resnet18": _resnet18,
+    "vgg16": _vgg16,
+    "mlp": _mlp,
+}

@@ -1,0 +1,62 @@
+"""The real peers, on tiny shapes: they start, step together, idle and are gone."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from echelon.bench.contenders import Plan, gloo, mxnet, mxnet_pushpull
+from echelon.bench.harness import Contender
+from echelon.bench.pushpull import compete
+from echelon.bench.shapes import shapes, write_shapes
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Iterator[Plan]:
+    """What to do, on the shapes of a small net; afterwards, a check that no process is left of it."""
+    before = set(psutil.Process().children(recursive=True))
+    shapes_file = tmp_path / "shapes.json"
+    write_shapes(shapes_file, shapes("mlp"))
+    yield Plan(shapes_file, tmp_path)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def settings(path: Path) -> Namespace:
+    return Namespace(
+        model="mlp",
+        num_workers=2,
+        num_servers=2,
+        kv_store="dist_sync",
+        transport="auto",
+        rounds=2,
+        steps=3,
+        warmup=1,
+        json=path,
+    )
+
+
+def test_gloo_steps_and_its_result_is_written(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    compete([gloo(plan)], settings(path))
+    body = json.loads(path.read_text())
+    (case,) = body["cases"]
+    assert (case["name"], case["samples"], [len(one) for one in case["rounds"]]) == ("gloo", 6, [3, 3])
+    assert 0 < case["p10_ms"] <= case["median_ms"] <= case["p90_ms"]
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("make", [mxnet, mxnet_pushpull])
+@pytest.mark.parametrize(("store", "transport"), [("dist_sync", "auto"), ("dist_async", "tcp")])
+def test_mxnet_steps_and_leaves_nothing(
+    plan: Plan, make: Callable[[Plan], Contender], store: str, transport: str
+) -> None:
+    with make(replace(plan, kv_store=store, transport=transport)) as contender:
+        times = contender.run_round(3)
+    assert len(times) == 3
+    assert all(0 < step_s < 10 for step_s in times)

@@ -1,0 +1,50 @@
+"""Shapes of known models, against their published counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echelon.bench.shapes import num_elements, read_shapes, shapes, write_shapes
+from echelon.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "elements"),
+    [
+        ("resnet50", 161, 25_557_032),
+        ("resnet18", 62, 11_689_512),
+        ("vgg16", 32, 138_357_544),
+        ("mlp", 6, 109_386),
+        ("keys:3", 3, 3 * 256),
+        ("keys:10000:7", 10_000, 70_000),
+    ],
+)
+def test_counts(name: str, tensors: int, elements: int) -> None:
+    found = shapes(name)
+    assert (len(found), num_elements(found)) == (tensors, elements)
+
+
+def test_resnet50_starts_and_ends_as_the_model_does() -> None:
+    found = shapes("resnet50")
+    assert found[:4] == [(64, 3, 7, 7), (64,), (64,), (64, 64, 1, 1)]
+    assert found[12] == (256, 64, 1, 1)  # the first block's projection comes after its branch
+    assert found[-2:] == [(1000, 2048), (1000,)]
+
+
+def test_an_unknown_name_lists_the_known_and_the_nearest() -> None:
+    with pytest.raises(UsageError, match=r"'resnet5'.*resnet50, resnet18, vgg16, mlp, keys:N.*mean 'resnet50'"):
+        shapes("resnet5")
+
+
+@pytest.mark.parametrize("name", ["keys:", "keys:0", "keys:x", "keys:1:-2", "keys:1:2:3"])
+def test_malformed_keys_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="keys:N"):
+        shapes(name)
+
+
+def test_shapes_survive_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.json"
+    write_shapes(path, shapes("resnet18"))
+    assert read_shapes(path) == shapes("resnet18")
