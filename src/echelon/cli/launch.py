@@ -11,9 +11,10 @@ from echelon.launch import local
 LAUNCHERS = ("local",)
 
 
-def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+def add_job_arguments(parser: argparse.ArgumentParser, default_workers: int | None = None) -> None:
     """What describes a job, shared by `launch` and `train`."""
-    parser.add_argument("-n", "--num-workers", type=int, required=True, help="workers to start")
+    required = default_workers is None
+    parser.add_argument("-n", "--num-workers", type=int, required=required, default=default_workers, help="workers")
     parser.add_argument("-s", "--num-servers", type=int, help="servers to start (default: as many as workers)")
     parser.add_argument("--launcher", default="local", help=f"how to start processes: {', '.join(LAUNCHERS)}")
     parser.add_argument("-i", "--interface", help="network interface to use (DMLC_INTERFACE)")

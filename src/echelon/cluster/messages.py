@@ -188,6 +188,12 @@ class Pull(_Message, frozen=True):
     framed: bool
 
 
+class Retire(_Message, frozen=True):
+    """This worker pushes no more: nobody waits for it, and it may go on pulling."""
+
+    id: int
+
+
 class GetStates(_Message, frozen=True):
     """The optimizer's state of all keys this server has."""
 
@@ -255,7 +261,7 @@ class Status(_Message, frozen=True):
 ControlMessage = (
     Register | Heartbeat | Barrier | Leave | Halt | Registered | Refused | Roster | View | BarrierDone | Finish | Abort
 )
-Request = Configure | Place | Attach | Init | SetOptimizer | Push | Pull | GetStates | PutStates | Ask
+Request = Configure | Place | Attach | Init | SetOptimizer | Push | Pull | Retire | GetStates | PutStates | Ask
 Response = Placed | Done | Failed | States | Status
 
 _encoder = msgspec.msgpack.Encoder()

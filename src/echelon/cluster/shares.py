@@ -8,11 +8,18 @@ A host named once means all workers on it; named k times, its k workers in rank 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from echelon.errors import UsageError
 
 _TOLERANCE = 1e-9
+_INLINE = re.compile(r"[\d\s/]+")
+
+
+def inline_groups(text: str) -> str | None:
+    """The groups file that `0 1 2 / 3` stands for, or None if this is the name of a file."""
+    return "\n".join(text.split("/")) if _INLINE.fullmatch(text) and text.strip("/ ") else None
 
 
 def parse_groups(text: str, hosts: Mapping[int, str], source: str = "groups") -> tuple[tuple[int, ...], ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from echelon.cluster.shares import parse_groups
+from echelon.cluster.shares import inline_groups, parse_groups
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore.client import Client
@@ -22,6 +22,7 @@ from echelon.transport import by_name
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.interface import Transport
 
+GROUPS_FILE = "groups"  # read from the working directory when nothing else is said, as MXNet-G does
 LOCAL = ("local", "device")
 NAMES = (*LOCAL, *SCHEMES)
 Groups = str | Path | Sequence[Iterable[int]]
@@ -72,9 +73,9 @@ def join(
     if name in ("dist_ssync", "dist_gsync") and staleness is None:
         staleness = job.staleness
     if groups is None and name == "dist_gsync":
-        groups = job.groups
-    if name != "dist_gsync" or groups is not None:  # what can be wrong is said before anybody waits for this worker
-        rules_for(name, staleness, [[0]] if isinstance(groups, str | Path) else groups)
+        groups = job.groups or (GROUPS_FILE if Path(GROUPS_FILE).is_file() else None)
+    # What can be wrong is said before anybody waits for this worker; who is in which group is known after.
+    rules_for(name, staleness, [[0]] if isinstance(groups, str | Path) else groups)
     session = Joined(job, transport)
     try:
         listed = _groups(groups, session.hosts)
@@ -136,6 +137,8 @@ def _groups(groups: Groups | None, hosts: dict[int, str]) -> list[list[int]] | N
     if groups is None:
         return None
     if isinstance(groups, str | Path):
+        if (text := inline_groups(str(groups))) is not None:
+            return [list(group) for group in parse_groups(text, hosts, f"groups {str(groups)!r}")]
         path = Path(groups)
         if not path.is_file():
             raise UsageError(f"there is no groups file {path}; write one group a line, hosts or ranks")

@@ -31,6 +31,7 @@ from echelon.cluster.messages import (
     Placed,
     Pull,
     Push,
+    Retire,
     SetOptimizer,
 )
 from echelon.cluster.placement import Layout, Piece, Slot
@@ -191,6 +192,11 @@ class KVStore:
         else:
             spec = spec_by_name(optimizer, settings)
         self.use_optimizer(spec)
+
+    def retire(self) -> None:
+        """Push no more: from now on nobody waits for this worker, which may still pull and meet the others."""
+        self._settle()
+        self._to_all(Retire)
 
     def barrier(self) -> None:
         """Wait until all living workers are here."""

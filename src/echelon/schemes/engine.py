@@ -59,6 +59,7 @@ HELD_FOR_MEMBERS = "held: members of the group have not pushed this clock"
 HELD_FOR_BOUND = "held: too far ahead of the slowest"
 ANSWERED = "nothing to wait for"
 DUPLICATE = "seen before: applied once already or waiting in its round"
+OBSERVER = "answered: the worker takes no part and only looks"
 GONE = "the worker is not in the view"
 RELEASED = "released by a change of the view"
 NOTHING = "the change releases nothing"
@@ -134,11 +135,11 @@ class Engine:
         return Decision(tuple(actions), APPLIED if actions else HELD_FOR_MEMBERS)
 
     def pull(self, worker: int, key: int, clock: int) -> Decision:
-        """A worker that has pushed `clock` rounds asks for the key."""
+        """A worker that has pushed `clock` rounds asks for the key; one that takes no part waits for nothing."""
         group_id = self.rules.group_of(worker)
-        if worker not in self._members.get(group_id, ()):
-            return _FROM_THE_GONE
         state = self._keys[key]
+        if worker not in self._members.get(group_id, ()):
+            return Decision((Reply(key, worker, clock, state.version),), OBSERVER)
         if state.groups[group_id].clock < clock:
             state.held[worker, clock] = None
             return Decision((), HELD_FOR_MEMBERS)

@@ -27,6 +27,7 @@ from echelon.cluster.messages import (
     PutStates,
     Request,
     Response,
+    Retire,
     SetOptimizer,
     States,
     Status,
@@ -120,6 +121,9 @@ class Shard:
                     self._set_optimizer(worker, request)
                 case Ask():
                     self._status(worker, request)
+                case Retire():
+                    self._retire(worker)
+                    self._answer(worker, Done(request.id), ())
                 case GetStates():
                     self._get_states(worker, request)
                 case PutStates():
@@ -132,14 +136,16 @@ class Shard:
         self._workers.pop(worker, None)
         if worker in self._living:
             self._living.remove(worker)
-        if self._engine is None:
-            return ""
-        decision = self._engine.leave(worker)
+        for expected in [expected for expected in self._expected if expected[0] == worker]:
+            del self._expected[expected]
+        return self._retire(worker) if self._engine is not None else ""
+
+    def _retire(self, worker: int) -> str:
+        """A worker takes no part any more; what waited for it goes on."""
+        decision = self._running().leave(worker)
         self._act(decision)
         for key in list(self._acknowledge):
             self._settle_pushes(key)
-        for expected in [expected for expected in self._expected if expected[0] == worker]:
-            del self._expected[expected]
         return decision.reason
 
     # --- set-up
