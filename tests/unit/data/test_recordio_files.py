@@ -16,10 +16,10 @@ def payload(number: int) -> bytes:
     return b"%d:" % number + bytes([number % 256]) * (number % 37)
 
 
-def write(path: Path, count: int, first_key: int = 0) -> Path:
+def write(path: Path, count: int, first_key: int = 0, first: int = 0) -> Path:
     with IndexedWriter(path) as writer:
         for number in range(count):
-            writer.write(first_key + 3 * number, payload(number))
+            writer.write(first_key + 3 * number, payload(first + number))
     return path
 
 
@@ -63,13 +63,14 @@ def test_without_an_index(tmp_path: Path) -> None:
 
 
 def test_several_files_read_as_one(tmp_path: Path) -> None:
-    names = f"{write(tmp_path / 'a.rec', 4)};{write(tmp_path / 'b.rec', 2)}"
+    names = f"{write(tmp_path / 'a.rec', 4)};{write(tmp_path / 'b.rec', 2, first=30)}"
+    expected = [payload(number) for number in (0, 1, 2, 3, 30, 31)]
     with Reader(names) as reader:
-        assert [bytes(each) for each in reader] == [payload(k) for k in (0, 1, 2, 3, 0, 1)]
+        assert [bytes(each) for each in reader] == expected
     with IndexedReader.from_scan(names) as reader:
-        assert [reader.read(key) for key in (5, 0, 3, 4)] == [payload(k) for k in (1, 0, 3, 0)]
+        assert [reader.read(key) for key in (5, 0, 3, 4)] == [expected[key] for key in (5, 0, 3, 4)]
     with IndexedReader(names) as reader:
-        assert reader[4] == payload(0)
+        assert [reader[position] for position in range(6)] == expected
         with pytest.raises(DataError, match="key 0 more than once"):
             reader.read(0)
 
@@ -150,3 +151,15 @@ def test_rewriting_a_file_in_use_does_not_disturb_its_reader(tmp_path: Path) -> 
     with IndexedReader(path) as reader:
         write(path, 1)
         assert [bytes(reader[k]) for k in range(50)] == [payload(k) for k in range(50)]
+
+
+def test_an_old_index_never_stands_beside_new_records(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.rec", 3)
+    writer = IndexedWriter(path)
+    writer.write(0, b"new")
+    next(tmp_path.glob(".a.idx*")).unlink()  # so that the index cannot take its place
+    with pytest.raises(FileNotFoundError):
+        writer.close()
+    assert [each.name for each in tmp_path.iterdir()] == ["a.rec"]
+    with IndexedReader.from_scan(path) as reader:
+        assert [bytes(each) for each in map(reader.read, range(len(reader)))] == [b"new"]

@@ -1,0 +1,79 @@
+"""Record files back into folders: OUT/LABEL/NUMBER.jpg, and OUT/extract.lst with every label and id.
+
+Owns the names. The folder appears when all is written, so an error or Ctrl-C leaves nothing behind. Packing OUT with
+its list gives the same records again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from itertools import islice
+from pathlib import Path
+
+from echelon.data.atomic import check_writable, temporary_name
+from echelon.data.imagelist import Entry, write_list
+from echelon.data.imagerecord import Header, image_suffix, unpack
+from echelon.data.recordio import Reader, RecordError
+from echelon.data.recordtools import OnBad, OnDone, ignore, report
+from echelon.errors import DataError, UsageError
+
+LIST_NAME = "extract.lst"
+
+
+def extract(
+    rec: Path,
+    out: Path,
+    *,
+    raw: bool = False,
+    limit: int | None = None,
+    on_bad: OnBad = None,
+    on_done: OnDone = ignore,
+) -> int:
+    """Write all records, or the first `limit`, to a new folder; return how many. `raw` writes whole payloads."""
+    if out.is_dir() and any(out.iterdir()):
+        raise UsageError(f"{out} is a folder that is not empty; name a new one")
+    if limit is not None and limit < 1:
+        raise UsageError(f"a limit of {limit} records: expected 1 or more")
+    if not out.is_dir():
+        check_writable(out)
+    if out.is_file():
+        raise UsageError(f"{out} is a file; name a new folder")
+    partial = temporary_name(out)
+    partial.mkdir()
+    try:
+        with Reader(rec, on_bad) as reader:
+            num_written = _extract(reader, partial, raw, limit, on_bad, on_done)
+        partial.replace(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return num_written
+
+
+def _extract(reader: Reader, folder: Path, raw: bool, limit: int | None, on_bad: OnBad, on_done: OnDone) -> int:
+    num_written = 0
+    entries: list[Entry] = []
+    for position, (file, number, offset, payload) in enumerate(islice(reader.located(), limit)):
+        try:
+            if raw:
+                (folder / f"{position:08d}.bin").write_bytes(payload)
+            else:
+                header, image = unpack(payload)
+                entries.append(_write_image(folder, position, header, image))
+            num_written += 1
+        except DataError as error:
+            report(RecordError(file.path, offset, number, f"{error}; --raw extracts other payloads"), on_bad)
+        on_done(1)
+    if not raw:
+        write_list(folder / LIST_NAME, entries)
+    return num_written
+
+
+def _write_image(folder: Path, position: int, header: Header, image: memoryview) -> Entry:
+    labels = tuple(header.labels.tolist())
+    first = labels[0]
+    name = f"{int(first):04d}" if first == first // 1 and first >= 0 else str(first)
+    (folder / name).mkdir(exist_ok=True)
+    path = f"{name}/{position:08d}{image_suffix(image)}"
+    (folder / path).write_bytes(image)
+    return Entry(header.id, labels, path)

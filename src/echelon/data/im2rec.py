@@ -1,0 +1,208 @@
+"""Images into RecordIO: encode what a list names, in several threads, and write it in the list's order.
+
+Owns how an image file becomes a record's payload. Lists are made in `imagelist`; a .rec and its .idx appear together,
+and only when all went well. Pillow leaves Python's lock while it decodes, resizes and encodes, so threads do help.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from PIL import Image, ImageOps
+
+from echelon.data.imagelist import Entry
+from echelon.data.imagerecord import Header, pack
+from echelon.data.recordio import IndexedWriter
+from echelon.errors import DataError, UsageError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+ENCODINGS = (".jpg", ".png")
+AS_IS, GREY, COLOUR = -1, 0, 1
+DECODE_ERRORS = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what Pillow raises on bad bytes
+_IN_FLIGHT_PER_THREAD = 8
+_ORIENTATION = 0x0112  # the EXIF tag; 5 ... 8 exchange width and height
+
+
+class ImageError(DataError):
+    """One image file is missing or does not decode; the others are not its concern."""
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How images are stored. `quality` is JPEG's 1 ... 100, or PNG's compression level 0 ... 9."""
+
+    suffix: str = ".jpg"
+    quality: int = 95
+    resize: int = 0
+    center_crop: bool = False
+    color: int = COLOUR
+    pass_through: bool = False
+
+    def __post_init__(self) -> None:
+        if self.suffix not in ENCODINGS:
+            raise UsageError(f"encoding {self.suffix!r}: expected one of {', '.join(ENCODINGS)}")
+        low, high = (1, 100) if self.suffix == ".jpg" else (0, 9)
+        if not low <= self.quality <= high:
+            raise UsageError(f"quality {self.quality}: expected {low} ... {high} for {self.suffix}")
+        if self.resize < 0:
+            raise UsageError(f"resize {self.resize}: expected the shorter edge in pixels, or 0 to keep the size")
+        if self.color not in (AS_IS, GREY, COLOUR):
+            raise UsageError(f"color {self.color}: expected 1 (colour), 0 (grey) or -1 (as it is)")
+        if self.pass_through and (self.resize or self.center_crop):
+            raise UsageError("pass-through stores files as they are: it goes with neither resize nor center-crop")
+
+
+@dataclass(frozen=True)
+class PackResult:
+    """What was written."""
+
+    num_records: int
+    num_bytes: int
+
+
+def read_image(path: Path, encoding: Encoding) -> bytes:
+    """Return the payload for one image file; ImageError says why a file is no image."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise ImageError(f"{path}: no such file; paths of a list are relative to the root folder") from None
+    except OSError as error:
+        raise ImageError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        return encode_image(data, encoding)
+    except DECODE_ERRORS as error:
+        raise ImageError(f"{path}: not a readable image ({decode_fault(error)})") from error
+
+
+def decode_fault(error: Exception) -> str:
+    """Say what Pillow found, without the address of the buffer it found it in."""
+    return str(error).split(" <")[0]
+
+
+def encode_image(data: bytes, encoding: Encoding) -> bytes:
+    """Decode, crop, resize and encode one image; with pass-through only check that its head is an image's."""
+    with Image.open(io.BytesIO(data)) as opened:
+        if encoding.pass_through:
+            return data
+        size = _target_size(opened, encoding)  # of the whole image: a draft rounds its edges
+        if encoding.resize and opened.format == "JPEG":
+            opened.draft(
+                None, _resized(opened.size, encoding.resize)
+            )  # decodes at 1/2, 1/4 or 1/8 where that is enough
+        image = _coloured(ImageOps.exif_transpose(opened), encoding)
+    if encoding.center_crop:
+        image = _center_square(image)
+    if encoding.resize:
+        image = image.resize(size, Image.Resampling.BILINEAR)
+    return save(image, encoding)
+
+
+def _target_size(image: Image.Image, encoding: Encoding) -> tuple[int, int]:
+    if encoding.center_crop:
+        return encoding.resize, encoding.resize
+    lies_on_its_side = image.getexif().get(_ORIENTATION, 1) >= 5
+    size = (image.height, image.width) if lies_on_its_side else image.size
+    return _resized(size, encoding.resize)
+
+
+def _resized(size: tuple[int, int], shorter: int) -> tuple[int, int]:
+    width, height = size
+    return (shorter, height * shorter // width) if width < height else (width * shorter // height, shorter)
+
+
+def _coloured(image: Image.Image, encoding: Encoding) -> Image.Image:
+    if encoding.color == COLOUR:
+        return image.convert("RGB")
+    if encoding.color == GREY:
+        return image.convert("L")
+    plain = ("L", "RGB") if encoding.suffix == ".jpg" else ("L", "RGB", "RGBA")
+    return image if image.mode in plain else image.convert("RGB")
+
+
+def _center_square(image: Image.Image) -> Image.Image:
+    side = min(image.size)
+    left, top = (image.width - side) // 2, (image.height - side) // 2
+    return image.crop((left, top, left + side, top + side))
+
+
+def save(image: Image.Image, encoding: Encoding) -> bytes:
+    """Return an image's encoded bytes."""
+    stream = io.BytesIO()
+    if encoding.suffix == ".jpg":
+        image.save(stream, "JPEG", quality=encoding.quality)
+    else:
+        image.save(stream, "PNG", compress_level=encoding.quality)
+    return stream.getvalue()
+
+
+def pack_list(
+    entries: Iterable[Entry],
+    root: Path,
+    rec: Path,
+    encoding: Encoding,
+    *,
+    all_labels: bool = False,
+    threads: int = 1,
+    on_bad: Callable[[DataError], None] | None = None,
+    on_done: Callable[[int], None] = lambda amount: None,
+) -> PackResult:
+    """Write the images of a list to `rec` and its .idx, keys and ids being the list's indices.
+
+    Without `all_labels` only the first label is stored. With `on_bad`, an unreadable image is handed to it as an error
+    and left out; without, it stops the work and leaves no files.
+    """
+
+    def encode(entry: Entry) -> bytes | ImageError:
+        try:
+            return read_image(root / entry.path, encoding)
+        except ImageError as error:
+            return error
+
+    num_records = 0
+    with IndexedWriter(rec) as writer:
+        for entry, payload in ordered_map(encode, entries, threads):
+            if not isinstance(payload, ImageError):
+                label = entry.labels if all_labels else entry.labels[0]
+                writer.write(entry.index, pack(Header(label, entry.index), payload))
+                num_records += 1
+            elif on_bad is None:
+                raise payload
+            else:
+                on_bad(payload)
+            on_done(1)
+        if not num_records:
+            raise DataError(f"{rec} was not written: there is not one good image to pack")
+        return PackResult(num_records, writer.tell())
+
+
+def ordered_map(work: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[tuple[T, R]]:
+    """Yield (item, work(item)) in the items' order, computed by threads, with a bounded number under way."""
+    if threads < 1:
+        raise UsageError(f"{threads} threads: expected 1 or more")
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="im2rec")
+    waiting: deque[tuple[T, Future[R]]] = deque()
+    try:
+        for item in items:
+            waiting.append((item, pool.submit(work, item)))
+            if len(waiting) >= threads * _IN_FLIGHT_PER_THREAD:
+                done, future = waiting.popleft()
+                yield done, future.result()
+        while waiting:
+            done, future = waiting.popleft()
+            yield done, future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def default_threads() -> int:
+    """Return the number of processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

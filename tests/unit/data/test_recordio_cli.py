@@ -1,0 +1,215 @@
+"""`echelon data` as a user types it: what it prints, what it writes, and its exit status."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from echelon.cli.data import add_parser
+from echelon.data.recordio import Header, IndexedWriter, Writer, index_path, pack
+from echelon.errors import DataError, UsageError
+
+
+def echelon_data(*words: str | Path) -> int:
+    parser = argparse.ArgumentParser(prog="echelon")
+    add_parser(parser.add_subparsers(required=True))
+    args = parser.parse_args(["data", *map(str, words)])
+    status = args.run(args)
+    assert isinstance(status, int)
+    return status
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(1)
+    for number in range(10):
+        folder = tmp_path / "photos" / ("ant", "bee")[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (16, 16, 3), np.uint8)).save(folder / f"{number}.png")
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def packed(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    assert echelon_data("im2rec", tmp_path / "x", photos, "--encoding", "png") == 0
+    capsys.readouterr()
+    return tmp_path / "x.rec"
+
+
+def test_im2rec_in_one_step(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert echelon_data("im2rec", tmp_path / "x", photos, "--train-ratio", "0.8", "--threads", "2") == 0
+    out = capsys.readouterr().out
+    assert "label 0: ant\nlabel 1: bee\n" in out
+    assert "x_train.rec and .idx: 8 records" in out
+    assert "x_val.rec and .idx: 2 records" in out
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"photos", "x_train.rec", "x_train.idx", "x_val.rec", "x_val.idx"}
+
+
+def test_im2rec_by_lists_gives_the_same_files(photos: Path, tmp_path: Path) -> None:
+    direct, listed = tmp_path / "a", tmp_path / "b"
+    echelon_data("im2rec", direct, photos, "--train-ratio", "0.8")
+    echelon_data("im2rec", "--list", listed, photos, "--train-ratio", "0.8")
+    assert (tmp_path / "b_val.lst").read_text().count("\n") == 2
+    with pytest.raises(UsageError, match=r"--train-ratio.*b_train\.lst .*remove the lists"):
+        echelon_data("im2rec", listed, photos, "--train-ratio", "0.8")
+    echelon_data("im2rec", listed, photos)
+    for name in ("train.rec", "train.idx", "val.rec", "val.idx"):
+        assert (tmp_path / f"a_{name}").read_bytes() == (tmp_path / f"b_{name}").read_bytes()
+
+
+def test_im2rec_packs_no_strangers_lists(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "xylophone.lst").write_text("nonsense")
+    echelon_data("im2rec", tmp_path / "x", photos)
+    assert not (tmp_path / "xylophone.rec").exists()
+    with pytest.raises(DataError, match=r"xylophone\.lst, line 1"):
+        echelon_data("im2rec", tmp_path / "xylophone.lst", photos)
+
+
+def test_im2rec_bad_image(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (photos / "ant" / "bad.png").write_bytes(b"no png")
+    with pytest.raises(DataError, match=r"bad\.png: not a readable image.*--skip-bad-records"):
+        echelon_data("im2rec", tmp_path / "x", photos)
+    assert echelon_data("im2rec", tmp_path / "x", photos, "--skip-bad-records") == 0
+    printed = capsys.readouterr()
+    assert "10 records" in printed.out
+    assert "1 bad skipped" in printed.out
+    assert "bad.png" in printed.err
+
+
+def test_info(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert echelon_data("info", packed) == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:]]
+    table = dict(lines)
+    assert table["records"] == "10"
+    assert table["images"] == "10 .png; the first is 16 x 16 RGB PNG"
+    assert table["labels"] == "2 different, 0 ... 1, 5 ... 5 records each; 1 a record"
+    assert table["index"].endswith("x.idx, 10 keys")
+
+
+def test_info_of_plain_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Writer(tmp_path / "plain.rec") as writer:
+        writer.write(b"hello")
+    assert echelon_data("info", tmp_path / "plain.rec") == 0
+    out = capsys.readouterr().out
+    assert "1 records too short for an image header" in out
+    assert "none beside it; make it: echelon data rec2idx" in out
+
+
+def test_verify(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert echelon_data("verify", packed, "--decode") == 0
+    assert "10 good records, index" in capsys.readouterr().out
+
+
+def damage(packed: Path, where: str) -> int:
+    offset = int(index_path(packed).read_text().split()[5])
+    data = bytearray(packed.read_bytes())
+    if where == "magic":
+        data[offset] ^= 1
+    elif where == "length":
+        data[offset + 5] ^= 8
+    else:
+        data[offset + 8 + 24] ^= 0xFF
+    packed.write_bytes(data)
+    return offset
+
+
+@pytest.mark.parametrize(("where", "flags"), [("magic", []), ("length", []), ("image", ["--decode"])])
+def test_verify_names_the_first_bad_record(
+    packed: Path, capsys: pytest.CaptureFixture[str], where: str, flags: list[str]
+) -> None:
+    offset = damage(packed, where)
+    assert echelon_data("verify", packed, *flags) == 1
+    assert capsys.readouterr().err.startswith(f"bad: {packed}: record 2 at byte {offset}: ")
+    assert echelon_data("verify", packed, *flags, "--skip-bad-records") == 0
+    assert "9 good records" in (out := capsys.readouterr().out)
+    assert out.endswith(", 1 bad skipped\n")
+
+
+def test_verify_a_wrong_index(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = index_path(packed).read_text()
+    index_path(packed).write_text(text + "77\t4\n")
+    assert echelon_data("verify", packed) == 1
+    assert "record 10 at byte 4: key 77 of" in (err := capsys.readouterr().err)
+    assert "make the index anew: echelon data rec2idx" in err
+    index_path(packed).write_text(text[: text.index("\n") + 1])
+    assert echelon_data("verify", packed) == 1
+    assert "does not list it: it has 1 of 10 records" in capsys.readouterr().err
+
+
+def test_rec2idx(packed: Path, tmp_path: Path) -> None:
+    offsets = index_path(packed).read_text().split()[1::2]
+    index_path(packed).unlink()
+    assert echelon_data("rec2idx", packed) == 0
+    assert index_path(packed).read_text() == "".join(f"{k}\t{offset}\n" for k, offset in enumerate(offsets))
+    damage(packed, "magic")
+    with pytest.raises(DataError, match=r"record 2 at byte .*--skip-bad-records"):
+        echelon_data("rec2idx", packed, tmp_path / "y.idx")
+    assert not (tmp_path / "y.idx").exists()
+    echelon_data("rec2idx", packed, tmp_path / "y.idx", "--skip-bad-records")
+    assert (tmp_path / "y.idx").read_text().split()[1::2] == offsets[:2] + offsets[3:]
+
+
+def test_extract_and_pack_again(packed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert echelon_data("extract", packed, out) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["0000", "0001", "extract.lst"]
+    echelon_data("im2rec", out / "extract.lst", out, "--pass-through")
+    assert (out / "extract.rec").read_bytes() == packed.read_bytes()
+    with pytest.raises(UsageError, match="not empty"):
+        echelon_data("extract", packed, out)
+
+
+def test_extract_all_labels_raw_and_limit(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "m.rec") as writer:
+        for number in range(3):
+            writer.write(number, pack(Header([number, 0.5], number), b"\xff\xd8\xff"))
+    echelon_data("extract", tmp_path / "m.rec", tmp_path / "a", "--limit", "2")
+    assert (tmp_path / "a" / "extract.lst").read_text() == (
+        "0\t0.000000\t0.500000\t0000/00000000.jpg\n1\t1.000000\t0.500000\t0001/00000001.jpg\n"
+    )
+    echelon_data("extract", tmp_path / "m.rec", tmp_path / "b", "--raw")
+    assert (tmp_path / "b" / "00000002.bin").read_bytes() == pack(Header([2, 0.5], 2), b"\xff\xd8\xff")
+
+
+def test_extract_leaves_nothing_after_an_error(packed: Path, tmp_path: Path) -> None:
+    damage(packed, "magic")
+    before = set(tmp_path.iterdir())
+    with pytest.raises(DataError, match="record 2"):
+        echelon_data("extract", packed, tmp_path / "out")
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "test_batch.bin").write_bytes(bytes(3073 * 3))
+    assert echelon_data("convert", tmp_path, tmp_path / "cifar10") == 0
+    assert "cifar10 (binary)" in (out := capsys.readouterr().out)
+    assert "cifar10_val.rec and .idx: 3 records" in out
+    assert echelon_data("verify", tmp_path / "cifar10_val.rec", "--decode") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--quality", "101"], "quality 101"),
+        (["--threads", "0"], "--num-thread 0"),
+        (["--chunks", "99"], "--chunks 99"),
+        (["--exts", ".tiff"], r"\.tiff"),
+    ],
+)
+def test_impossible_flags_write_nothing(photos: Path, tmp_path: Path, words: list[str], message: str) -> None:
+    with pytest.raises((UsageError, DataError), match=message):
+        echelon_data("im2rec", tmp_path / "x", photos, *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
+
+
+def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("im2rec", "convert", "rec2idx", "info", "verify", "extract"):
+        with pytest.raises(SystemExit) as caught:
+            echelon_data(command, "--help")
+        assert caught.value.code == 0
+        assert "--skip-bad-records" in capsys.readouterr().out

@@ -1,0 +1,171 @@
+"""CIFAR and MNIST files into records: every layout gives the same pixels and labels, and damage is named."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from echelon.data.convert import convert_part, record_path
+from echelon.data.layouts import find_layout
+from echelon.data.recordio import IndexedReader, RecordError, unpack
+from echelon.errors import DataError, UsageError
+
+NUM = 23
+RNG = np.random.default_rng(5)
+PLANES = RNG.integers(0, 256, (NUM, 3, 32, 32), np.uint8)
+GREY = RNG.integers(0, 256, (NUM, 28, 28), np.uint8)
+LABELS = RNG.integers(0, 10, NUM).astype(np.uint8)
+COARSE = np.full(NUM, 99, np.uint8)
+
+
+def cifar_rows(*labels: np.ndarray) -> bytes:
+    return np.concatenate([*(each[:, None] for each in labels), PLANES.reshape(NUM, -1)], 1).tobytes()
+
+
+def cifar_pickle(key: bytes) -> bytes:
+    return pickle.dumps({b"data": PLANES.reshape(NUM, -1), key: LABELS.tolist(), b"batch_label": b"x"}, protocol=2)
+
+
+def idx(array: np.ndarray) -> bytes:
+    return struct.pack(f">I{array.ndim}I", 0x800 + array.ndim, *array.shape) + array.tobytes()
+
+
+BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
+LAYOUTS: dict[str, tuple[dict[str, bytes], int]] = {
+    "cifar10 (binary)": ({f"{name}.bin": cifar_rows(LABELS) for name in [*BATCHES, "test_batch"]}, 5),
+    "cifar10 (python)": ({name: cifar_pickle(b"labels") for name in [*BATCHES, "test_batch"]}, 5),
+    "cifar100 (binary)": ({f"{name}.bin": cifar_rows(COARSE, LABELS) for name in ("train", "test")}, 1),
+    "cifar100 (python)": ({name: cifar_pickle(b"fine_labels") for name in ("train", "test")}, 1),
+    "mnist (idx)": (
+        {
+            "train-images-idx3-ubyte": idx(GREY),
+            "train-labels-idx1-ubyte.gz": gzip.compress(idx(LABELS)),
+            "t10k-images.idx3-ubyte": idx(GREY),
+            "t10k-labels-idx1-ubyte": idx(LABELS),
+        },
+        1,
+    ),
+}
+
+
+def lay(folder: Path, name: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for file, data in LAYOUTS[name][0].items():
+        (folder / file).write_bytes(data)
+    return folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_pixels_and_labels_come_through(tmp_path: Path, name: str, threads: int) -> None:
+    found = find_layout(lay(tmp_path / "in", name))
+    assert found.layout.name == name
+    expected = GREY if name.startswith("mnist") else PLANES.transpose(0, 2, 3, 1)
+    for part, files in found.parts.items():
+        rec = record_path(tmp_path / "out", part)
+        repeats = LAYOUTS[name][1] if part == "train" else 1
+        assert convert_part(found.layout, files, rec, threads=threads).num_records == NUM * repeats
+        with IndexedReader(rec) as reader:
+            for position in range(NUM * repeats):
+                header, payload = unpack(reader.read(position))
+                assert (header.id, header.label) == (position, LABELS[position % NUM])
+                assert np.array_equal(np.asarray(Image.open(io.BytesIO(payload))), expected[position % NUM])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("in", "out_train.idx", "out_train.rec", "out_val.idx", "out_val.rec")
+    ]
+
+
+def test_the_folder_above_will_do_and_so_will_one_part(tmp_path: Path) -> None:
+    lay(tmp_path / "cifar-100-binary", "cifar100 (binary)")
+    (tmp_path / "cifar-100-binary" / "test.bin").unlink()
+    assert list(find_layout(tmp_path).parts) == ["train"]
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no known dataset .*looked there for any of\n.*data_batch_1\.bin"):
+        find_layout(tmp_path)
+    folder = lay(tmp_path / "in", "cifar10 (binary)")
+    (folder / "data_batch_3.bin").unlink()
+    with pytest.raises(DataError, match=r"lacks data_batch_3\.bin;"):
+        find_layout(folder)
+    with pytest.raises(UsageError, match="unpack it"):
+        find_layout(folder / "test_batch.bin")
+    with pytest.raises(UsageError, match="no folder"):
+        find_layout(tmp_path / "none")
+
+
+DAMAGE = [
+    (
+        "cifar10 (binary)",
+        "test_batch.bin",
+        slice(0, 3073 * 4 + 9),
+        r"record 4 at byte 12292: .*9 of the record's 3073",
+        4,
+    ),
+    ("mnist (idx)", "t10k-images.idx3-ubyte", slice(0, 16 + 784 * 5), r"record 5 at byte 3936: .*should have 23", 5),
+    ("mnist (idx)", "t10k-labels-idx1-ubyte", slice(0, 8 + 6), r"record 6 at byte 14: .*should have 23", 6),
+]
+
+
+@pytest.mark.parametrize(("name", "file", "keep", "message", "num_left"), DAMAGE)
+def test_a_cut_file(tmp_path: Path, name: str, file: str, keep: slice, message: str, num_left: int) -> None:
+    folder = lay(tmp_path / "in", name)
+    (folder / file).write_bytes((folder / file).read_bytes()[keep])
+    found = find_layout(folder)
+    rec = tmp_path / "x.rec"
+    with pytest.raises(RecordError, match=f"{file}: {message}"):
+        convert_part(found.layout, found.parts["val"], rec)
+    assert not rec.exists()
+    bad: list[DataError] = []
+    assert convert_part(found.layout, found.parts["val"], rec, on_bad=bad.append).num_records == num_left
+    assert len(bad) == 1
+
+
+def test_an_impossible_label(tmp_path: Path) -> None:
+    folder = lay(tmp_path / "in", "cifar10 (binary)")
+    data = bytearray(cifar_rows(LABELS))
+    data[3073 * 2] = 77
+    (folder / "test_batch.bin").write_bytes(data)
+    found = find_layout(folder)
+    with pytest.raises(RecordError, match=r"record 2 at byte 6146: its label is 77, expected 0 \.\.\. 9"):
+        convert_part(found.layout, found.parts["val"], tmp_path / "x.rec")
+    bad: list[DataError] = []
+    done = convert_part(found.layout, found.parts["val"], tmp_path / "x.rec", on_bad=bad.append)
+    assert (done.num_records, len(bad)) == (NUM - 1, 1)
+
+
+def test_files_that_are_something_else(tmp_path: Path) -> None:
+    folder = lay(tmp_path / "in", "mnist (idx)")
+    (folder / "t10k-labels-idx1-ubyte").write_bytes(idx(GREY))
+    found = find_layout(folder)
+    with pytest.raises(DataError, match="begins 00000801, got 00000803"):
+        convert_part(found.layout, found.parts["val"], tmp_path / "x.rec")
+    (folder / "t10k-labels-idx1-ubyte").write_bytes(idx(LABELS[:-1]))
+    with pytest.raises(DataError, match=r"of 23 images.* of 22 labels"):
+        convert_part(found.layout, found.parts["val"], tmp_path / "x.rec")
+    (folder / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(LABELS))[:-9])
+    with pytest.raises(DataError, match=r"ubyte\.gz: cannot be read"):
+        convert_part(found.layout, found.parts["train"], tmp_path / "x.rec")
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, ("owned",)
+
+
+def test_a_pickle_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = lay(tmp_path / "in", "cifar10 (python)")
+    (folder / "test_batch").write_bytes(pickle.dumps({b"data": Evil()}))
+    found = find_layout(folder)
+    with pytest.raises(DataError, match=r"test_batch: not a CIFAR batch .*names \w+\.mkdir"):
+        convert_part(found.layout, found.parts["val"], tmp_path / "x.rec")
+    assert not (tmp_path / "owned").exists()
