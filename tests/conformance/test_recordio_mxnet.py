@@ -1,0 +1,119 @@
+"""RecordIO and lists against MXNet 1.9.1 itself, both ways: what it writes is read here, and the other way round.
+
+Needs its environment: .peers/mxnet, or another interpreter named by ECHELON_MXNET_PYTHON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from echelon.data import imagelist
+from echelon.data.im2rec import Encoding, pack_list
+from echelon.data.recordio import Header, IndexedReader, IndexedWriter, pack, unpack
+
+pytestmark = pytest.mark.peer
+
+HERE = Path(__file__).parent
+PYTHON = Path(os.environ.get("ECHELON_MXNET_PYTHON") or HERE.parents[1] / ".peers/mxnet/bin/python")
+MAGIC = bytes.fromhex("0a23d7ce")
+LABELS: list[tuple[float | list[float], int]] = [(3.0, 7), (0.5, 2**40), ([1.0, 2.0], 7), ([9.0], 0)]
+
+
+def mxnet(do: str, **request: Any) -> Any:
+    if not PYTHON.exists():
+        pytest.skip(f"no MXNet interpreter {PYTHON}")
+    done = subprocess.run(
+        [PYTHON, "-W", "ignore", HERE / "recordio_mxnet_side.py"],
+        input=json.dumps({"do": do, **request}),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def payloads() -> list[tuple[int, bytes]]:
+    rng = random.Random(9)
+    pieces = [MAGIC, MAGIC[:1], MAGIC[1:], b"word", b"\0"]
+    made = [b"", b"abc", MAGIC, MAGIC * 3, b"x" + MAGIC + b"yz", b"0123" + MAGIC + b"45", rng.randbytes(100_003)]
+    made += [b"".join(rng.choices(pieces, k=rng.randrange(30))) for _ in range(200)]
+    return [(5 * number + 2, payload) for number, payload in enumerate(made)]
+
+
+def test_both_write_the_same_bytes(tmp_path: Path) -> None:
+    theirs, ours = tmp_path / "theirs.rec", tmp_path / "ours.rec"
+    packed = mxnet(
+        "write",
+        rec=str(theirs),
+        idx=str(theirs.with_suffix(".idx")),
+        payloads=[(key, payload.hex()) for key, payload in payloads()],
+        headers=LABELS,
+    )
+    with IndexedWriter(ours) as writer:
+        for key, payload in payloads():
+            writer.write(key, payload)
+    assert ours.read_bytes() == theirs.read_bytes()
+    assert ours.with_suffix(".idx").read_bytes() == theirs.with_suffix(".idx").read_bytes()
+    assert packed == [pack(Header(label, key), b"image").hex() for label, key in LABELS]
+    with IndexedReader(theirs) as reader:
+        assert [(key, bytes(reader.read(key))) for key in reader.keys.tolist()] == payloads()
+
+
+def test_mxnet_reads_what_is_written_here(tmp_path: Path) -> None:
+    ours = tmp_path / "ours.rec"
+    with IndexedWriter(ours) as writer:
+        for key, payload in payloads():
+            writer.write(key, payload)
+    answer = mxnet("read", rec=str(ours), idx=str(ours.with_suffix(".idx")))
+    assert answer["in_order"] == [payload.hex() for _, payload in payloads()]
+    assert answer["by_key"] == {str(key): payload.hex() for key, payload in payloads()}
+    records = [pack(Header(label, key), b"image").hex() for label, key in LABELS]
+    assert mxnet("unpack", records=records) == [[label, key, b"image".hex()] for label, key in LABELS]
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    for number in range(24):
+        folder = tmp_path / "photos" / ("b", "a", "c/d")[number % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((16, 16, 3), 10 * number, np.uint8)).save(folder / f"{number}.png")
+    return tmp_path / "photos"
+
+
+def test_image_record_iter_reads_what_is_packed_here(photos: Path, tmp_path: Path) -> None:
+    entries = imagelist.list_folder(photos)
+    rec = tmp_path / "x.rec"
+    pack_list(entries, photos, rec, Encoding(".png", 6))
+    expected = [[entry.labels[0], 10.0 * int(Path(entry.path).stem)] for entry in entries]
+    answer = mxnet("iterate", rec=str(rec), idx=str(rec.with_suffix(".idx")))
+    assert answer == expected
+    with IndexedReader(rec) as reader:
+        assert [unpack(reader[k])[0].label for k in range(len(reader))] == [label for label, _ in expected]
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ([], {}),
+        (["--train-ratio", ".75", "--test-ratio", ".125"], {"train_ratio": 0.75, "test_ratio": 0.125}),
+        (["--chunks", "5", "--train-ratio", ".6"], {"chunks": 5, "train_ratio": 0.6}),
+    ],
+)
+def test_the_same_lists(photos: Path, tmp_path: Path, flags: list[str], options: dict[str, Any]) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    mxnet("lists", arguments=[*flags, str(folder / "x"), str(photos)])
+    for part in imagelist.cut(imagelist.shuffled(imagelist.list_folder(photos)), **options):
+        imagelist.write_list(tmp_path / f"x{part.suffix}.lst", part.entries)
+    ours = {path.name: path.read_bytes() for path in tmp_path.glob("*.lst")}
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == ours
