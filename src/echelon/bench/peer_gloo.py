@@ -5,9 +5,11 @@ momentum and weight decay over the flat weights. `python -m echelon.bench.peer_g
 `echelon.bench.protocol`.
 
 The sum replaces the gradients in place, so they are written afresh before each step, as backward would; that part is
-not timed. There is no barrier between steps: a rank that is late shows in the other's all-reduce. Buckets of 8 MB, or
-one of everything, were no faster; an SGD per bucket as it arrives, which is not what PyTorch's optimizers do, was seen
-6 % faster, with rounds between 31 % faster and 20 % slower.
+not timed. There is no barrier between steps: a rank that is late shows in the other's all-reduce.
+
+Tried once, 48 steps each in turn, on a machine that was not quiet: buckets of 8 MB (1.01 of this one's time) or one of
+everything (0.98) change nothing. An SGD for each bucket as it arrives took 0.94 (rounds from 0.69 to 1.20), so this may
+not be Gloo's best; it is kept as the plain form, and the other should be tried again where it is quiet.
 """
 
 from __future__ import annotations
