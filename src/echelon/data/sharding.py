@@ -1,0 +1,90 @@
+"""Which part of an epoch is one worker's: pure arithmetic, every sample exactly once over all workers.
+
+An epoch is one order of all samples, the same on every worker (`order`); a sharding picks positions in it.
+
+- `ByPart`: every num_parts-th position. W workers with batches of B together take, step by step, exactly the samples
+  one worker with batches of W x B would take, whatever W is. The default.
+- `ByFraction`: a contiguous piece of the order, from `data_sharding`: unequal shares for unequal machines.
+- `ByRecord`: MXNet's rule for files with an index: part k owns records [k*ceil(N/n), (k+1)*ceil(N/n)) in every epoch.
+  A worker then only ever touches its own piece of the file, at the price of never seeing the rest.
+
+The first two deal the samples anew each epoch, so a file sorted by class does not give a worker one class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.errors import UsageError
+
+Indices: TypeAlias = NDArray[np.int64]
+
+_FRACTION_DIGITS = 9  # data_sharding files are checked to 1e-9; both sides of a border must round to the same sample
+
+
+class Sharding(Protocol):
+    """Picks one worker's positions of an epoch's order."""
+
+    def positions(self, order: Indices) -> Indices:
+        """Return ascending positions in `order`; over all workers each one appears once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByPart:
+    """Every num_parts-th position, beginning at part_index."""
+
+    part_index: int = 0
+    num_parts: int = 1
+
+    def __post_init__(self) -> None:
+        _check_part(self.part_index, self.num_parts)
+
+    def positions(self, order: Indices) -> Indices:
+        """See Sharding."""
+        return np.arange(self.part_index, len(order), self.num_parts, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class ByFraction:
+    """The positions from start to end, as fractions of the epoch."""
+
+    start: float
+    end: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end <= 1:
+            raise UsageError(f"a share must satisfy 0 <= start < end <= 1, got {self.start:g} {self.end:g}")
+
+    def positions(self, order: Indices) -> Indices:
+        """See Sharding."""
+        return np.arange(_border(len(order), self.start), _border(len(order), self.end), dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class ByRecord:
+    """The positions of a fixed, contiguous run of records, in the order the epoch has them."""
+
+    part_index: int = 0
+    num_parts: int = 1
+
+    def __post_init__(self) -> None:
+        _check_part(self.part_index, self.num_parts)
+
+    def positions(self, order: Indices) -> Indices:
+        """See Sharding."""
+        step = -(-len(order) // self.num_parts)
+        first = self.part_index * step
+        return np.flatnonzero((order >= first) & (order < first + step)).astype(np.int64)
+
+
+def _border(num_samples: int, fraction: float) -> int:
+    return int(num_samples * round(fraction, _FRACTION_DIGITS) + 0.5)
+
+
+def _check_part(part_index: int, num_parts: int) -> None:
+    if num_parts < 1 or not 0 <= part_index < num_parts:
+        raise UsageError(f"part_index must be in 0 ... num_parts-1, got part {part_index} of {num_parts}")
