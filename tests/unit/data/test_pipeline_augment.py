@@ -1,0 +1,225 @@
+"""Augmentation: each setting does what it says, and nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
+from pipeline_images import encoded, jpeg, picture
+
+from echelon.data.augment import AugmentConfig, Augmenter, Normaliser, num_lanes, resize
+from echelon.data.augment_colour import recolour
+from echelon.data.augment_geometry import Geometry, Lane, plan
+from echelon.data.order import uniforms
+from echelon.errors import UsageError
+
+PICTURE = picture(3, 60, 80)
+PLAIN = AugmentConfig(shape=(3, 24, 32))
+MIDDLE = [0.5] * 80
+
+
+def draws(**lanes: float) -> list[float]:
+    """The middle of every range but for the lanes named."""
+    numbers = list(MIDDLE)
+    for name, value in lanes.items():
+        numbers[Lane[name.upper()]] = value
+    return numbers
+
+
+def augmented(config: AugmentConfig, numbers: list[float]) -> NDArray[np.uint8]:
+    return Augmenter(config).augment(PICTURE, numbers)
+
+
+def test_without_settings_it_is_the_centre_crop() -> None:
+    assert np.array_equal(augmented(PLAIN, MIDDLE), PICTURE[18:42, 24:56])
+
+
+def test_a_random_crop_reaches_every_place() -> None:
+    config = replace(PLAIN, random_crop=True)
+    assert np.array_equal(augmented(config, draws(crop_x=0, crop_y=0)), PICTURE[:24, :32])
+    assert np.array_equal(augmented(config, draws(crop_x=0.9999, crop_y=0.9999)), PICTURE[-24:, -32:])
+
+
+def test_mirroring_flips_left_and_right() -> None:
+    config = replace(PLAIN, random_mirror=True)
+    assert np.array_equal(augmented(config, draws(mirror=0.4)), PICTURE[18:42, 24:56][:, ::-1])
+    assert np.array_equal(augmented(config, draws(mirror=0.6)), PICTURE[18:42, 24:56])
+
+
+def test_padding_is_filled() -> None:
+    config = AugmentConfig(shape=(3, 68, 88), pad_size=4, fill_value=9)
+    pixels = augmented(config, MIDDLE)
+    assert np.array_equal(pixels[4:-4, 4:-4], PICTURE)
+    assert (pixels[:4] == 9).all()
+    assert (pixels[:, -4:] == 9).all()
+
+
+def test_resize_is_of_the_shorter_edge() -> None:
+    geometry = plan(60, 80, replace(PLAIN, resize=30), MIDDLE)
+    assert geometry.box == (8, 6, 72, 54)  # the middle 32x24 of 40x30, in the source's pixels
+
+
+def test_a_small_image_is_enlarged() -> None:
+    geometry = plan(12, 80, PLAIN, MIDDLE)
+    assert geometry.box == (32, 0, 48, 12)
+
+
+def test_scale_shows_more_or_less() -> None:
+    config = replace(PLAIN, min_random_scale=0.5, max_random_scale=1.0)
+    assert plan(60, 80, config, draws(scale=0)).box == pytest.approx((8, 6, 72, 54))
+    assert plan(60, 80, config, draws(scale=1)).box == pytest.approx((24, 18, 56, 42))
+
+
+def test_crop_sizes_are_squares() -> None:
+    config = replace(PLAIN, min_crop_size=10, max_crop_size=20)
+    assert plan(60, 80, config, draws(crop_size=0)).box == (35, 25, 45, 35)
+    assert plan(60, 80, config, draws(crop_size=0.9999)).box == (30, 20, 50, 40)
+
+
+def test_aspect_changes_one_edge_against_the_other() -> None:
+    left, top, right, bottom = plan(60, 80, replace(PLAIN, max_random_aspect_ratio=0.25), draws(ratio=1)).box
+    assert (right - left) / (bottom - top) == pytest.approx(32 / 24 * 1.25)
+
+
+def test_a_quarter_turn_is_a_quarter_turn() -> None:
+    square = np.ascontiguousarray(PICTURE[:60, :60])
+    config = AugmentConfig(shape=(3, 60, 60), max_random_rotate_angle=90)
+    turned = Augmenter(config).augment(square, draws(angle=0.9999))
+    assert np.abs(turned - np.rot90(square).astype(int)).max() <= 1
+
+
+def test_corners_of_a_turned_image_are_filled() -> None:
+    config = AugmentConfig(shape=(3, 60, 80), max_random_rotate_angle=20, fill_value=200)
+    pixels = augmented(config, draws(angle=0))
+    assert (pixels[0, -1] == 200).all()
+    assert plan(60, 80, replace(config, max_random_rotate_angle=0, max_random_shear_ratio=0.5), draws(shear=1)).matrix
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 10**6), st.floats(0.05, 1), st.floats(0.5, 1))
+def test_a_random_resized_crop_is_inside_and_of_the_right_area(
+    height: int, width: int, counter: int, least: float, aspect: float
+) -> None:
+    config = AugmentConfig(
+        shape=(3, 24, 32), random_resized_crop=True, min_random_area=least,
+        min_random_aspect_ratio=aspect, max_random_aspect_ratio=1 / aspect,
+    )  # fmt: skip
+    numbers = uniforms(0, 0, np.array([counter]), num_lanes(config))[0].tolist()
+    left, top, right, bottom = plan(height, width, config, numbers).box
+    assert left >= -1e-9
+    assert top >= -1e-9
+    assert right <= width + 1e-9
+    assert bottom <= height + 1e-9
+
+
+def test_switching_one_thing_on_leaves_the_others() -> None:
+    crop = replace(PLAIN, random_crop=True)
+    numbers = uniforms(5, 1, np.arange(1), num_lanes(crop))[0].tolist()
+    both = replace(crop, random_mirror=True, brightness=0.5)
+    assert plan(60, 80, crop, numbers).box == plan(60, 80, both, numbers).box
+
+
+@pytest.mark.parametrize(
+    ("box", "expected"), [((0, 0, 32, 24), 1), ((0, 0, 63, 48), 1), ((0, 0, 64, 48), 2), ((0, 0, 640, 480), 8)]
+)
+def test_a_source_shrinks_only_as_far_as_it_is_sampled_downwards(
+    box: tuple[float, float, float, float], expected: int
+) -> None:
+    assert Geometry(box).shrink(24, 32) == expected
+
+
+def test_a_shrunk_jpeg_gives_nearly_the_same_image() -> None:
+    large = np.asarray(Image.fromarray(PICTURE).resize((640, 480), Image.Resampling.BICUBIC))
+    config = AugmentConfig(shape=(3, 60, 80), resize=60)
+    shrunk = Augmenter(config).augment(jpeg(large), MIDDLE).astype(int)
+    whole = Augmenter(config).augment(encoded(large, "PNG"), MIDDLE)
+    assert np.abs(shrunk - whole).mean() < 2
+
+
+def test_resizing_agrees_with_pillow() -> None:
+    for size in ((24, 32), (100, 90), (60, 40)):
+        reference = np.asarray(Image.fromarray(PICTURE).resize(size[::-1], Image.Resampling.BILINEAR)).astype(int)
+        assert np.abs(resize(PICTURE, size) - reference).max() <= 1
+        strided = resize(np.ascontiguousarray(np.pad(PICTURE, ((3, 5), (7, 2), (0, 0))))[3:-5, 7:-2], size)
+        assert np.array_equal(strided, resize(PICTURE, size))
+        assert resize(PICTURE[..., :1], size).shape == (*size, 1)
+
+
+def test_normalising_is_mean_and_std() -> None:
+    config = AugmentConfig(shape=(3, 60, 80), rgb_mean=(1, 2, 3), rgb_std=(4, 5, 6))
+    out = np.empty((3, 60, 80), np.float32)
+    Normaliser(config).into(out, PICTURE[:, ::-1])
+    expected = (PICTURE[:, ::-1].astype(np.float64) - (1, 2, 3)) / (4, 5, 6)
+    assert np.allclose(out, expected.transpose(2, 0, 1), atol=1e-5)
+
+
+def test_brightness_contrast_saturation() -> None:
+    half = recolour(PICTURE, replace(PLAIN, brightness=0.5), draws(brightness=0)).astype(int)
+    assert np.abs(half - PICTURE / 2).max() <= 0.51
+    grey = recolour(PICTURE, replace(PLAIN, saturation=1.0), draws(saturation=0)).astype(int)
+    assert np.ptp(grey, axis=2).max() <= 1
+    flat = recolour(PICTURE, replace(PLAIN, contrast=1.0), draws(contrast=0))
+    assert np.ptp(flat) == 0
+    assert flat[0, 0, 0] == pytest.approx((PICTURE @ (0.299, 0.587, 0.114)).mean(), abs=1)
+
+
+def test_jitters_together_are_the_jitters_one_after_another() -> None:
+    config = replace(PLAIN, brightness=0.4, contrast=0.4, saturation=0.4)
+    numbers = draws(brightness=0.3, contrast=0.2, saturation=0.1)
+    one_by_one = np.clip(PICTURE, 60, 190)  # far enough from 0 and 255 that nothing is clamped on the way
+    together = recolour(one_by_one, config, numbers).astype(int)
+    for name in ("saturation", "contrast", "brightness"):
+        one_by_one = recolour(one_by_one, replace(PLAIN, **{name: 0.4}), numbers)
+    assert np.abs(together - one_by_one).max() <= 2
+
+
+def test_hue_lightness_saturation() -> None:
+    config = replace(PLAIN, max_random_h=60, max_random_l=50, max_random_s=50)
+    same = recolour(PICTURE, config, MIDDLE).astype(int)
+    assert np.abs(same - PICTURE).max() <= 1  # in the middle of the range nothing is shifted: there and back
+    numbers = list(MIDDLE)
+    numbers[Lane.HLS] = numbers[Lane.HLS + 1] = 1.0
+    red = np.full((1, 1, 3), (200, 40, 40), np.uint8)
+    assert recolour(red, replace(PLAIN, max_random_h=60), numbers)[0, 0].tolist() == [40, 200, 40]
+    numbers[Lane.HLS + 2] = numbers[Lane.HLS + 3] = 1.0
+    lighter = recolour(PICTURE, replace(PLAIN, max_random_l=50), numbers)
+    assert lighter.mean() > PICTURE.mean() + 30
+
+
+def test_pca_noise_moves_all_pixels_alike() -> None:
+    numbers = uniforms(1, 1, np.arange(1), Lane.TRIES)[0].tolist()
+    middling = np.clip(PICTURE, 60, 190)
+    moved = recolour(middling, replace(PLAIN, pca_noise=1.0), numbers).astype(int) - middling
+    assert np.ptp(moved.reshape(-1, 3), axis=0).max() <= 1
+    assert moved.any()
+
+
+@pytest.mark.parametrize(
+    ("settings_", "said"),
+    [
+        ({"random_resized_crop": True, "random_crop": True}, "excludes random_crop"),
+        ({"random_resized_crop": True, "min_random_scale": 0.5}, "excludes min_random_scale"),
+        ({"random_resized_crop": True, "min_crop_size": 5, "max_crop_size": 9}, "excludes min_crop_size"),
+        ({"min_crop_size": 9}, "9 and -1"),
+        ({"min_random_scale": 2.0}, "2.0 to 1.0"),
+        ({"min_random_area": 0.0}, "0.0 to 1.0"),
+        ({"max_random_aspect_ratio": 1.0}, "min_random_aspect_ratio"),
+        ({"shape": (2, 8, 8)}, "channels"),
+        ({"shape": (1, 8, 8), "brightness": 0.1}, "3 channels"),
+        ({"rgb_std": (1.0, 0.0, 1.0)}, "stds other than 0"),
+        ({"fill_value": 256}, "256"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings_: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        AugmentConfig(**settings_)  # type: ignore[arg-type]
+
+
+def test_validation_has_nothing_random() -> None:
+    config = AugmentConfig(shape=(3, 8, 8), random_crop=True, pad_size=4, resize=9, rgb_mean=(1, 2, 3))
+    assert config.for_validation() == AugmentConfig(shape=(3, 8, 8), rgb_mean=(1, 2, 3))

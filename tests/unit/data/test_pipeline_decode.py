@@ -1,0 +1,110 @@
+"""Decoding: right pixels from every format, no more of them than asked for, and errors that say what is wrong."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import simplejpeg
+from PIL import Image
+from pipeline_images import encoded, jpeg, picture
+
+from echelon.data.decode import Decoder, Info, inspect
+from echelon.errors import DataError
+
+PICTURE = picture(1, 70, 90)
+
+
+@pytest.mark.parametrize(
+    ("payload", "expected"),
+    [
+        (jpeg(PICTURE), Info(70, 90, True, 158)),
+        (encoded(PICTURE, "JPEG", progressive=True), Info(70, 90, True)),
+        (encoded(PICTURE, "PNG"), Info(70, 90, False)),
+        (encoded(PICTURE, "WEBP"), Info(70, 90, False)),
+    ],
+)
+def test_the_size_is_known_before_decoding(payload: bytes, expected: Info) -> None:
+    assert inspect(memoryview(payload)) == expected
+
+
+def test_an_exact_jpeg_is_what_the_library_decodes() -> None:
+    payload = jpeg(PICTURE)
+    pixels = Decoder().decode(memoryview(payload), inspect(payload), num_rows=5)
+    assert np.array_equal(pixels, simplejpeg.decode_jpeg(payload))
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 32, 69, 70, 300])
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_fast_jpeg_has_the_rows_asked_for(num_rows: int, restarts: int) -> None:
+    payload = encoded(PICTURE, "JPEG", quality=95, restart_marker_rows=restarts)
+    whole = simplejpeg.decode_jpeg(payload, fastupsample=True)
+    pixels = Decoder(fast=True).decode(payload, inspect(payload), num_rows=num_rows)
+    assert pixels.shape[0] == min(num_rows, 70)
+    assert np.array_equal(pixels, whole[:num_rows])
+
+
+def test_a_progressive_jpeg_is_never_cut() -> None:
+    payload = encoded(PICTURE, "JPEG", progressive=True)
+    assert Decoder(fast=True).decode(payload, inspect(payload), num_rows=10).shape == (70, 90, 3)
+
+
+@pytest.mark.parametrize("shrink", [2, 4, 8])
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_jpeg_is_decoded_at_a_fraction_of_its_size(shrink: int, fast: bool) -> None:
+    payload = jpeg(picture(1, 72, 96))
+    pixels = Decoder(fast=fast).decode(payload, inspect(payload), shrink)
+    whole = simplejpeg.decode_jpeg(payload).astype(float)
+    means = whole.reshape(72 // shrink, shrink, 96 // shrink, shrink, 3).mean((1, 3))
+    assert pixels.shape == means.shape
+    assert np.abs(pixels - means).mean() < 4
+
+
+@pytest.mark.parametrize(("shrink", "shape"), [(2, (35, 45, 3)), (4, (18, 23, 3)), (8, (9, 12, 3))])
+def test_a_fraction_of_a_pixel_counts_as_one(shrink: int, shape: tuple[int, ...]) -> None:
+    payload = jpeg(PICTURE)
+    assert Decoder().decode(payload, inspect(payload), shrink).shape == shape
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_lossless_formats_come_back_exactly(kind: str) -> None:
+    payload = encoded(PICTURE, kind, lossless=True)
+    assert np.array_equal(Decoder().decode(payload, inspect(payload), 2, 10), PICTURE)
+
+
+def test_grey_colour_palette_and_cmyk() -> None:
+    grey = np.asarray(Image.fromarray(PICTURE).convert("L"))
+    for kind in ("PNG", "JPEG"):
+        payload = encoded(grey, kind)
+        assert Decoder(1).decode(payload, inspect(payload)).shape == (70, 90, 1)
+        assert Decoder(3).decode(payload, inspect(payload)).shape == (70, 90, 3)
+    payload = jpeg(PICTURE)
+    assert np.abs(Decoder(1).decode(payload, inspect(payload))[..., 0].astype(int) - grey).mean() < 3
+    assert Decoder(4).decode(payload, inspect(payload)).shape == (70, 90, 4)
+    for mode, kind in (("P", "PNG"), ("CMYK", "JPEG")):
+        payload = encoded(Image.fromarray(PICTURE).convert(mode), kind)
+        pixels = Decoder(3).decode(payload, inspect(payload))
+        assert np.abs(pixels.astype(int) - PICTURE).mean() < 20
+
+
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [
+        (b"", "0 bytes"),
+        (b"no image at all", "6e 6f 20 69"),
+        (b"\xff\xd8\xff", "header"),
+        (b"\xff\xd8\x00\x00\x00\x00", "byte 2, found 0x00"),
+        (jpeg(PICTURE)[:30], "header"),
+        (encoded(PICTURE, "PNG")[:20], "open"),
+    ],
+)
+def test_what_is_no_image_is_an_error(payload: bytes, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        inspect(payload)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_a_cut_off_image_is_an_error(kind: str) -> None:
+    payload = encoded(PICTURE, kind)
+    payload = payload[: len(payload) // 2]
+    with pytest.raises(DataError, match=kind):
+        Decoder().decode(payload, inspect(payload))
