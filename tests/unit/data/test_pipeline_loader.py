@@ -1,0 +1,295 @@
+"""The loader: the same batches whatever the threads, resumable anywhere, nothing left behind, errors with a place."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from pipeline_images import NUM_RECORDS, encoded, jpeg, make_records, picture, write_records
+from torch import Tensor
+
+from echelon.data.augment import AugmentConfig
+from echelon.data.order import Sampling, State
+from echelon.data.pipeline import Loader, measure_io
+from echelon.data.sharding import ByPart
+from echelon.data.sources import FolderSource, RecordSource
+from echelon.errors import DataError, UsageError
+
+CONFIG = AugmentConfig(
+    shape=(3, 24, 32), random_crop=True, random_mirror=True, min_random_scale=0.6, max_random_rotate_angle=10,
+    brightness=0.3, max_random_h=20, pca_noise=0.1, rgb_mean=(120.0, 115.0, 105.0), rgb_std=(50.0, 51.0, 52.0),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> RecordSource:
+    return RecordSource(make_records(tmp_path_factory.mktemp("records") / "some.rec"))
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Every test here gives back all threads it started, and leaves torch's own parallelism as it was."""
+    before, parallel = set(threading.enumerate()), torch.get_num_threads()
+    yield
+    assert set(threading.enumerate()) <= before
+    assert torch.get_num_threads() == parallel
+
+
+def loader(source: RecordSource | FolderSource, batch: int = 5, **options: object) -> Loader:
+    sampling = Sampling(len(source), batch, seed=3)
+    return Loader(source, CONFIG, **{"sampling": sampling, "threads": 2, **options})  # type: ignore[arg-type]
+
+
+def take(source: RecordSource | FolderSource, count: int = 2, **options: object) -> list[tuple[Tensor, Tensor]]:
+    """The batches of some epochs."""
+    with loader(source, **options) as batches:
+        return [batch for _ in range(count) for batch in batches]
+
+
+def same(some: list[tuple[Tensor, Tensor]], others: list[tuple[Tensor, Tensor]]) -> bool:
+    pairs = zip(some, others, strict=True)
+    return all(torch.equal(one, other) for mine, yours in pairs for one, other in zip(mine, yours, strict=True))
+
+
+def test_a_batch_is_normalised_floats_and_class_numbers(records: RecordSource) -> None:
+    images, labels = take(records, 1)[0]
+    assert images.shape == (5, 3, 24, 32)
+    assert images.dtype == torch.float32
+    assert labels.dtype == torch.int64
+    assert abs(float(images.mean())) < 1
+
+
+@pytest.mark.parametrize("options", [{"threads": 1, "prefetch": 1}, {"threads": 5, "prefetch": 4}])
+def test_threads_do_not_change_a_bit(records: RecordSource, options: dict[str, int]) -> None:
+    assert same(take(records), take(records, **options))
+
+
+def test_another_epoch_or_seed_is_another_order(records: RecordSource) -> None:
+    labels = [torch.cat([label for _, label in take(records, 2)[at : at + 5]]).tolist() for at in (0, 5)]
+    assert sorted(labels[0]) == sorted(labels[1]) == list(range(NUM_RECORDS))
+    assert labels[0] != labels[1]
+
+
+def test_every_sample_once_over_all_workers(records: RecordSource) -> None:
+    seen: list[int] = []
+    for rank in range(3):
+        sampling = Sampling(NUM_RECORDS, 4, seed=3, sharding=ByPart(rank, 3))
+        seen += [int(label) for _, labels in take(records, 1, sampling=sampling) for label in labels]
+    assert sorted(seen) == list(range(NUM_RECORDS))
+
+
+def test_a_sample_looks_the_same_whichever_worker_has_it(records: RecordSource) -> None:
+    alone = {int(y): x for images, labels in take(records, 1) for x, y in zip(images, labels, strict=True)}
+    part = take(records, 1, sampling=Sampling(NUM_RECORDS, 4, seed=3, sharding=ByPart(1, 2)))
+    for images, labels in part:
+        for image, label in zip(images, labels, strict=True):
+            assert torch.equal(image, alone[int(label)])
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5, 7])
+def test_going_on_in_mid_epoch_is_bit_identical(records: RecordSource, stop: int) -> None:
+    whole = take(records, 3)
+    with loader(records) as batches:
+        first = list(islice(_forever(batches), stop))
+        state = batches.state
+    with loader(records, threads=3, state=state) as batches:
+        rest = list(islice(_forever(batches), len(whole) - stop))
+    assert same(whole, first + rest)
+
+
+def _forever(batches: Loader) -> Iterator[tuple[Tensor, Tensor]]:
+    while True:
+        yield from batches
+
+
+def test_the_state_counts_what_was_handed_out(records: RecordSource) -> None:
+    with loader(records) as batches:
+        states = []
+        for _ in batches:
+            states.append(batches.state)
+        assert states == [State(0, 5), State(0, 10), State(0, 15), State(0, 20), State(1, 0)]
+        assert len(batches) == 5
+
+
+def test_uint8_batches_are_the_same_pixels(records: RecordSource) -> None:
+    scale, mean = torch.tensor(CONFIG.rgb_std), torch.tensor(CONFIG.rgb_mean)
+    for (pixels, _), (images, _) in zip(take(records, 1, output="uint8"), take(records, 1), strict=True):
+        assert pixels.shape[1:] == (24, 32, 3)
+        assert pixels.dtype == torch.uint8
+        assert torch.allclose(((pixels - mean) / scale).permute(0, 3, 1, 2), images, atol=1e-5)
+
+
+def test_a_batch_that_is_kept_is_never_overwritten(records: RecordSource) -> None:
+    with loader(records) as batches:
+        kept = [(images, images.clone()) for _ in range(4) for images, _ in batches]
+    assert all(torch.equal(now, then) for now, then in kept)
+
+
+def test_memory_of_dropped_batches_is_used_again(records: RecordSource) -> None:
+    with loader(records) as batches:
+        places = {images.data_ptr() for _ in range(10) for images, _ in batches}
+    assert len(places) <= 5
+
+
+def test_memory_is_flat_over_a_ten_times_longer_run(records: RecordSource) -> None:
+    """Batches of 5.5 MB each: holding on to a fiftieth of them would show."""
+    config = AugmentConfig(shape=(3, 300, 300), random_crop=True)
+    with Loader(records, config, Sampling(NUM_RECORDS, 5), threads=2) as batches:
+        process = psutil.Process()
+        for _ in range(3):
+            for _ in batches:
+                pass
+        before = process.memory_info().rss
+        for _ in range(30):
+            for _ in batches:
+                pass
+        assert process.memory_info().rss - before < 16e6
+
+
+def test_only_the_loaders_threads_give_up_torchs_parallelism(records: RecordSource) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with loader(records) as batches, ThreadPoolExecutor(1) as fresh:
+            assert batches._executor is not None
+            assert batches._executor.submit(torch.get_num_threads).result() == 1
+            assert fresh.submit(torch.get_num_threads).result() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_closing_in_mid_epoch_ends_the_threads(records: RecordSource) -> None:
+    batches = loader(records)
+    next(iter(batches))
+    assert [thread for thread in threading.enumerate() if thread.name.startswith("echelon-data")]
+    batches.close()
+    batches.close()
+    with pytest.raises(UsageError, match="closed"):
+        next(iter(batches))
+
+
+def test_a_dropped_loader_ends_its_threads(records: RecordSource) -> None:
+    batches = loader(records)
+    next(iter(batches))
+    mine = [thread for thread in threading.enumerate() if thread.name.startswith("echelon-data")]
+    assert len(mine) == 2
+    del batches
+    gc.collect()
+    for thread in mine:
+        thread.join(20)
+
+
+def test_an_error_of_the_consumer_ends_the_threads(records: RecordSource) -> None:
+    def consume() -> None:
+        with loader(records) as batches:
+            for images, _ in batches:
+                raise ArithmeticError(len(images))
+
+    with pytest.raises(ArithmeticError, match="5"):
+        consume()
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> RecordSource:
+    """Records 4 and 9 are no images, the end of 11 is cut off."""
+    payloads = [jpeg(picture(number)) for number in range(14)]
+    payloads[4], payloads[9], payloads[11] = b"no image", b"", payloads[11][:100]
+    return RecordSource(write_records(tmp_path / "damaged.rec", payloads))
+
+
+def test_an_error_names_file_record_and_byte(damaged: RecordSource) -> None:
+    sampling = Sampling(14, 4, shuffle=False)
+    batches = loader(damaged, sampling=sampling)
+    assert next(iter(batches))[1].tolist() == [0, 1, 2, 3]
+    with pytest.raises(DataError, match=r"damaged\.rec: record 4 at byte \d+: 8 bytes .* are no image"):
+        next(iter(batches))
+    with pytest.raises(UsageError, match="closed"):
+        next(iter(batches))
+
+
+def test_bad_records_are_left_out_counted_and_reported(damaged: RecordSource, caplog: pytest.LogCaptureFixture) -> None:
+    sampling = Sampling(14, 4, shuffle=False)
+    with caplog.at_level(logging.WARNING), loader(damaged, sampling=sampling, skip_bad_records=True) as batches:
+        seen = [labels.tolist() for _, labels in batches]
+        assert batches.num_bad == 3
+        assert [message.split(":")[1] for message in batches.bad_records] == [
+            f" record {number} at byte {offset}" for number, offset in zip((4, 9, 11), _offsets(damaged), strict=True)
+        ]
+    assert seen == [[0, 1, 2, 3], [5, 6, 7], [8, 10], [12, 13]]
+    assert "skipped bad record 3" in caplog.text
+
+
+def _offsets(source: RecordSource) -> list[int]:
+    return [int(source.where(number).rsplit(" ", 1)[1]) for number in (4, 9, 11)]
+
+
+def test_a_batch_of_bad_records_is_no_batch(tmp_path: Path) -> None:
+    source = RecordSource(write_records(tmp_path / "bad.rec", [b"no", b"no", jpeg(picture(1))]))
+    sampling = Sampling(3, 2, shuffle=False)
+    assert [labels.tolist() for _, labels in take(source, 1, sampling=sampling, skip_bad_records=True)] == [[2]]
+
+
+def test_a_file_that_breaks_off(tmp_path: Path) -> None:
+    path = make_records(tmp_path / "short.rec", 6)
+    path.with_suffix(".idx").unlink()
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(DataError, match=r"short\.rec: record 5 at byte \d+"):
+        RecordSource(path)
+    bad: list[DataError] = []
+    assert len(RecordSource(path, on_bad=bad.append)) == 5
+    assert len(bad) == 1
+
+
+def test_several_files_are_one_source(tmp_path: Path) -> None:
+    one, other = make_records(tmp_path / "a.rec", 3), make_records(tmp_path / "b.rec", 4)
+    for rec in (f"{one};{other}", tmp_path):
+        source = RecordSource(rec)
+        assert [source.read(number).label for number in range(len(source))] == [0, 1, 2, 0, 1, 2, 3]
+        assert "b.rec: record 1 at" in source.where(4)
+
+
+def test_several_labels_are_rows(tmp_path: Path) -> None:
+    from echelon.data.recordio import Header, IndexedWriter, pack
+
+    with IndexedWriter(tmp_path / "many.rec") as writer:
+        for number in range(4):
+            writer.write(number, pack(Header([number, 0.5]), jpeg(picture(number))))
+    labels = take(RecordSource(tmp_path / "many.rec"), 1, sampling=Sampling(4, 4, shuffle=False))[0][1]
+    assert labels.tolist() == [[0, 0.5], [1, 0.5], [2, 0.5], [3, 0.5]]
+
+
+def test_formats_may_be_mixed(tmp_path: Path) -> None:
+    kinds = ["PNG", "WEBP", "JPEG", "GIF"]
+    payloads = [encoded(picture(number), kind) for number, kind in enumerate(kinds)]
+    batches = take(RecordSource(write_records(tmp_path / "mixed.rec", payloads)), 1)
+    assert len(batches[0][0]) == 4
+    assert np.isfinite(batches[0][0].numpy()).all()
+
+
+def test_test_io_says_mxnets_line(records: RecordSource) -> None:
+    with loader(records, 3) as batches:
+        lines = list(measure_io(batches, 2))
+    assert [line.split("\t")[0] for line in lines] == ["Batch [1]", "Batch [3]", "Batch [5]", "Batch [7]"]
+    assert all(line.endswith(" samples/sec") and float(line.split()[-2]) > 0 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"threads": 0}, "0 and 2"),
+        ({"output": "float64"}, "'float64'"),
+        ({"sampling": Sampling(7, 2)}, "23 samples, the sampling is for 7"),
+    ],
+)
+def test_what_cannot_be_is_refused(records: RecordSource, options: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        loader(records, **options)
