@@ -38,7 +38,7 @@ def _workers(axes: Axes, facts: dict[str, Any]) -> None:
     """Bars of time: working and waiting."""
     ranks = [worker["rank"] for worker in facts["workers"]]
     waits = [worker["wait_s"] for worker in facts["workers"]]
-    works = [max(0.0, facts["seconds"] - wait) for wait in waits]
+    works = [max(0.0, worker["seconds"] - worker["wait_s"]) for worker in facts["workers"]]
     axes.barh(ranks, works, color=_BLUE, label="working")
     axes.barh(ranks, waits, left=works, color=_ORANGE, label="waiting")
     for worker in facts["workers"]:
@@ -47,7 +47,7 @@ def _workers(axes: Axes, facts: dict[str, Any]) -> None:
         )
     axes.set(xlabel="seconds", ylabel="worker", title="time of each worker", yticks=ranks)
     axes.invert_yaxis()
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
 
 
 def _staleness(axes: Axes, facts: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ class WorkerState:
     reported_at: float = 0.0
     rate: float = 0.0
     finished: bool = False
+    seconds: float = 0.0
 
     @property
     def mean_staleness(self) -> float:
@@ -74,7 +75,7 @@ class RunState:
         worker.clock, worker.samples, worker.wait_s = event["clock"], event["samples"], event["wait_s"]
         worker.staleness = event["staleness"]
         if event["event"] == "done":
-            worker.finished = True
+            worker.finished, worker.seconds = True, event["seconds"]
             self.ended = max(self.ended or 0.0, event["at"])
 
     @property
@@ -117,6 +118,7 @@ def summary(state: RunState, store: str, settings: dict[str, Any], exit_status: 
                 "wait_s": worker.wait_s,
                 "staleness": worker.staleness,
                 "finished": worker.finished,
+                "seconds": worker.seconds or round(worker.reported_at - (state.began or 0.0), 6),
             }
             for worker in sorted(state.workers.values(), key=lambda w: w.rank)
         ],
