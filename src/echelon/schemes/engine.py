@@ -14,6 +14,7 @@ nothing waits for the dead. What a dead worker had pushed stays in its round and
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -111,6 +112,22 @@ class Engine:
         for group in self._members:
             state.groups[group] = _Group(0)
 
+    def untouched(self, key: int) -> bool:
+        """Whether nobody has pushed a key or waits for it."""
+        state = self._keys[key]
+        return not state.version and not state.held and not any(g.clock or g.rounds for g in state.groups.values())
+
+    def unite(self, keys: Iterable[int], lane: int) -> None:
+        """Untouched keys become one, called `lane`."""
+        states = [self._keys.pop(key) for key in keys]
+        self._keys[lane] = states[0]
+
+    def split(self, lane: int, keys: Iterable[int]) -> None:
+        """What was one becomes several, each with the history that they share."""
+        state = self._keys.pop(lane)
+        for key in keys:
+            self._keys[key] = copy.deepcopy(state)
+
     def version(self, key: int) -> int:
         """Updates applied to a key."""
         return self._keys[key].version
@@ -173,9 +190,9 @@ class Engine:
         firsts: dict[int, int] = {}
         for key, state in self._keys.items():
             if alone:
-                clock = (
-                    self._slowest(state) if self._members else max((g.clock for g in state.groups.values()), default=0)
-                )
+                others = [self._slowest(state)] if self._members else [g.clock for g in state.groups.values()]
+                before = state.groups.get(group_id)  # its clocks are spent: none may be applied a second time
+                clock = max(others + [before.clock if before else 0])
                 group = state.groups[group_id] = _Group(clock)
                 group.seen = state.version
                 firsts[key] = clock

@@ -16,10 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.cluster.placement import Layout, Piece, Segment, Slot
+from echelon.cluster.placement import Layout, Piece, Segment, join
 from echelon.server.kernels import Kernel
 from echelon.server.memory import Window, master_dtype, zeros
 
+_REMEMBERED = 4096
 CHUNK = 131_072  # elements: half a megabyte an array; smaller spends its time in calls, larger leaves the cache
 
 
@@ -41,9 +42,9 @@ class Update(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One key's update (if any) and the windows its new weights go to."""
+    """Some keys' update (if any) and the windows their new weights go to."""
 
-    key: int
+    keys: tuple[int, ...]
     update: Update | None
     outputs: tuple[Window, ...]
 
@@ -57,6 +58,7 @@ class Store:
         self._weights: dict[int, Tensor] = {}
         self._states: dict[int, list[Tensor]] = {}
         self._scratch: dict[torch.dtype, Tensor] = {}
+        self._joined: dict[tuple[int, ...], list[Piece]] = {}
 
     def weights(self, piece: Piece) -> Tensor:
         """The stored elements of a piece."""
@@ -89,32 +91,31 @@ class Store:
 
     def _run_alike(self, tasks: Sequence[Task]) -> None:
         _, update, outputs = tasks[0]
-        slots = [self._layout.slots[task.key] for task in tasks]
+        keys = tasks[0].keys if len(tasks) == 1 else tuple(itertools.chain.from_iterable(task.keys for task in tasks))
         exact = update is not None and update.kernel is not None and update.kernel.exact
-        windows = [part.window for part in update.parts] if update else []
-        for piece in self._runs(slots, [*windows, *outputs], exact):
+        pieces = self._exact_pieces(keys) if exact else self._joined_pieces(keys)
+        windows = [*(part.window for part in update.parts), *outputs] if update else outputs
+        for piece in itertools.chain.from_iterable(_without_seams(piece, windows) for piece in pieces):
             if update is None:
                 self._copy(piece, outputs)
             else:
                 self._update(piece, update, outputs)
 
-    def _runs(self, slots: Sequence[Slot], windows: Sequence[Window], exact: bool) -> list[Piece]:
-        """The pieces of some keys, joined where memory is contiguous in every window. Exact pieces stay apart."""
-        runs: list[Piece] = []
-        for slot in slots:
-            for piece in self._layout.pieces(slot, self._rank, exact=exact):
-                last = runs[-1] if runs and not exact else None
-                if (
-                    last
-                    and last.stop == piece.start
-                    and last.segment == piece.segment
-                    and last.local + last.stop - last.start == piece.local
-                    and not any(window.seam(piece.segment, piece.start) for window in windows)
-                ):
-                    runs[-1] = Piece(piece.segment, last.start, piece.stop, last.local)
-                else:
-                    runs.append(piece)
-        return runs
+    def _joined_pieces(self, keys: tuple[int, ...]) -> list[Piece]:
+        """The keys' parts here with their padding, neighbours joined: few and long. Remembered, they recur."""
+        joined = self._joined.get(keys)
+        if joined is None:
+            slots = [self._layout.slots[key] for key in keys]
+            joined = join(itertools.chain.from_iterable(self._layout.pieces(slot, self._rank) for slot in slots))
+            if len(self._joined) >= _REMEMBERED:
+                self._joined.clear()
+            self._joined[keys] = joined
+        return joined
+
+    def _exact_pieces(self, keys: tuple[int, ...]) -> list[Piece]:
+        slots = [self._layout.slots[key] for key in keys]
+        parts = (self._layout.pieces(slot, self._rank, exact=True) for slot in slots)
+        return list(itertools.chain.from_iterable(parts))
 
     def _update(self, piece: Piece, update: Update, outputs: Sequence[Window]) -> None:
         weights = self.weights(piece)
@@ -178,3 +179,14 @@ class Store:
 def _together(arrays: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
     """Chunk by chunk, all arrays at once; for no arrays, for ever nothing."""
     return zip(*(torch.split(array, CHUNK) for array in arrays), strict=True) if arrays else itertools.repeat(())
+
+
+def _without_seams(piece: Piece, windows: Sequence[Window]) -> Iterable[Piece]:
+    """A piece cut where it is not contiguous in some window."""
+    cuts = sorted({at for window in windows for at in window.seams(*piece[:3])})
+    if not cuts:
+        return (piece,)
+    bounds = [piece.start, *cuts, piece.stop]
+    return [
+        Piece(piece.segment, low, high, piece.local + low - piece.start) for low, high in itertools.pairwise(bounds)
+    ]

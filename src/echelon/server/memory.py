@@ -58,8 +58,8 @@ class Window(Protocol):
         """Elements [start, stop) as a tensor; they must not cross a seam."""
         ...
 
-    def seam(self, segment: int, at: int) -> bool:
-        """Whether the elements before and after `at` are not neighbours in memory."""
+    def seams(self, segment: int, start: int, stop: int) -> Sequence[int]:
+        """Where between start and stop neighbours in the segment are not neighbours in memory."""
         ...
 
 
@@ -72,8 +72,8 @@ class Mapped:
     def view(self, segment: int, start: int, stop: int) -> Tensor:
         return self.segments[segment][start:stop]
 
-    def seam(self, segment: int, at: int) -> bool:
-        return False
+    def seams(self, segment: int, start: int, stop: int) -> Sequence[int]:
+        return ()
 
 
 class Framed:
@@ -82,18 +82,19 @@ class Framed:
     def __init__(self, pieces: Sequence[Piece], frames: Sequence[Tensor]) -> None:
         self._frames = frames
         self._pieces = list(pieces)
-        self._starts = [(piece.segment, piece.start) for piece in pieces]
-        self._order = sorted(range(len(pieces)), key=self._starts.__getitem__)
-        self._sorted = [self._starts[index] for index in self._order]
-        self._seams = set(self._starts)
+        starts = [(piece.segment, piece.start) for piece in pieces]
+        self._order = sorted(range(len(pieces)), key=starts.__getitem__)
+        self._sorted = [starts[index] for index in self._order]
 
     def view(self, segment: int, start: int, stop: int) -> Tensor:
         index = self._order[bisect.bisect_right(self._sorted, (segment, start)) - 1]
         offset = start - self._pieces[index].start
         return self._frames[index][offset : offset + stop - start]
 
-    def seam(self, segment: int, at: int) -> bool:
-        return (segment, at) in self._seams
+    def seams(self, segment: int, start: int, stop: int) -> Sequence[int]:
+        low = bisect.bisect_right(self._sorted, (segment, start))
+        high = bisect.bisect_left(self._sorted, (segment, stop))
+        return [at for _, at in self._sorted[low:high]]
 
     def buffers(self) -> list[memoryview]:
         """The frames as bytes, to send."""

@@ -7,6 +7,7 @@ given again with the weights as they are.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from echelon.errors import UsageError
 from echelon.schemes import Apply, Decision, Engine, Reply, rules_for
 from echelon.server.execute import Part, Store, Task, Update
 from echelon.server.kernels import Kernel, kernel_for
+from echelon.server.lanes import Lanes
 from echelon.server.memory import Framed, Mapped, Window, as_tensor, empty_frames, frame_pieces, received_frames
 
 NO_OPTIMIZER = -1  # the group of keys that hold plain values: their sum replaces them
@@ -91,12 +93,14 @@ class Shard:
         self._workers = {worker: _Worker() for worker in workers}
         self._config: Configure | None = None
         self._engine: Engine | None = None
+        self._lanes: Lanes | None = None
         self._spec: OptimizerSpec | None = None
         self._kernels: list[Kernel] = []
-        self._steps: dict[int, int] = {}
-        self._pushed: dict[tuple[int, int, int], _Pushed] = {}  # (worker, key, clock)
-        self._expected: dict[tuple[int, int, int], list[_Open]] = {}  # (worker, key, clock) of pulls
-        self._acknowledge: dict[int, list[_Open]] = {}  # key -> pushes that only wait to be applied
+        self._steps: dict[int, int] = {}  # lane -> updates by the optimizer
+        self._plans: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # lane -> its keys by optimizer group
+        self._pushed: dict[tuple[int, int, int], _Pushed] = {}  # (worker, lane, clock)
+        self._expected: dict[tuple[int, int, int], list[_Open]] = {}  # (worker, lane, clock) of pulls
+        self._acknowledge: dict[int, list[_Open]] = {}  # lane -> pushes that only wait to be applied
 
     # --- requests
 
@@ -154,6 +158,7 @@ class Shard:
         known = self._config
         if known is None:
             self._engine = Engine(rules_for(request.store, request.staleness, request.groups), self._living)
+            self._lanes = Lanes(self._engine, self._on_unite, self._on_split)
             self._config = request
         elif (known.store, known.staleness, known.groups) != (request.store, request.staleness, request.groups):
             raise UsageError(
@@ -173,21 +178,21 @@ class Shard:
         self._answer(worker, Done(request.id), ())
 
     def _init(self, worker: int, request: Init, frames: Sequence[memoryview]) -> None:
-        engine = self._running()
+        lanes = self._ready()
         self._layout.adopt(request.segments, request.slots)
-        fresh = [slot.key for slot in request.slots if slot.key not in self._steps]
         window = self._incoming(worker, [slot.key for slot in request.slots], frames, request.framed, "weights")
+        fresh = tuple(slot.key for slot in request.slots if slot.key not in lanes)
         for key in fresh:
-            engine.add_key(key)
+            lanes.add(key)
             self._steps[key] = 0
-        first = Update((Part(window, 1.0),), None, 0, 0.0, 1)
-        self._store.run([Task(key, first, ()) for key in fresh])
+        self._store.run([Task(fresh, Update((Part(window, 1.0),), None, 0, 0.0, 1), ())])
         self._answer(worker, Done(request.id), ())
 
     def _set_optimizer(self, worker: int, request: SetOptimizer) -> None:
         if self._spec is None:
             self._kernels = [kernel_for(request.spec.name, options) for options in request.spec.groups]
             self._spec = request.spec
+            self._plans.clear()
         elif self._spec != request.spec:
             raise UsageError(
                 f"the servers run {_optimizer(self._spec)}, but this worker set {_optimizer(request.spec)}"
@@ -202,106 +207,150 @@ class Shard:
         if engine.rules.name != "BSP" and self._spec is None:
             raise UsageError(f"{engine.rules.name} needs an optimizer on the servers: call set_optimizer before push")
         window = self._incoming(worker, request.keys, frames, request.framed, "gradients")
-        known = self._workers[worker]
-        known.last_push = time.monotonic()
+        lanes = self._ready().resolve(request.keys, pushed=True)
+        self._workers[worker].last_push = time.monotonic()
         pushed = _Pushed(window, request.samples, request.lrs)
-        opened = self._open(known, worker, request, request.clock + 1, request.framed, request.pull)
+        opened = self._open(worker, request, lanes, request.clock + 1, request.framed, request.pull)
         amount = 1.0 if request.samples is None else request.samples
         decisions: list[Decision] = []
-        for key in request.keys:
-            self._pushed.setdefault((worker, key, request.clock), pushed)
-            decisions.append(engine.push(worker, key, request.clock, amount))
+        for lane in lanes:
+            self._pushed.setdefault((worker, lane, request.clock), pushed)
+            decisions.append(engine.push(worker, lane, request.clock, amount))
             if request.pull:
-                decisions.append(engine.pull(worker, key, request.clock + 1))
+                decisions.append(engine.pull(worker, lane, request.clock + 1))
             else:
-                self._acknowledge.setdefault(key, []).append(opened)
+                self._acknowledge.setdefault(lane, []).append(opened)
         self._act(*decisions)
-        for key in request.keys:
-            if engine.clock(worker, key) > request.clock:
-                self._pushed.pop((worker, key, request.clock), None)
-            self._settle_pushes(key)
+        for lane in lanes:
+            if engine.clock(worker, lane) > request.clock:  # it had no gradient, or it had been applied before
+                self._pushed.pop((worker, lane, request.clock), None)
+            self._settle_pushes(lane)
 
     def _pull(self, worker: int, request: Pull) -> None:
         engine = self._running()
         self._check_keys(request.keys)
-        known = self._workers[worker]
-        self._open(known, worker, request, request.clock, request.framed, True)
-        self._act(*[engine.pull(worker, key, request.clock) for key in request.keys])
+        lanes = self._ready().resolve(request.keys, pushed=False)
+        self._open(worker, request, lanes, request.clock, request.framed, True)
+        self._act(*[engine.pull(worker, lane, request.clock) for lane in lanes])
 
-    def _open(self, known: _Worker, worker: int, request: Push | Pull, clock: int, framed: bool, pull: bool) -> _Open:
+    def _open(
+        self, worker: int, request: Push | Pull, lanes: Sequence[int], clock: int, framed: bool, pull: bool
+    ) -> _Open:
+        known = self._workers[worker]
         output: Window | None = None
         if pull:
             output = empty_frames(self._frame_pieces(request.keys), self._dtypes()) if framed else known.weights
-        opened = _Open(worker, request.id, clock, set(request.keys), output)
+        opened = _Open(worker, request.id, clock, set(lanes), output)
         known.open[request.id] = opened
         if pull:
-            for key in request.keys:
-                self._expected.setdefault((worker, key, clock), []).append(opened)
+            for lane in lanes:
+                self._expected.setdefault((worker, lane, clock), []).append(opened)
         return opened
 
     def _act(self, *decisions: Decision) -> None:
-        """Carry decisions out: one task a key for an update and the answers that follow it."""
+        """Carry decisions out: an update and the answers that follow it in one go."""
         tasks: list[Task] = []
         answers: list[tuple[_Open, int, int]] = []
-        for decision in decisions:
-            for action in decision.actions:
-                if isinstance(action, Apply):
-                    tasks.append(Task(action.key, self._update(action), ()))
-                else:
-                    self._answer_to(action, tasks, answers)
+        last: list[Task] = []  # of the lane `at`: its update, if there was one, and who gets the weights
+        at: int | None = None
+        for action in itertools.chain.from_iterable(decision.actions for decision in decisions):
+            if action.key != at or isinstance(action, Apply):
+                tasks += last
+                last, at = [], action.key
+            last = self._updates(action) if isinstance(action, Apply) else self._answered(action, last, answers)
+        tasks += last
         self._store.run(tasks)
-        for opened, key, version in answers:
+        for opened, lane, version in answers:
             opened.version = version
-            opened.waiting.discard(key)
+            opened.waiting.discard(lane)
             if not opened.waiting:
                 self._finish(opened)
 
-    def _answer_to(self, reply: Reply, tasks: list[Task], answers: list[tuple[_Open, int, int]]) -> None:
+    def _answered(self, reply: Reply, tasks: list[Task], answers: list[tuple[_Open, int, int]]) -> list[Task]:
+        """Let a lane's weights go to those who asked, in one go with its update if that is at hand."""
         for opened in self._expected.pop((reply.worker, reply.key, reply.clock), ()):
             assert opened.output is not None
             answers.append((opened, reply.key, reply.version))
-            last = tasks[-1] if tasks else None
-            if last is None or last.key != reply.key:
-                tasks.append(Task(reply.key, None, (opened.output,)))
-            elif opened.output not in last.outputs:
-                tasks[-1] = Task(last.key, last.update, (*last.outputs, opened.output))
+            tasks = tasks or [Task(self._ready().keys(reply.key), None, ())]
+            if opened.output not in tasks[0].outputs:
+                tasks = [Task(keys, update, (*outputs, opened.output)) for keys, update, outputs in tasks]
+        return tasks
 
-    def _update(self, action: Apply) -> Update:
-        kernel = None
-        parts = []
-        lr = 0.0
-        group = NO_OPTIMIZER if self._spec is None else self._group(action.key)
-        if group != NO_OPTIMIZER:
-            kernel = self._kernels[group]
+    def _updates(self, action: Apply) -> list[Task]:
+        """An update as tasks, one for each optimizer group among the lane's keys."""
         pushes = [self._pushed.pop((part.worker, action.key, action.clock)) for part in action.contributions]
-        total = sum(part.samples for part in action.contributions)
-        divisor = action.gamma if kernel is not None and kernel.divides_gradient else 1
-        for part, pushed in zip(action.contributions, pushes, strict=True):
-            share = 1.0 if pushed.samples is None else part.samples / total
-            parts.append(Part(pushed.window, share / divisor))
+        for part in action.contributions:
             for opened in self._expected.get((part.worker, action.key, action.clock + 1), ()):
                 opened.staleness = max(opened.staleness, part.staleness)
-        if kernel is not None:
+        total = sum(part.samples for part in action.contributions)
+        self._steps[action.key] += 1
+        tasks = []
+        for group, keys in self._plan(action.key):
+            kernel = None if group == NO_OPTIMIZER else self._kernels[group]
             lrs = pushes[0].lrs
-            lr = lrs[group] if lrs else float(kernel.options["lr"])
-            self._steps[action.key] += 1
-        return Update(tuple(parts), kernel, self._steps[action.key], lr, action.gamma)
+            lr = 0.0 if kernel is None else lrs[group] if lrs else float(kernel.options["lr"])
+            divisor = action.gamma if kernel is not None and kernel.divides_gradient else 1
+            shares = [
+                (1.0 if pushed.samples is None else part.samples / total) / divisor
+                for part, pushed in zip(action.contributions, pushes, strict=True)
+            ]
+            parts = tuple(Part(pushed.window, share) for pushed, share in zip(pushes, shares, strict=True))
+            tasks.append(Task(keys, Update(parts, kernel, self._steps[action.key], lr, action.gamma), ()))
+        return tasks
 
-    def _settle_pushes(self, key: int) -> None:
+    def _plan(self, lane: int) -> list[tuple[int, tuple[int, ...]]]:
+        """A lane's keys, neighbours with the same optimizer group together."""
+        plan = self._plans.get(lane)
+        if plan is None:
+            grouped = itertools.groupby(self._ready().keys(lane), self._group)
+            plan = self._plans[lane] = [(group, tuple(keys)) for group, keys in grouped]
+        return plan
+
+    def _settle_pushes(self, lane: int) -> None:
         """Answer the pushes without a pull whose gradient has been applied."""
         engine = self._running()
         rest = []
-        for opened in self._acknowledge.pop(key, ()):
+        for opened in self._acknowledge.pop(lane, ()):
             if opened.worker not in self._workers:
                 continue
-            if engine.clock(opened.worker, key) >= opened.clock:
-                opened.waiting.discard(key)
+            if engine.clock(opened.worker, lane) >= opened.clock:
+                opened.waiting.discard(lane)
                 if not opened.waiting:
                     self._finish(opened)
             else:
                 rest.append(opened)
         if rest:
-            self._acknowledge[key] = rest
+            self._acknowledge[lane] = rest
+
+    def _on_unite(self, keys: tuple[int, ...], lane: int) -> bool:
+        """Keys become a lane, unless loaded optimizer states left them at different steps."""
+        if len({self._steps[key] for key in keys}) > 1:
+            return False
+        for key in keys:
+            self._steps[lane] = self._steps.pop(key)
+            self._plans.pop(key, None)
+        return True
+
+    def _on_split(self, lane: int, keys: tuple[int, ...]) -> None:
+        """A lane parts: what was noted for it holds for each of its keys."""
+        self._plans.pop(lane, None)
+        step = self._steps.pop(lane)
+        self._steps |= dict.fromkeys(keys, step)
+        for worker, old, clock in [where for where in self._pushed if where[1] == lane]:
+            pushed = self._pushed.pop((worker, old, clock))
+            self._pushed |= {(worker, key, clock): pushed for key in keys}
+        waiting = [where for where in self._expected if where[1] == lane]
+        for worker, old, clock in waiting:
+            opens = self._expected.pop((worker, old, clock))
+            self._expected |= {(worker, key, clock): list(opens) for key in keys}
+        acknowledge = self._acknowledge.pop(lane, [])
+        if acknowledge:
+            self._acknowledge |= {key: list(acknowledge) for key in keys}
+        for known in self._workers.values():
+            for opened in known.open.values():
+                if lane in opened.waiting:
+                    opened.waiting.remove(lane)
+                    opened.waiting.update(keys)
 
     def _finish(self, opened: _Open) -> None:
         known = self._workers[opened.worker]
@@ -316,28 +365,35 @@ class Shard:
         if opened is None:
             self._answer(worker, Status(request.id, request.about, False, ""), ())
             return
-        key = next(iter(opened.waiting))
-        missing = self._running().missing(worker, key, opened.clock)
+        lane = next(iter(opened.waiting))
+        missing = self._running().missing(worker, lane, opened.clock)
         now = time.monotonic()
         who = []
         for other, clock in missing.items():
             last = self._workers[other].last_push
             ago = f"last push {now - last:.1f} s ago" if last else "no push yet"
             who.append(f"worker {other} to push clock {clock} ({ago})")
-        name = self._layout.slots[key].spec.name
-        text = f"server {self.rank} holds key {name!r} at clock {opened.clock} for {', '.join(who) or 'nobody'}"
+        keys = self._ready().keys(lane)
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        name = f"{self._layout.slots[keys[0]].spec.name!r}{more}"
+        text = f"server {self.rank} holds key {name} at clock {opened.clock} for {', '.join(who) or 'nobody'}"
         self._answer(worker, Status(request.id, request.about, True, text), ())
 
     def _get_states(self, worker: int, request: GetStates) -> None:
         entries: list[tuple[int, int]] = []
         frames: list[memoryview] = []
-        optimized = [key for key in sorted(self._steps) if self._spec and self._group(key) != NO_OPTIMIZER]
+        mine = sorted(key for lane in self._steps for key in self._ready().keys(lane))
+        optimized = [key for key in mine if self._group(key) != NO_OPTIMIZER]
         for key in optimized:
             for piece in self._layout.pieces(self._layout.slots[key], self.rank):
                 for index, state in enumerate(self._store.states(piece, self._kernels[self._group(key)])):
                     entries.append((key, index))
                     frames.append(state.clone().numpy().data)
-        self._answer(worker, States(request.id, {key: self._steps[key] for key in optimized}, entries), frames)
+        self._answer(
+            worker,
+            States(request.id, {key: self._steps[self._ready().lane_of(key)] for key in optimized}, entries),
+            frames,
+        )
 
     def _put_states(self, worker: int, request: PutStates, frames: Sequence[memoryview]) -> None:
         if self._spec is None:
@@ -354,7 +410,8 @@ class Shard:
         for (state, key), frame in zip(places, frames, strict=True):
             dtype = self._layout.slots[key].spec.dtype
             state.copy_(as_tensor(bytearray(frame), "float32" if dtype in ("float16", "bfloat16") else dtype))
-        self._steps.update(request.steps)
+        for key, step in request.steps.items():
+            self._steps[self._ready().lane_of(key)] = step
         self._answer(worker, Done(request.id), ())
 
     # --- help
@@ -382,15 +439,22 @@ class Shard:
         return [segment.dtype for segment in self._layout.segments]
 
     def _group(self, key: int) -> int:
-        assert self._spec is not None
+        if self._spec is None:
+            return NO_OPTIMIZER
         return self._spec.members.get(str(self._layout.slots[key].spec.name), 0)
 
     def _check_keys(self, keys: Sequence[int]) -> None:
+        lanes = self._ready()
         for key in keys:
-            if key not in self._steps:
+            if key not in lanes:
                 slot = self._layout.slots.get(key)
                 name = repr(slot.spec.name) if slot else f"number {key}"
                 raise UsageError(f"key {name} is not initialised; call init before push or pull")
+
+    def _ready(self) -> Lanes:
+        self._running()
+        assert self._lanes is not None
+        return self._lanes
 
     def _running(self) -> Engine:
         if self._engine is None:

@@ -1,0 +1,97 @@
+"""Lanes: keys that have always been pushed together share one state in the scheme engine, until they part.
+
+A trainer pushes the same buckets every step; deciding once for a bucket instead of once a key makes the cost of a step
+independent of the number of keys. It is invisible: keys pushed together from the start have the same history, so one
+state stands for all, and the first request that treats them differently gives each its own copy of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from echelon.schemes import Engine
+
+_REMEMBERED = 4096
+
+
+class Lanes:
+    """Which lane each key is in. A key alone is its own lane, under its own number; joint lanes count down from -1."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        on_unite: Callable[[tuple[int, ...], int], bool],
+        on_split: Callable[[int, tuple[int, ...]], None],
+    ) -> None:
+        """`on_unite` may refuse: the owner has noted something for these keys that differs."""
+        self._engine = engine
+        self._on_unite = on_unite
+        self._on_split = on_split
+        self._members: dict[int, tuple[int, ...]] = {}
+        self._lane_of: dict[int, int] = {}
+        self._requests: dict[tuple[int, ...], list[int]] = {}
+        self._next = -1
+
+    def add(self, key: int) -> None:
+        """A key is new."""
+        self._engine.add_key(key)
+        self._members[key] = (key,)
+        self._lane_of[key] = key
+
+    def keys(self, lane: int) -> tuple[int, ...]:
+        """The keys of a lane, in the order of the requests that made it."""
+        return self._members[lane]
+
+    def lane_of(self, key: int) -> int:
+        """The lane of a key."""
+        return self._lane_of[key]
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._lane_of
+
+    def resolve(self, keys: Sequence[int], *, pushed: bool) -> list[int]:
+        """The lanes that a request's keys are, splitting lanes it names only a part of."""
+        request = tuple(keys)
+        lanes = self._requests.get(request)
+        if lanes is None:
+            lanes = self._resolve(request, pushed)
+            if len(self._requests) >= _REMEMBERED:
+                self._requests.clear()
+            self._requests[request] = lanes
+        return lanes
+
+    def _resolve(self, request: tuple[int, ...], pushed: bool) -> list[int]:
+        lanes = list(dict.fromkeys(self._lane_of[key] for key in request))
+        if not pushed and all(len(self._members[lane]) == 1 for lane in lanes):
+            self._requests.clear()  # a later push of the same keys may still make them one lane
+            return lanes
+        named = set(request)
+        if pushed and len(lanes) > 1 and all(self._is_fresh(lane) for lane in lanes):
+            lane, self._next = self._next, self._next - 1
+            if self._on_unite(request, lane):
+                self._unite(request, lane)
+                return [lane]
+        for lane in lanes:
+            if not named.issuperset(self._members[lane]):
+                self._split(lane)
+        return list(dict.fromkeys(self._lane_of[key] for key in request))
+
+    def _is_fresh(self, lane: int) -> bool:
+        return len(self._members[lane]) == 1 and self._engine.untouched(lane)
+
+    def _unite(self, keys: tuple[int, ...], lane: int) -> None:
+        self._engine.unite(keys, lane)
+        for key in keys:
+            del self._members[key]
+            self._lane_of[key] = lane
+        self._members[lane] = keys
+        self._requests.clear()
+
+    def _split(self, lane: int) -> None:
+        keys = self._members.pop(lane)
+        self._engine.split(lane, keys)
+        for key in keys:
+            self._members[key] = (key,)
+            self._lane_of[key] = key
+        self._requests.clear()
+        self._on_split(lane, keys)
