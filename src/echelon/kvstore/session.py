@@ -89,7 +89,7 @@ class Joined:
         self.on_news: Callable[[], None] = lambda: None
         self.halted: str | None = None
         self._stack = ExitStack()
-        post = self._stack.enter_context(enlist(job, WORKER, transport, self._receive))
+        post = self._stack.enter_context(enlist(job, WORKER, transport))
         self._control = post.control
         self.rank = post.rank
         self.view = 1
@@ -97,6 +97,7 @@ class Joined:
         self.workers = [member.rank for member in workers]
         self.hosts = {member.rank: member.host for member in workers}
         self.servers: list[Member] = [member for member in post.roster.members if member.role == SERVER]
+        post.listen(self._receive)  # last: a view that came meanwhile must find all of the above
 
     def check(self) -> None:
         """Raise if a server or the scheduler is gone, or this worker is taken for dead."""

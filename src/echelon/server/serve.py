@@ -24,6 +24,7 @@ from echelon.cluster.messages import (
     encode,
 )
 from echelon.environment import Job
+from echelon.errors import JobError
 from echelon.observe.events import EventLog
 from echelon.server.shard import Shard
 from echelon.transport.enlist import enlist
@@ -36,18 +37,20 @@ def serve(job: Job, transport: Transport) -> int:
     """Serve until the job ends; 0 if it ended well."""
     torch.set_num_threads(1)  # usually there are as many servers as cores: one thread each, out of each other's way
     inbox: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
-    endpoint: Endpoint | None = None
+    try:
+        with enlist(job, SERVER, transport) as post, EventLog.open(job.run_dir, SERVER, post.rank) as events:
+            endpoint = post.endpoint
+            assert endpoint is not None
 
-    def on_message(message: ControlMessage) -> None:
-        inbox.put(message)
-        if endpoint is not None:
-            endpoint.wake()
+            def on_message(message: ControlMessage) -> None:
+                inbox.put(message)
+                endpoint.wake()
 
-    with enlist(job, SERVER, transport, on_message) as post:
-        endpoint = post.endpoint
-        assert endpoint is not None
-        with EventLog.open(job.run_dir, SERVER, post.rank) as events:
+            post.listen(on_message)
             return _Server(post.rank, post.roster, endpoint, transport, events).run(inbox, lambda: post.control.lost)
+    except JobError as error:
+        print(f"server stops: {error}", file=sys.stderr, flush=True)
+        return 1
 
 
 class _Server:

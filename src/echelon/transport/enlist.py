@@ -7,12 +7,13 @@ import os
 import queue
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from echelon.cluster.messages import SERVER, ControlMessage, Refused, Register, Registered, Roster
+from echelon.cluster.messages import SERVER, Abort, ControlMessage, Finish, Refused, Register, Registered, Roster
 from echelon.environment import Job
 from echelon.errors import JobError, UsageError
 from echelon.transport.control import ControlClient, connect
@@ -21,36 +22,48 @@ from echelon.transport.interface import Endpoint, Transport
 _SIOCGIFADDR = 0x8915
 
 
+class _Mail:
+    """The scheduler's messages: kept until somebody is ready for them, then handed on, in order."""
+
+    def __init__(self) -> None:
+        self.kept: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._on_message: Callable[[ControlMessage], None] = self.kept.put
+
+    def receive(self, message: ControlMessage) -> None:
+        with self._lock:
+            self._on_message(message)
+
+    def listen(self, on_message: Callable[[ControlMessage], None]) -> None:
+        with self._lock:
+            self._on_message = on_message
+            while not self.kept.empty():
+                on_message(self.kept.get())
+
+
 @dataclass(frozen=True, slots=True)
 class Post:
-    """A process's place in the job."""
+    """A process's place in the job. `listen` says who takes the control messages from now on, the kept ones first."""
 
     rank: int
     roster: Roster
     control: ControlClient
     endpoint: Endpoint | None
+    listen: Callable[[Callable[[ControlMessage], None]], None]
 
 
 @contextmanager
-def enlist(job: Job, role: str, transport: Transport, on_message: Callable[[ControlMessage], None]) -> Iterator[Post]:
-    """Register and wait until everybody is there; later control messages go to `on_message`."""
-    first: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
-    begun = False
-
-    def receive(message: ControlMessage) -> None:
-        (on_message if begun else first.put)(message)
-
+def enlist(job: Job, role: str, transport: Transport) -> Iterator[Post]:
+    """Register and wait until everybody is there."""
+    mail = _Mail()
     connection = connect(job.scheduler_host, job.scheduler_port, job.timeout_s)
     host = own_host(job, connection)
     endpoint = transport.serve(host) if role == SERVER else None
-    control = ControlClient(connection, receive)
+    control = ControlClient(connection, mail.receive)
     try:
         control.send(Register(role, job.rank, host, os.getpid(), endpoint.address if endpoint else ""))
-        rank, roster = _wait(job, role, control, first)
-        begun = True
-        while not first.empty():
-            on_message(first.get())
-        yield Post(rank, roster, control, endpoint)
+        rank, roster = _wait(job, role, control, mail.kept)
+        yield Post(rank, roster, control, endpoint, mail.listen)
     finally:
         control.close()
         if endpoint is not None:
@@ -76,6 +89,10 @@ def _wait(
                 return rank, message
             case Refused(reason):
                 raise JobError(f"{role}: the scheduler refused this process: {reason}")
+            case Abort(reason):
+                raise JobError(f"{role} {rank}: the job cannot begin: {reason}")
+            case Finish():
+                raise SystemExit(0)  # no worker came, and none failed: nothing to serve
     raise JobError(
         f"{role} {rank}: the job of {job.num_workers} workers and {job.num_servers} servers did not gather "
         f"in {job.timeout_s:g} s; the scheduler's output says who is missing"
