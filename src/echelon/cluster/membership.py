@@ -15,6 +15,7 @@ from echelon.cluster.messages import (
     BarrierDone,
     ControlMessage,
     Finish,
+    Gone,
     Halt,
     Member,
     Refused,
@@ -40,6 +41,7 @@ class Membership:
         self._members: dict[int, Member] = {}
         self._barriers: dict[int, int] = {}  # rank -> last barrier it reached
         self._barriers_done = 0
+        self._absent: dict[int, str] = {}  # rank -> how a worker ended that never registered
         self.view = 0
         self.running = False
         self.over = False
@@ -63,7 +65,17 @@ class Membership:
             self.running, self.view = True, 1
             roster = Roster(sorted(self._members.values(), key=lambda m: (m.role, m.rank)))
             sends += self._to_all(roster)
-        return sends
+        return sends + self._finish_if_nobody_comes()
+
+    def gone(self, message: Gone) -> list[Send]:
+        """A launcher saw a worker end. If it never came, nobody may wait for it."""
+        workers = [m.rank for m in self._members.values() if m.role == WORKER]
+        if self.running or self.over or message.rank in workers:
+            return []
+        self._absent[message.rank] = f"worker {message.rank} {message.how} before it joined the job"
+        if message.failed or workers:
+            return self._abort(self._absent[message.rank])
+        return self._finish_if_nobody_comes()
 
     def barrier(self, connection: int, sequence: int) -> list[Send]:
         """A worker has reached a barrier."""
@@ -107,6 +119,8 @@ class Membership:
             return f"a {request.role} cannot register; only workers and servers can"
         if self.running or self.over:
             return "the job has begun and this scheduler admits no latecomers"
+        if request.role == WORKER and self._absent:
+            return next(iter(self._absent.values()))
         wanted = self._wanted[request.role]
         same = [m for m in self._members.values() if m.role == request.role]
         if len(same) == wanted:
@@ -126,6 +140,13 @@ class Membership:
             self.over = True
             sends += self._to_all(Finish())
         return sends
+
+    def _finish_if_nobody_comes(self) -> list[Send]:
+        """All workers ended well without joining: they had no use for the servers."""
+        if len(self._absent) < self._wanted[WORKER] or len(self._members) < self._wanted[SERVER]:
+            return []
+        self.over = True
+        return self._to_all(Finish())
 
     def _barrier_done(self) -> list[Send]:
         workers = {c: m.rank for c, m in self._members.items() if m.role == WORKER}

@@ -67,6 +67,14 @@ class Halt(_Message, frozen=True):
     reason: str
 
 
+class Gone(_Message, frozen=True):
+    """A launcher's word that a worker has ended. It matters if the worker never registered: nobody else can know."""
+
+    rank: int
+    how: str
+    failed: bool
+
+
 # --- control: scheduler -> process
 
 
@@ -133,12 +141,16 @@ class Place(_Message, frozen=True):
 
 
 class Attach(_Message, frozen=True):
-    """A segment of the worker's memory: where its gradients are, and where its weights are wanted."""
+    """A segment of the worker's memory: where its gradients are, and where its weights are wanted.
+
+    `shareable`: the worker would rather take its weights from memory that it shares with others in lock-step.
+    """
 
     id: int
     segment: Segment
     gradients: str
     weights: str
+    shareable: bool
 
 
 class Init(_Message, frozen=True):
@@ -226,6 +238,13 @@ class Placed(_Message, frozen=True):
     slots: list[Slot]
 
 
+class Attached(_Message, frozen=True):
+    """The segment is attached; weights arrive in the memory behind `weights`, another worker's if it is shared."""
+
+    id: int
+    weights: str
+
+
 class Done(_Message, frozen=True):
     """The request is carried out; weights are in the worker's memory or in the frames that follow."""
 
@@ -235,7 +254,7 @@ class Done(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """The request was refused and changed nothing. `attachable` False: memory cannot be shared, use frames."""
+    """The request was refused and changed nothing."""
 
     id: int
     reason: str
@@ -258,11 +277,11 @@ class Status(_Message, frozen=True):
     waiting: str
 
 
-ControlMessage = (
-    Register | Heartbeat | Barrier | Leave | Halt | Registered | Refused | Roster | View | BarrierDone | Finish | Abort
-)
+FromProcess = Register | Heartbeat | Barrier | Leave | Halt | Gone
+FromScheduler = Registered | Refused | Roster | View | BarrierDone | Finish | Abort
+ControlMessage = FromProcess | FromScheduler
 Request = Configure | Place | Attach | Init | SetOptimizer | Push | Pull | Retire | GetStates | PutStates | Ask
-Response = Placed | Done | Failed | States | Status
+Response = Placed | Attached | Done | Failed | States | Status
 
 _encoder = msgspec.msgpack.Encoder()
 _control: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)

@@ -9,8 +9,10 @@ import time
 
 from echelon.cluster.membership import Membership, Send
 from echelon.cluster.messages import (
+    Abort,
     Barrier,
     ControlMessage,
+    Gone,
     Halt,
     Heartbeat,
     Leave,
@@ -109,9 +111,11 @@ class _Scheduler:
             case Barrier(sequence):
                 sends = membership.barrier(number, sequence) if membership.member(number) else []
             case Halt():
-                sends = membership.halt(message)
+                sends = membership.halt(message) if membership.member(number) else []
             case Leave(reason):
                 sends = membership.leave(number, reason)
+            case Gone():
+                sends = membership.gone(message)
             case Heartbeat():
                 sends = []
             case _:
@@ -144,7 +148,9 @@ class _Scheduler:
         for number, peer in list(self._peers.items()):
             silent = now - peer.heard
             if silent > self._job.heartbeat_timeout_s:
-                self._lost(number, f"silent for {silent:.1f} s")
+                why = f"silent for {silent:.1f} s"
+                self._send([Send(number, Abort(f"the scheduler took this process for dead: {why}"))])
+                self._lost(number, why)
         waited = now - self._began
         if not self._membership.running and not self._membership.over:
             if waited > self._job.stall_seconds and not self._stall_told:

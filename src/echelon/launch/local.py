@@ -1,0 +1,69 @@
+"""The local launcher: a scheduler, servers and workers as processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from echelon.cluster.messages import WORKER, Gone
+from echelon.environment import Job
+from echelon.errors import UsageError
+from echelon.launch.supervise import Command, Line, Supervisor, print_line
+from echelon.transport.control import frame
+
+
+def run(
+    job: Job,
+    command: Sequence[str],
+    *,
+    on_line: Line = print_line,
+    on_tick: Callable[[], None] = lambda: None,
+) -> int:
+    """Run `command` as every worker of `job`; returns the first failing exit status, or 0."""
+    if job.num_workers < 1:
+        raise UsageError(f"a job needs at least one worker (-n), not {job.num_workers}")
+    if job.num_servers < 0:
+        raise UsageError(f"the number of servers (-s) cannot be {job.num_servers}")
+    # The scheduler inherits a bound socket, so no other program can take its port in between.
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        listener.set_inheritable(True)
+        port = listener.getsockname()[1]
+
+        def tell_scheduler(name: str, how: str, failed: bool) -> None:
+            role, rank = name.split()
+            if role == WORKER and job.num_servers:
+                _tell(port, Gone(int(rank), how, failed))
+
+        commands = _commands(job, command, port, listener.fileno())
+        return Supervisor(on_line, on_tick, tell_scheduler).run(commands)
+
+
+def _tell(port: int, message: Gone) -> None:
+    """A worker that ends before it registers is news only a launcher has."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+            connection.sendall(frame(message))
+    except OSError:
+        pass  # the scheduler is gone, too
+
+
+def _commands(job: Job, command: Sequence[str], port: int, listener: int) -> list[Command]:
+    def process(role: str, rank: int, arguments: Sequence[str], **extra: str) -> Command:
+        mine = replace(job, role=role, rank=rank, scheduler_host="127.0.0.1", scheduler_port=port)
+        environment = mine.to_environment() | extra
+        if role == "worker" and "OMP_NUM_THREADS" not in os.environ:
+            # Workers share this machine's cores; torch would otherwise start a thread a core in each of them.
+            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // job.num_workers))
+        fds = (listener,) if role == "scheduler" else ()
+        return Command(f"{role} {rank}", arguments, environment, role != "worker", fds)
+
+    workers = [process("worker", rank, command) for rank in range(job.num_workers)]
+    if not job.num_servers:
+        return workers  # a local store in each: nobody to gather
+    python = sys.executable
+    scheduler = process("scheduler", 0, [python, "-m", "echelon.scheduler"], ECHELON_LISTEN_FD=str(listener))
+    servers = [process("server", rank, [python, "-m", "echelon.server"]) for rank in range(job.num_servers)]
+    return [scheduler, *servers, *workers]

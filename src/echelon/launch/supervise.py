@@ -1,0 +1,230 @@
+"""Running a job's processes on this machine: start, label their output, pass signals on, leave nothing behind.
+
+One thread, one loop. A child is a session of its own (so that its children die with it) and dies with this process
+(PDEATHSIG), kill -9 included. A worker's death is the job's to survive; a server's or the scheduler's ends it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import BinaryIO
+
+from echelon.errors import UsageError
+
+GRACE_S = 5.0
+TICK_S = 0.2
+LAST_LINES = 20
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+Line = Callable[[str, str], None]
+End = Callable[[str, str, bool], None]  # a process's name, how it ended, whether it failed
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A process to start. `essential`: the job cannot go on without it."""
+
+    name: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    essential: bool
+    pass_fds: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    command: Command
+    process: subprocess.Popen[bytes]
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+    partial: bytes = b""
+    ended: bool = False
+
+    def end(self) -> bool:
+        """Notice its end; what is left of its session ends with it."""
+        pid = self.process.pid
+        if self.process.returncode is None and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            os.killpg(pid, signal.SIGKILL)  # not reaped yet, so the number cannot be another's
+            self.process.wait()
+        return self.process.returncode is not None
+
+
+def print_line(name: str, text: str) -> None:
+    """A child's line with its name in front."""
+    print(f"[{name}] {text}", flush=True)
+
+
+class Supervisor:
+    """Starts commands and watches them to the end."""
+
+    def __init__(
+        self,
+        on_line: Line = print_line,
+        on_tick: Callable[[], None] = lambda: None,
+        on_end: End = lambda name, how, failed: None,
+    ) -> None:
+        self._on_line = on_line
+        self._on_tick = on_tick
+        self._on_end = on_end
+        self._children: list[_Child] = []
+        self._selector = selectors.DefaultSelector()
+        self._status = 0
+        self._reason = ""
+        self._deadline: float | None = None
+        self._stopping = False
+        self._signals: deque[int] = deque()
+
+    def run(self, commands: Sequence[Command]) -> int:
+        """Run to the end; the first failing exit status (128 + signal for a killed process), or 0."""
+        with self._passing_signals():
+            try:
+                for command in commands:
+                    self._start(command)
+                while not all(child.ended for child in self._children):
+                    self._turn()
+                self._read_rest()
+            finally:
+                self._end_all()
+        if self._status:
+            self._tell_failure()
+        return self._status
+
+    def _start(self, command: Command) -> None:
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # it was gone before the call
+                os._exit(1)
+
+        try:
+            process = subprocess.Popen(
+                command.arguments,
+                env={**os.environ, **command.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=command.pass_fds,
+                preexec_fn=die_with_parent,
+            )
+        except OSError as error:
+            raise UsageError(f"{command.name} cannot run {command.arguments[0]!r}: {error.strerror}") from error
+        child = _Child(command, process)
+        self._children.append(child)
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
+        self._selector.register(process.stdout, selectors.EVENT_READ, child)
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(TICK_S):
+            self._read(key.data, key.fileobj)  # type: ignore[arg-type]
+        while self._signals:
+            self._pass_on(self._signals.popleft())
+        fresh = [child for child in self._children if not child.ended and child.end()]
+        for child in sorted(fresh, key=lambda child: child.process.returncode):  # killed ones first: they are the cause
+            child.ended = True
+            self._ended(child, child.process.returncode)
+        if self._deadline is None and self._only_essentials_left():
+            self._deadline = time.monotonic() + 2 * GRACE_S
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self._kill_the_late()
+        self._on_tick()
+
+    def _ended(self, child: _Child, code: int) -> None:
+        assert child.process.stdout is not None
+        if not child.process.stdout.closed:
+            self._read(child, child.process.stdout)  # type: ignore[arg-type]
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+        if code and not self._status:
+            self._fail(128 - code if code < 0 else code, child, how)
+            if child.lines and code > 0:
+                self._reason += "; its last lines:\n" + "\n".join(f"    {line}" for line in child.lines)
+        if code and child.command.essential and not self._stopping:
+            self._stop(signal.SIGTERM)
+        self._on_end(child.command.name, how, code != 0)
+
+    def _fail(self, status: int, child: _Child, how: str) -> None:
+        self._status = status
+        self._reason = f"{child.command.name} (pid {child.process.pid}) {how}"
+
+    def _kill_the_late(self) -> None:
+        for child in self._children:
+            if not child.ended:
+                if not self._status:
+                    self._fail(1, child, f"had not ended {2 * GRACE_S:g} s after the last worker")
+                os.killpg(child.process.pid, signal.SIGKILL)
+
+    def _only_essentials_left(self) -> bool:
+        return all(child.ended for child in self._children if not child.command.essential)
+
+    def _stop(self, number: int) -> None:
+        self._stopping = True
+        self._deadline = time.monotonic() + GRACE_S if self._deadline is None else self._deadline
+        self._signal_all(number)
+
+    def _pass_on(self, number: int) -> None:
+        self._status = self._status or 128 + number
+        self._reason = self._reason or f"stopped by {signal.Signals(number).name}"
+        self._stop(number)
+
+    def _signal_all(self, number: int) -> None:
+        for child in self._children:
+            if not child.ended:
+                os.killpg(child.process.pid, number)
+
+    def _read(self, child: _Child, stream: BinaryIO) -> None:
+        data: bytes | None = stream.read()
+        if data is None:  # nothing there after all: the stream does not block
+            return
+        if not data:
+            self._selector.unregister(stream)
+            stream.close()
+            data = b"\n" if child.partial else b""
+        *whole, child.partial = (child.partial + data).split(b"\n")
+        for raw in whole:
+            text = raw.decode(errors="replace").rstrip("\r")
+            child.lines.append(text)
+            self._on_line(child.command.name, text)
+
+    def _read_rest(self) -> None:
+        deadline = time.monotonic() + 1.0
+        while self._selector.get_map() and time.monotonic() < deadline:
+            for key, _ in self._selector.select(0.05):
+                self._read(key.data, key.fileobj)  # type: ignore[arg-type]
+        self._on_tick()
+
+    def _end_all(self) -> None:
+        for child in self._children:
+            if not child.end():
+                os.killpg(child.process.pid, signal.SIGKILL)
+                child.process.wait()
+            if child.process.stdout is not None:
+                child.process.stdout.close()
+        self._selector.close()
+
+    def _tell_failure(self) -> None:
+        print(f"echelon: {self._reason}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def _passing_signals(self) -> Iterator[None]:
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signals.append(number)
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
