@@ -7,6 +7,7 @@ import argparse
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch import local
+from echelon.transport import by_name
 
 LAUNCHERS = ("local",)
 
@@ -26,11 +27,16 @@ def job_from(options: argparse.Namespace, **more: object) -> Job:
     """The job that the arguments describe."""
     if options.launcher not in LAUNCHERS:
         raise UsageError(f"there is no launcher {options.launcher!r}; there is {', '.join(LAUNCHERS)}")
+    by_name(options.transport)  # an unknown one is an error here, not in every process
     servers = options.num_workers if options.num_servers is None else options.num_servers
+    told = Job.from_environment()
     return Job(
         num_workers=options.num_workers,
         num_servers=servers,
-        interface=options.interface,
+        interface=options.interface or told.interface,
+        verbose=told.verbose,
+        timeout_s=told.timeout_s,
+        heartbeat_timeout_s=told.heartbeat_timeout_s,
         transport=options.transport,
         stall_seconds=options.stall_seconds,
         **more,  # type: ignore[arg-type]
