@@ -113,9 +113,10 @@ class Engine:
             state.groups[group] = _Group(0)
 
     def untouched(self, key: int) -> bool:
-        """Whether nobody has pushed a key or waits for it."""
+        """Whether nobody has pushed a key or waits for it, and nobody came later: all such keys have one state."""
         state = self._keys[key]
-        return not state.version and not state.held and not any(g.clock or g.rounds for g in state.groups.values())
+        begun = state.version or state.held or state.starts
+        return not begun and not any(g.clock or g.rounds for g in state.groups.values())
 
     def unite(self, keys: Iterable[int], lane: int) -> None:
         """Untouched keys become one, called `lane`."""
@@ -133,8 +134,9 @@ class Engine:
         return self._keys[key].version
 
     def clock(self, worker: int, key: int) -> int:
-        """Rounds that the worker's group has applied to a key."""
-        return self._keys[key].groups[self.rules.group_of(worker)].clock
+        """Rounds that the worker's group has applied to a key; 0 if the group was gone before the key came."""
+        group = self._keys[key].groups.get(self.rules.group_of(worker))
+        return group.clock if group else 0
 
     def push(self, worker: int, key: int, clock: int, samples: float) -> Decision:
         """A worker's gradient of `clock` (its first is clock 0) is there; `samples` 0: it has none this time."""
@@ -148,8 +150,9 @@ class Engine:
             return _IGNORED
         waiting[worker] = samples
         actions: list[Apply | Reply] = []
+        before = group.clock
         self._advance(key, state, group_id, actions)
-        return Decision(tuple(actions), APPLIED if actions else HELD_FOR_MEMBERS)
+        return Decision(tuple(actions), APPLIED if group.clock > before else HELD_FOR_MEMBERS)
 
     def pull(self, worker: int, key: int, clock: int) -> Decision:
         """A worker that has pushed `clock` rounds asks for the key; one that takes no part waits for nothing."""
@@ -207,6 +210,8 @@ class Engine:
         """Who keeps a pull of `worker` at `clock` waiting: worker -> the clock it must still push. Empty: nobody."""
         state = self._keys[key]
         group_id = self.rules.group_of(worker)
+        if group_id not in self._members:
+            return {}
         group = state.groups[group_id]
         if group.clock < clock:
             arrived = group.rounds.get(group.clock, {})
@@ -215,11 +220,11 @@ class Engine:
             return {}
         needed = clock - (self.rules.bound or 0)
         behind: dict[int, int] = {}
-        for other, members in self._members.items():
+        for other in self._members:
             at = state.groups[other].clock
             if at < needed:
                 arrived = state.groups[other].rounds.get(at, {})
-                behind |= {w: at for w in sorted(members) if w not in arrived}
+                behind |= {w: at for w in sorted(self._required(state, other, at)) if w not in arrived}
         return behind
 
     def _advance(self, key: int, state: _Key, group_id: int, actions: list[Apply | Reply]) -> None:
