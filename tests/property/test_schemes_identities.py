@@ -1,0 +1,280 @@
+"""The identities between schemes, and the dials' own checks, on the engine alone.
+
+A job is any interleaving of steps (push, then pull, of one worker); two engines that must be the same are given the
+same job and compared action by action.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.errors import UsageError
+from echelon.schemes import Apply, Contribution, Decision, Engine, Reply, Rules, asp, bsp, gsp, rules_for, ssp
+
+WORKERS = 4
+EVENT = st.tuples(
+    st.sampled_from(["push", "push", "pull", "pull", "again", "leave", "join"]),
+    st.integers(0, WORKERS - 1),
+    st.sampled_from([1.0, 4.0, 0.0]),
+)
+EVENTS = st.lists(EVENT, max_size=6) | st.lists(EVENT, min_size=15, max_size=60)
+NO_JOIN = EVENTS.map(lambda events: [event for event in events if event[0] != "join"])
+Event = tuple[str, int, float]
+
+
+class Driver:
+    """Turns (what, who, samples) into calls, with the clocks that an ordinary worker would use."""
+
+    def __init__(self, rules: Rules, workers: int = WORKERS, keys: tuple[int, ...] = (0,)) -> None:
+        self.engine = Engine(rules, range(workers))
+        self.keys = keys
+        for key in keys:
+            self.engine.add_key(key)
+        self.clocks = {worker: dict.fromkeys(keys, 0) for worker in range(workers)}
+
+    def do(self, what: str, worker: int, samples: float) -> list[Decision]:
+        engine, clocks = self.engine, self.clocks[worker]
+        if what == "leave":
+            return [engine.leave(worker)]
+        if what == "join":
+            if worker not in engine.workers:
+                clocks.update(engine.join(worker))
+            return []
+        if what == "pull":
+            return [engine.pull(worker, key, clocks[key]) for key in self.keys]
+        if what == "again":
+            return [engine.push(worker, key, clocks[key] - 1, samples) for key in self.keys if clocks[key]]
+        decisions = []
+        for key in self.keys:
+            decisions.append(engine.push(worker, key, clocks[key], samples))
+            clocks[key] += 1
+        return decisions
+
+
+def without_gamma(decisions: list[Decision]) -> list[Decision]:
+    """The same decisions with the steps undivided."""
+    return [
+        Decision(tuple(a._replace(gamma=1) if isinstance(a, Apply) else a for a in d.actions), d.reason)
+        for d in decisions
+    ]
+
+
+@given(EVENTS)
+def test_gsp_of_one_group_is_bsp(events: list[Event]) -> None:
+    one, other = Driver(gsp([range(WORKERS)])), Driver(bsp())
+    for event in events:
+        assert one.do(*event) == other.do(*event)  # gamma too: nobody else ever updates
+
+
+@given(EVENTS)
+def test_gsp_of_singletons_is_asp_with_gamma(events: list[Event]) -> None:
+    one, other = Driver(gsp([[worker] for worker in range(WORKERS)])), Driver(asp())
+    last = dict.fromkeys(range(WORKERS), 0)
+    for event in events:
+        version = one.engine.version(0)
+        newcomer = event[0] == "join" and event[1] not in one.engine.workers
+        weighted, plain = one.do(*event), other.do(*event)
+        assert without_gamma(weighted) == plain
+        if newcomer:
+            last[event[1]] = version
+        for action in (action for decision in weighted for action in decision.actions if isinstance(action, Apply)):
+            (part,) = action.contributions
+            assert action.gamma == max(1, version - last[part.worker] + 1)
+            last[part.worker] = version = version + 1
+
+
+@given(EVENTS, st.one_of(st.none(), st.integers(100, 10**12)))
+def test_a_bound_that_is_never_reached_is_no_bound(events: list[Event], bound: int | None) -> None:
+    pairs = [[0, 1], [2, 3]]
+    free, bounded = (asp(), ssp(10**9)) if bound is None else (gsp(pairs), gsp(pairs, bound))
+    one, other = Driver(free), Driver(bounded)
+    for event in events:
+        assert one.do(*event) == other.do(*event)
+
+
+@given(NO_JOIN)  # a newcomer joins at the present clock in one, at the next in the other
+def test_ssp_0_keeps_the_pace_of_lock_step(events: list[Event]) -> None:
+    """Who is answered when, as in BSP; only the updates are made one by one."""
+    one, other = Driver(ssp(0)), Driver(bsp())
+    for event in events:
+        mine, theirs = (
+            sorted((a.worker, a.clock) for d in run.do(*event) for a in d.actions if isinstance(a, Reply))
+            for run in (one, other)
+        )
+        assert mine == theirs
+
+
+@given(NO_JOIN, st.integers(0, 3))
+def test_a_bound_holds_pulls_and_never_updates(events: list[Event], bound: int) -> None:
+    one, other = Driver(ssp(bound)), Driver(asp())
+    for event in events:
+        mine, theirs = (
+            [
+                (a.contributions[0].worker, a.clock, a.version)
+                for d in decided
+                for a in d.actions
+                if isinstance(a, Apply)
+            ]
+            for decided in (one.do(*event), other.do(*event))
+        )
+        assert mine == theirs
+
+
+@pytest.mark.parametrize("rules", [bsp(), asp(), ssp(0), ssp(3), gsp([[0]]), gsp([[0]], 0)])
+@given(steps=st.lists(st.sampled_from([1.0, 8.0]), max_size=12))
+def test_one_worker_alone_never_waits(rules: Rules, steps: list[float]) -> None:
+    driver = Driver(rules, workers=1)
+    for clock, samples in enumerate(steps):
+        (pushed,) = driver.do("push", 0, samples)
+        assert pushed.actions == (Apply(0, clock, (Contribution(0, samples, 0),), 1, clock + 1),)
+        (pulled,) = driver.do("pull", 0, samples)
+        assert pulled.actions == (Reply(0, 0, clock + 1, clock + 1),)
+
+
+# --- keys that are decided together
+
+
+def of_key(decisions: list[Decision], key: int) -> list[object]:
+    return [action._replace(key=0) for decision in decisions for action in decision.actions if action.key == key]
+
+
+@settings(max_examples=50)
+@pytest.mark.parametrize("rules", [bsp(), ssp(1), gsp([[0, 1], [2, 3]], 1)], ids=lambda rules: rules.name)
+@given(before=EVENTS, after=EVENTS)
+def test_keys_that_are_one_for_a_while_fare_as_if_they_never_were(
+    rules: Rules, before: list[Event], after: list[Event]
+) -> None:
+    apart, united = Driver(rules, keys=(0, 1)), Driver(rules, keys=(0, 1))
+    united.engine.unite((0, 1), -1)
+    united.keys = (-1,)
+    for clocks in united.clocks.values():
+        clocks[-1] = 0
+    for event in before:
+        expected = apart.do(*event)
+        assert of_key(united.do(*event), -1) == of_key(expected, 0) == of_key(expected, 1)
+    united.engine.split(-1, (0, 1))
+    united.keys = (0, 1)
+    for clocks in united.clocks.values():
+        clocks |= dict.fromkeys((0, 1), clocks[-1])
+    for event in after:
+        expected, done = apart.do(*event), united.do(*event)
+        assert [of_key(done, key) for key in (0, 1)] == [of_key(expected, key) for key in (0, 1)]
+
+
+def test_keys_of_before_and_after_a_newcomer_are_not_the_same() -> None:
+    engine = Engine(bsp(), [0])
+    engine.add_key(0)
+    assert engine.untouched(0)
+    assert engine.join(1) == {0: 1}  # not expected in round 0 of key 0
+    engine.add_key(1)  # but in round 0 of key 1
+    assert engine.untouched(1)
+    assert not engine.untouched(0)
+
+
+# --- deaths and latecomers, by hand
+
+
+def test_a_death_releases_at_once_what_it_blocked() -> None:
+    engine = Engine(ssp(0), range(3))
+    engine.add_key(0)
+    for worker in (1, 2):
+        engine.push(worker, 0, 0, 1.0)
+        assert engine.pull(worker, 0, 1).actions == ()
+    assert engine.missing(1, 0, 1) == {0: 0}
+    assert engine.leave(0).actions == (Reply(0, 1, 1, 2), Reply(0, 2, 1, 2))
+
+
+def test_what_a_dead_worker_pushed_counts() -> None:
+    engine = Engine(bsp(), range(2))
+    engine.add_key(0)
+    engine.push(1, 0, 0, 3.0)
+    assert engine.leave(1).actions == ()
+    (applied,) = engine.push(0, 0, 0, 5.0).actions
+    assert applied == Apply(0, 0, (Contribution(0, 5.0, 0), Contribution(1, 3.0, 0)), 1, 1)
+
+
+def test_a_round_of_nothing_is_complete_and_changes_nothing() -> None:
+    engine = Engine(bsp(), range(2))
+    engine.add_key(0)
+    engine.push(0, 0, 0, 0.0)
+    done = engine.push(1, 0, 0, 0.0)
+    assert (done.actions, done.reason, engine.version(0), engine.clock(0, 0)) == ((), "the round is complete", 0, 1)
+
+
+def test_who_comes_back_never_repeats_a_clock() -> None:
+    engine = Engine(asp(), range(2))
+    engine.add_key(0)
+    for clock in range(3):
+        engine.push(1, 0, clock, 1.0)
+    engine.leave(1)
+    assert engine.join(1) == {0: 3}
+    assert engine.push(1, 0, 2, 1.0).actions == ()  # a late copy of what was applied in its first life
+    assert engine.version(0) == 3
+
+
+def test_who_comes_late_is_not_waited_for_before_its_first_clock() -> None:
+    engine = Engine(gsp([[0, 1], [2]], 0), [0, 2])
+    engine.add_key(0)
+    assert engine.join(1) == {0: 1}
+    engine.push(2, 0, 0, 1.0)
+    assert engine.pull(2, 0, 1).actions == ()
+    assert engine.missing(2, 0, 1) == {0: 0}
+    assert [type(action) for action in engine.push(0, 0, 0, 1.0).actions] == [Apply, Reply]
+
+
+def test_questions_about_the_gone_have_an_answer() -> None:
+    engine = Engine(asp(), range(2))
+    engine.leave(1)
+    engine.add_key(0)
+    assert engine.clock(1, 0) == 0
+    assert engine.missing(1, 0, 4) == {}
+    assert engine.pull(1, 0, 4).actions == (Reply(0, 1, 4, 0),)
+
+
+# --- the dials
+
+
+@pytest.mark.parametrize(
+    ("store", "staleness", "groups", "rules"),
+    [
+        ("dist_sync", None, None, bsp()),
+        ("dist_async", None, None, asp()),
+        ("dist_ssync", 3, None, ssp(3)),
+        ("dist_gsync", None, [[1, 0], [2]], gsp([[0, 1], [2]])),
+        ("dist_gsync", 2, [[0]], gsp([[0]], 2)),
+    ],
+)
+def test_rules_of_a_store(store: str, staleness: int | None, groups: list[list[int]] | None, rules: Rules) -> None:
+    assert rules_for(store, staleness, groups) == rules
+
+
+@pytest.mark.parametrize(
+    ("store", "staleness", "groups", "message"),
+    [
+        ("dist_ssync", None, None, "dist_ssync needs a bound: give staleness=N"),
+        ("dist_ssync", -1, None, "staleness must be 0 or more, not -1"),
+        ("dist_ssync", 1, [[0]], "dist_ssync has no groups, but groups=[[0]] was given"),
+        ("dist_gsync", None, None, "dist_gsync needs groups"),
+        ("dist_gsync", None, [], "dist_gsync needs groups"),
+        ("dist_gsync", -2, [[0]], "staleness must be 0 or more, not -2"),
+        ("dist_sync", 0, None, "dist_sync has no staleness, but staleness=0 was given"),
+        ("dist_async", None, [[0]], "dist_async has no groups"),
+    ],
+)
+def test_a_dial_that_does_not_fit_is_refused(
+    store: str, staleness: int | None, groups: list[list[int]] | None, message: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        rules_for(store, staleness, groups)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4), st.integers(10, 99), st.integers(10, 99))
+def test_a_worker_that_no_group_lists_is_a_group_by_itself(groups: list[list[int]], one: int, other: int) -> None:
+    rules = gsp(groups)
+    listed = {rules.group_of(worker) for group in groups for worker in group}
+    assert rules.group_of(one) not in listed
+    assert (rules.group_of(one) == rules.group_of(other)) == (one == other)
