@@ -141,16 +141,12 @@ class Place(_Message, frozen=True):
 
 
 class Attach(_Message, frozen=True):
-    """A segment of the worker's memory: where its gradients are, and where its weights are wanted.
-
-    `shareable`: the worker would rather take its weights from memory that it shares with others in lock-step.
-    """
+    """A segment of the worker's memory: where its gradients are, and where its weights are wanted."""
 
     id: int
     segment: Segment
     gradients: str
     weights: str
-    shareable: bool
 
 
 class Init(_Message, frozen=True):
@@ -238,13 +234,6 @@ class Placed(_Message, frozen=True):
     slots: list[Slot]
 
 
-class Attached(_Message, frozen=True):
-    """The segment is attached; weights arrive in the memory behind `weights`, another worker's if it is shared."""
-
-    id: int
-    weights: str
-
-
 class Done(_Message, frozen=True):
     """The request is carried out; weights are in the worker's memory or in the frames that follow."""
 
@@ -281,7 +270,7 @@ FromProcess = Register | Heartbeat | Barrier | Leave | Halt | Gone
 FromScheduler = Registered | Refused | Roster | View | BarrierDone | Finish | Abort
 ControlMessage = FromProcess | FromScheduler
 Request = Configure | Place | Attach | Init | SetOptimizer | Push | Pull | Retire | GetStates | PutStates | Ask
-Response = Placed | Attached | Done | Failed | States | Status
+Response = Placed | Done | Failed | States | Status
 
 _encoder = msgspec.msgpack.Encoder()
 _control: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
