@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.transport.interface import Buffer, Endpoint, Peer
+from echelon.transport.tcp import private_memory
 
 _Mail = tuple[Peer, list[memoryview]] | None
 
@@ -22,7 +23,7 @@ class _Box:
 
     def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
         box, own_name = self.routes[peer]
-        box.mail.put((own_name, [memoryview(frame) for frame in frames]))
+        box.mail.put((own_name, [memoryview(frame).cast("B") for frame in frames]))
 
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
         try:
@@ -73,7 +74,7 @@ class InProcessTransport:
 
     def allocate(self, num_bytes: int) -> LocalBlock:
         """Zeroed memory."""
-        block = LocalBlock(memoryview(bytearray(num_bytes)), f"block-{next(self._numbers)}")
+        block = LocalBlock(private_memory(num_bytes), f"block-{next(self._numbers)}")
         self._blocks[block.descriptor] = block.buffer
         return block
 

@@ -27,11 +27,11 @@ class Endpoint(Protocol):
         ...
 
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
-        """The next message, or None when the time is up or `wake` was called."""
+        """The next message, its frames as bytes, or None when the time is up or `wake` was called."""
         ...
 
     def wake(self) -> None:
-        """Make a `recv` in another thread return None at once."""
+        """Make a `recv` in another thread return at once; if none waits now, the next one does."""
         ...
 
     def close(self) -> None:

@@ -3,13 +3,15 @@
 A segment is a memfd: it has no name to leave behind and is gone with the last process that maps it, kill -9 included.
 A peer of the same user opens it through /proc/PID/fd. Whether that reached the right file is not taken on trust: the
 first page holds a random token that the descriptor repeats, so another machine, another PID namespace or a recycled
-PID is noticed, and the peer falls back to frames.
+PID is noticed, and the peer falls back to frames. A descriptor comes over a wire: one that is not of this form, or
+that leads to anything but a segment, attaches nothing.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import re
 import secrets
 from pathlib import Path
 
@@ -18,13 +20,18 @@ from echelon.transport.tcp import TcpTransport
 
 _PAGE = 4096
 _TOKEN_BYTES = 16
+_NAME = "echelon"
+_LINK = f"/memfd:{_NAME} (deleted)"  # what the kernel calls such a file
+_DESCRIPTOR = re.compile(
+    r"(?P<boot>[0-9a-f-]{36}) (?P<pid>[0-9]{1,10}) (?P<file>[0-9]{1,10}) (?P<size>[0-9]{1,15}) (?P<token>[0-9a-f]{32})"
+)
 
 
 class SharedBlock:
     """A memfd of this process, mapped."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._file = os.memfd_create("echelon", os.MFD_CLOEXEC)
+        self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.ftruncate(self._file, _PAGE + num_bytes)
         mapped = mmap.mmap(self._file, _PAGE + num_bytes)
         token = secrets.token_bytes(_TOKEN_BYTES)
@@ -47,22 +54,23 @@ class SharedMemoryTransport(TcpTransport):
 
     def attach(self, descriptor: str) -> memoryview | None:
         """A peer's memory, if it is on this machine and may be opened."""
-        boot, pid, file, size, token = descriptor.split()
-        if boot != _boot_id():
+        found = _DESCRIPTOR.fullmatch(descriptor)
+        if found is None or found["boot"] != _boot_id():
             return None
         try:
-            opened = os.open(f"/proc/{int(pid)}/fd/{int(file)}", os.O_RDWR | os.O_CLOEXEC)
+            opened = os.open(f"/proc/{found['pid']}/fd/{found['file']}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return None
         try:
-            if os.fstat(opened).st_size != int(size):
+            size = int(found["size"])
+            if os.readlink(f"/proc/self/fd/{opened}") != _LINK or os.fstat(opened).st_size != size:
                 return None
-            mapped = mmap.mmap(opened, int(size))
-        except (OSError, ValueError):
+            mapped = mmap.mmap(opened, size)
+        except OSError:
             return None
         finally:
             os.close(opened)
-        if mapped[:_TOKEN_BYTES] != bytes.fromhex(token):
+        if mapped[:_TOKEN_BYTES] != bytes.fromhex(found["token"]):
             return None
         return memoryview(mapped)[_PAGE:]
 

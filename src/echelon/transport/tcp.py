@@ -18,6 +18,11 @@ class PrivateBlock:
     descriptor: str = ""
 
 
+def private_memory(num_bytes: int) -> memoryview:
+    """Zeroed memory of this process; nothing can be mapped with length 0, so that is cut from one byte."""
+    return memoryview(mmap.mmap(-1, max(1, num_bytes)))[:num_bytes]
+
+
 class TcpTransport:
     """Frames only."""
 
@@ -33,7 +38,7 @@ class TcpTransport:
 
     def allocate(self, num_bytes: int) -> Block:
         """Zeroed private memory."""
-        return PrivateBlock(memoryview(mmap.mmap(-1, num_bytes)))
+        return PrivateBlock(private_memory(num_bytes))
 
     def attach(self, descriptor: str) -> memoryview | None:
         """Never possible."""
