@@ -1,0 +1,51 @@
+"""The process of the Echelon contender in `echelon bench io`: a step is some batches taken from the loader."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from echelon.bench.protocol import serve, timed
+from echelon.data.augment_config import IMAGENET_MEAN, AugmentConfig
+from echelon.data.order import Sampling
+from echelon.data.pipeline import Batches, Loader
+from echelon.data.sources import RecordSource
+
+SIDE = 224
+
+
+def make_loader(rec: str, batch_size: int, threads: int) -> Loader:
+    """Float batches of 3x224x224 with random crop and mirror, shuffled, every batch full."""
+    source = RecordSource(rec)
+    config = AugmentConfig((3, SIDE, SIDE), random_crop=True, random_mirror=True, rgb_mean=IMAGENET_MEAN)
+    return Loader(source, config, Sampling(len(source), batch_size, last_batch="wrap"), threads=threads)
+
+
+def forever(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+    """Epoch after epoch."""
+    while True:
+        yield from batches
+
+
+def main() -> None:
+    """Serve rounds until told to quit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rec", required=True)
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--step-batches", type=int, required=True)
+    args = parser.parse_args()
+    with make_loader(args.rec, args.batch_size, args.threads) as loader:
+        batches = forever(loader)
+
+        def step() -> None:
+            for _ in range(args.step_batches):
+                next(batches)
+
+        serve(lambda num_steps: [timed(step) for _ in range(num_steps)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""`echelon bench io`: the file it makes, the figures it takes, the result it writes; MXNet where it is installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from echelon.bench import io
+from echelon.bench.io_echelon import make_loader
+from echelon.bench.io_images import write_photographs
+from echelon.data.decode import inspect
+from echelon.data.sources import RecordSource
+from echelon.errors import UsageError
+
+TINY = ["--images", "12", "--batch-size", "4", "--step-batches", "2", "--rounds", "2", "--steps", "2", "--warmup", "1"]
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    io.add_parser(parser.add_subparsers())
+    return parser.parse_args(["io", *arguments])
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_photographs(tmp_path_factory.mktemp("photographs") / "some.rec", 12)
+
+
+def test_the_images_have_a_photographs_size(photographs: Path) -> None:
+    source = RecordSource(photographs)
+    infos = [inspect(source.read(number).payload) for number in range(len(source))]
+    assert {(info.height, info.width) for info in infos} == {(360, 480)}
+    assert 40_000 < photographs.stat().st_size / len(source) < 90_000
+
+
+def test_the_figures_and_their_file(tmp_path: Path) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    assert io.run(parse(*TINY, "--json", str(tmp_path / "io.json"))) == 0
+    assert set(psutil.Process().children(recursive=True)) <= before
+    result = json.loads((tmp_path / "io.json").read_text())
+    (case,) = result["cases"]
+    assert (case["name"], case["samples"]) == ("echelon", 4)
+    per_s = result["settings"]["echelon_images_per_s"]
+    assert per_s == pytest.approx(8 / case["median_ms"] * 1e3, rel=0.01)
+    assert result["ratios"] == {}
+
+
+def test_batches_are_floats_of_the_size_compared(photographs: Path) -> None:
+    with make_loader(str(photographs), 4, 2) as loader:
+        assert [tuple(images.shape) for images, _ in loader] == [(4, 3, 224, 224)] * 3
+
+
+def test_the_promises_besides(photographs: Path) -> None:
+    assert io.cached_images_per_s(images=512, epochs=1) > 0
+    assert io.memory_growth_mb(str(photographs), 4, 2, batches=3) < 30
+
+
+@pytest.mark.parametrize("argument", ["--images", "--batch-size", "--threads", "--step-batches"])
+def test_nothing_cannot_be_measured(argument: str) -> None:
+    with pytest.raises(UsageError, match=f"{argument} must be at least 1, got 0"):
+        io.run(parse(argument, "0"))
+
+
+@pytest.mark.peer
+def test_mxnet_takes_turns_with_it(tmp_path: Path) -> None:
+    io.run(parse(*TINY, "--peer", "mxnet", "--json", str(tmp_path / "io.json")))
+    result = json.loads((tmp_path / "io.json").read_text())
+    assert [case["name"] for case in result["cases"]] == ["echelon", "mxnet"]
+    assert result["ratios"]["echelon_vs_mxnet"] > 0
