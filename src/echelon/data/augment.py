@@ -118,6 +118,7 @@ class Normaliser:
         mean, std = ((*values, fill)[:channels] for values, fill in ((config.rgb_mean, 0.0), (config.rgb_std, 1.0)))
         self.scale = np.array([1 / one for one in std], np.float32).reshape(-1, 1, 1)
         self.offset = np.array([-m / s for m, s in zip(mean, std, strict=True)], np.float32).reshape(-1, 1, 1)
+        self._scales = any(one != 1 for one in std)
         self._planes = np.empty(config.shape, np.uint8)
         self._scale_t, self._offset_t = torch.from_numpy(self.scale), torch.from_numpy(self.offset)
 
@@ -125,4 +126,7 @@ class Normaliser:
         """Write one image (height, width, channels), of any strides, as planes of floats."""
         np.copyto(self._planes, pixels.transpose(2, 0, 1))
         target = torch.from_numpy(out)
-        target.copy_(torch.from_numpy(self._planes)).mul_(self._scale_t).add_(self._offset_t)
+        target.copy_(torch.from_numpy(self._planes))
+        if self._scales:
+            target.mul_(self._scale_t)
+        target.add_(self._offset_t)

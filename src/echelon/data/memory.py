@@ -130,8 +130,7 @@ class MemoryLoader:
         planes = np.full((len(source), channels, height + 2 * pad, width + 2 * pad), augment.fill_value, np.uint8)
         planes[:, :, pad : pad + height, pad : pad + width] = source.images.transpose(0, 3, 1, 2)
         self._windows: NDArray[Any] = sliding_window_view(planes, augment.shape[1:], axis=(2, 3))
-        normaliser = Normaliser(augment)
-        self._scale, self._offset = torch.from_numpy(normaliser.scale), torch.from_numpy(normaliser.offset)
+        self._normaliser = Normaliser(augment)
         self._pool = BufferPool((sampling.batch_size, *augment.shape), np.float32, 4)
 
     def __len__(self) -> int:
@@ -150,8 +149,11 @@ class MemoryLoader:
         place = places(self.augment, *self._size, self.sampling.seed, epoch, counters)
         pixels = self._windows[records, :, place.tops, place.lefts]
         pixels[place.mirrors] = pixels[place.mirrors][..., ::-1]
-        out = self._pool.take()[: len(records)]
-        return out.copy_(torch.from_numpy(pixels)).mul_(self._scale).add_(self._offset)
+        images = self._pool.take()[: len(records)]
+        out: NDArray[np.float32] = images.numpy()  # NumPy, because torch's threads would fight the network's for cores
+        np.multiply(pixels, self._normaliser.scale, out=out)
+        np.add(out, self._normaliser.offset, out=out)
+        return images
 
     def close(self) -> None:
         """Nothing runs, so there is nothing to stop."""
