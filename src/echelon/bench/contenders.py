@@ -20,18 +20,18 @@ from echelon.errors import UsageError
 
 MXNET_STORES = ("dist_sync", "dist_async")
 
-# Chosen for MXNet from five runs of 5 to 7 settings in turn (ResNet-50, 2 workers, 2 servers, dist_sync, two cores that
-# others used too, so single rounds differ by half). Medians over those of MXNet's defaults, one figure a run:
+# What `mxnet_tuned` sets, chosen from five runs of 5 to 7 settings in turn (ResNet-50, 2 workers, 2 servers, dist_sync,
+# two cores that others used too, so single rounds differ by half). Medians over those of its defaults, a figure a run:
 #   DMLC_LOCAL=1 (unix sockets)             1.08 0.91 0.82 1.13 0.85    kept where TCP is not asked for
 #   MXNET_CPU_WORKER_NTHREADS=2             0.93 0.93                   with the next, together 0.96: kept for TCP;
 #   OMP_WAIT_POLICY=passive                 0.83 0.93                   on top of unix sockets 1.03 1.01: left out
 #   OMP_NUM_THREADS=1                       1.03 0.97                   left out
 #   MXNET_KVSTORE_REDUCTION_NTHREADS=1      0.80 0.99                   left out
 #   MXNET_KVSTORE_BIGARRAY_BOUND=100000     0.83 0.96                   left out
-# None of it is beyond doubt; repeat on a quiet machine before resting a claim on it. Heartbeats are off, the default.
+#   kv.pushpull instead of push and pull    0.75 to 0.95 (sync), 1.05 (async)
 MXNET_OVER_TCP = {"MXNET_CPU_WORKER_NTHREADS": "2", "OMP_WAIT_POLICY": "passive"}
 MXNET_OVER_UNIX_SOCKETS = {"DMLC_LOCAL": "1"}
-MXNET_ALWAYS = {"PS_HEARTBEAT_TIMEOUT": "0"}
+MXNET_DEFAULTS = {"PS_HEARTBEAT_TIMEOUT": "0"}  # its default; Echelon's jobs set the variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,32 +63,39 @@ def gloo(plan: Plan) -> Contender:
     return ProcessContender("gloo", specs, plan.work_dir)
 
 
+def echelon_copy(plan: Plan) -> Contender:
+    """Echelon's plain API: the caller's own tensors, copied in and out within the step."""
+    worker = [sys.executable, "-m", "echelon.bench.worker_pushpull", "--copy"]
+    argv = [*worker, "--shapes", str(plan.shapes_file), "--kv-store", plan.kv_store]
+    return ProcessContender("echelon_copy", _job_specs(_job(plan), argv), plan.work_dir)
+
+
 def mxnet(plan: Plan) -> Contender:
-    """MXNet's scheduler, servers and workers under its own Python: push everything, then pull everything."""
-    return _mxnet("mxnet", plan)
+    """MXNet as its own launcher starts it and its own examples drive it: push everything, then pull everything."""
+    return _mxnet("mxnet", plan, MXNET_DEFAULTS)
 
 
-def mxnet_pushpull(plan: Plan) -> Contender:
-    """The same through `kv.pushpull`, as MXNet's Module does since 1.7: 0.75–0.95 of `mxnet` (sync), 1.05 (async)."""
-    return _mxnet("mxnet_pushpull", plan, "--one-call")
+def mxnet_tuned(plan: Plan) -> Contender:
+    """MXNet at its best here: the settings above, and one call a key under dist_sync."""
+    env = MXNET_DEFAULTS | (MXNET_OVER_TCP if plan.transport == "tcp" else MXNET_OVER_UNIX_SOCKETS)
+    return _mxnet("mxnet_tuned", plan, env, *(["--one-call"] if plan.kv_store == "dist_sync" else []))
 
 
-def _mxnet(name: str, plan: Plan, *options: str) -> Contender:
+def _mxnet(name: str, plan: Plan, env: Mapping[str, str], *options: str) -> Contender:
     if plan.kv_store not in MXNET_STORES:
         raise UsageError(f"MXNet has no {plan.kv_store!r}; compare with it under {' or '.join(MXNET_STORES)}")
     script = Path(__file__).with_name("peer_mxnet.py")
     # -I: the script's own folder must not shadow the standard library in there.
     argv = [str(mxnet_python()), "-I", str(script), "--shapes", str(plan.shapes_file), "--kv-store", plan.kv_store]
-    # Like meets like: where Echelon is held to TCP, so is MXNet; otherwise it has the best way there is on one machine.
-    env = MXNET_ALWAYS | (MXNET_OVER_TCP if plan.transport == "tcp" else MXNET_OVER_UNIX_SOCKETS)
     return ProcessContender(name, _job_specs(_job(plan), [*argv, *options], env), plan.work_dir)
 
 
 MAKERS: dict[str, Callable[[Plan], Contender]] = {
     "echelon": echelon,
+    "echelon_copy": echelon_copy,
     "gloo": gloo,
     "mxnet": mxnet,
-    "mxnet_pushpull": mxnet_pushpull,
+    "mxnet_tuned": mxnet_tuned,
 }
 
 

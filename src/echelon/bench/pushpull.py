@@ -19,7 +19,7 @@ from echelon.errors import UsageError
 if TYPE_CHECKING:
     from echelon.bench.harness import Contender
 
-PEERS = ("gloo", "mxnet", "mxnet_pushpull")
+PEERS = ("gloo", "mxnet", "mxnet_tuned", "echelon_copy")
 TRANSPORTS = ("auto", "shm", "tcp")
 SETTINGS = ("model", "num_workers", "num_servers", "kv_store", "transport", "rounds", "steps", "warmup")
 

@@ -130,34 +130,36 @@ class Store:
         )
         shares = [part.weight for part in update.parts]
         for weight, gradients, state, copies in chunks:
-            total = self._sum(gradients, shares, weight.dtype)
+            total, scale = self._sum(gradients, shares, weight.dtype)
+            if scale != 1 and not (kernel and kernel.scales_gradient):
+                total, scale = total.mul_(scale), 1.0
             if kernel is None:
                 weight.copy_(total)
             else:
-                kernel.update(weight, total, state, update.step, update.lr, update.gamma)
+                kernel.update(weight, total, state, update.step, update.lr, update.gamma, scale)
             for copy in copies:
                 copy.copy_(weight)
 
-    def _sum(self, gradients: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """The weighted sum in rank order. One gradient of weight 1 is used where it lies."""
-        first = gradients[0]
-        if len(gradients) == 1 and shares[0] == 1 and first.dtype == dtype:
-            return first
+    def _sum(self, gradients: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, float]:
+        """The weighted sum in rank order and a scale still to be applied. One of weight 1 is used where it lies."""
+        first, share = gradients[0], shares[0]
+        if len(gradients) == 1 and share == 1 and first.dtype == dtype:
+            return first, 1.0
         total = self._room(first.shape[0], dtype)
-        if shares.count(shares[0]) == len(shares):
-            if len(gradients) > 1 and first.dtype == dtype:
-                torch.add(first, gradients[1], out=total)
-                rest = gradients[2:]
-            else:
-                total.copy_(first)
-                rest = gradients[1:]
-            for gradient in rest:
-                total.add_(gradient)
-            return total if shares[0] == 1 else total.mul_(shares[0])
-        total.copy_(first).mul_(shares[0])
-        for gradient, share in zip(gradients[1:], shares[1:], strict=True):
-            total.add_(gradient, alpha=share)
-        return total
+        if any(other != share for other in shares):
+            total.copy_(first).mul_(share)
+            for gradient, other in zip(gradients[1:], shares[1:], strict=True):
+                total.add_(gradient, alpha=other)
+            return total, 1.0
+        rest = gradients[1:]
+        if rest and first.dtype == dtype:
+            torch.add(first, rest[0], out=total)
+            rest = rest[1:]
+        else:
+            total.copy_(first)
+        for gradient in rest:
+            total.add_(gradient)
+        return total, share
 
     def _copy(self, piece: Piece, outputs: Sequence[Window]) -> None:
         for chunk in range(piece.start, piece.stop, CHUNK):

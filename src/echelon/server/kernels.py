@@ -30,7 +30,8 @@ States = Sequence[Tensor]
 class Kernel:
     """One optimizer with one set of options."""
 
-    divides_gradient = False
+    divides_gradient = False  # by gamma, rather than the learning rate
+    scales_gradient = False  # takes a sum with its scale, and so saves a pass over it
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -40,8 +41,13 @@ class Kernel:
         """The first value of each state."""
         raise NotImplementedError
 
-    def update(self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int) -> None:
-        """Update a piece in place; `step` counts from 1. The gradient may be read in place: it must not change."""
+    def update(
+        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int, scale: float
+    ) -> None:
+        """Update a piece in place; `step` counts from 1. A gradient of scale 1 may be a worker's own: read only.
+
+        `scale` is 1 unless the kernel `scales_gradient`.
+        """
         raise NotImplementedError
 
 
@@ -49,9 +55,11 @@ class Sgd(Kernel):
     """torch.optim.SGD."""
 
     divides_gradient = True
+    scales_gradient = True
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
+        self._divisors: dict[float, Tensor | None] = {1.0: None}
         self._momentum = float(options["momentum"])
         self._weight_decay = float(options["weight_decay"])
         self._dampening = float(options["dampening"])
@@ -61,7 +69,11 @@ class Sgd(Kernel):
     def state_fills(self) -> tuple[float, ...]:
         return (0.0,) if self._momentum else ()
 
-    def update(self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int) -> None:
+    def update(
+        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int, scale: float
+    ) -> None:
+        if scale not in self._divisors:
+            self._divisors[scale] = torch.tensor(1 / scale)
         torch._fused_sgd_(
             [weights],
             [gradient],
@@ -73,6 +85,7 @@ class Sgd(Kernel):
             nesterov=self._nesterov,
             maximize=self._maximize,
             is_first_step=step == 1,
+            grad_scale=self._divisors[scale],
         )
 
 
@@ -84,7 +97,9 @@ class Adam(Kernel):
     def state_fills(self) -> tuple[float, ...]:
         return (0.0, 0.0, 0.0) if self.options["amsgrad"] else (0.0, 0.0)
 
-    def update(self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int) -> None:
+    def update(
+        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int, scale: float
+    ) -> None:
         options = self.options
         type(self)._function(
             [weights],
@@ -117,7 +132,9 @@ class Adagrad(Kernel):
     def state_fills(self) -> tuple[float, ...]:
         return (float(self.options["initial_accumulator_value"]),)
 
-    def update(self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int) -> None:
+    def update(
+        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int, scale: float
+    ) -> None:
         options = self.options
         adagrad(
             [weights],
@@ -140,7 +157,9 @@ class RMSprop(Kernel):
     def state_fills(self) -> tuple[float, ...]:
         return (0.0,) * (1 + bool(self.options["centered"]) + bool(self.options["momentum"]))
 
-    def update(self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int) -> None:
+    def update(
+        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int, scale: float
+    ) -> None:
         options = self.options
         rest = list(states[1:])
         averages = [rest.pop(0)] if options["centered"] else []
