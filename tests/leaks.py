@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from zmq.utils.garbage import gc as zmq_keeper
 
 SETTLE_S = 2.0
 MARK = "ECHELON_TEST_ID"
@@ -99,6 +100,7 @@ def nothing_left(what: str) -> Iterator[None]:
 def marked_session() -> Iterator[None]:
     """Marks everything this session starts, and looks once more at the end."""
     os.environ[MARK] = f"{os.getpid()}-{secrets.token_hex(4)}"
+    _start_zmq_keeper()
     with nothing_left("the session"):
         yield
     del os.environ[MARK]
@@ -109,6 +111,14 @@ def leaves_nothing(marked_session: None) -> Iterator[None]:
     """Around every test and its function-scoped fixtures."""
     with nothing_left("the test"):
         yield
+
+
+def _start_zmq_keeper() -> None:
+    """pyzmq's own thread and context: the first send without a copy would start them, once a process, in some test."""
+    zmq_keeper.start()
+    end = time.monotonic() + SETTLE_S
+    while len(list(_zmq_threads())) < 2 and time.monotonic() < end:  # a thread names itself a moment after its start
+        time.sleep(0.001)
 
 
 # --- looking
@@ -133,6 +143,12 @@ def marked_processes(name: str, value: str) -> list[int]:
     """Processes with a variable in their environment."""
     wanted = f"{name}={value}".encode()
     return sorted(pid for pid in all_pids() if wanted in _read(pid, "environ").split(b"\0"))
+
+
+def read_environment(pid: int) -> dict[str, str]:
+    """A process's variables as it was started with them."""
+    pairs = (entry.decode(errors="replace").partition("=") for entry in _read(pid, "environ").split(b"\0"))
+    return {name: value for name, _, value in pairs}
 
 
 def command_of(pid: int) -> str:
