@@ -32,11 +32,7 @@ def write_json(
     command: str | None = None,
 ) -> None:
     """Write one result file. `ratios` maps a name to a number; `ratio_spread` has the same over rounds."""
-    body = {
-        "command": command or command_line(),
-        "commit": commit(),
-        "machine": machine(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    body: dict[str, object] = {
         "settings": dict(settings),
         "cases": [asdict(case) for case in cases],
         "ratios": {ratio.name: ratio.value for ratio in ratios},
@@ -44,9 +40,21 @@ def write_json(
             ratio.name: {"low": ratio.low, "high": ratio.high, "rounds": ratio.rounds} for ratio in ratios
         },
     }
+    write_body(path, body, command)
+
+
+def write_body(path: Path, body: Mapping[str, object], command: str | None = None) -> None:
+    """Write a result of any shape, with command, commit, machine and date in front; whole or not at all."""
+    stamped = {
+        "command": command or command_line(),
+        "commit": commit(),
+        "machine": machine(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **body,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
+    unfinished.write_text(json.dumps(stamped, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(path)
 
 

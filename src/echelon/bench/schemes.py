@@ -1,0 +1,182 @@
+"""`echelon bench schemes`: time to an accuracy under the four schemes, for equal, slow and stalling workers.
+
+Steps are paced (as if an accelerator computed them), so two cores are enough for four workers. All schemes take the
+same learning rate *per sample*: ASP and SSP apply every worker's gradient by itself where BSP applies one mean of W, so
+they get lr / W; GSP's own weighting does that already. Cases and schemes alternate within a seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from echelon.environment import Job
+from echelon.errors import JobError
+from echelon.launch import local
+from echelon.observe.events import EventReader
+from echelon.report.summary import RunState
+from echelon.train.options import TrainOptions
+from echelon.train.pace import Pace
+
+WORKERS, SERVERS = 4, 2
+CASES = {
+    "equal": Pace(),
+    "one slow": Pace(slow={3: 3.0}),
+    "stalls": Pace(stall=(0.1, 5.0)),
+}
+GROUPS = {"equal": "0 1/2 3", "one slow": "0 1 2/3", "stalls": "0 1/2 3"}
+SCHEMES = ("dist_sync", "dist_async", "dist_ssync", "dist_gsync")
+STALENESS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run: seconds to the target, samples/s until then, and the curve."""
+
+    case: str
+    store: str
+    seed: int
+    seconds: float
+    samples_per_s: float
+    curve: list[tuple[float, float]]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `schemes` to the benchmarks."""
+    parser = subparsers.add_parser("schemes", help="time to an accuracy on digits under BSP, ASP, SSP and GSP")
+    parser.add_argument("--target", type=float, default=0.95, help="validation accuracy to reach")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--pace", type=float, default=0.05, help="seconds a step")
+    parser.add_argument("--lr", type=float, default=0.02, help="of BSP and GSP; ASP and SSP get lr / workers")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--limit-epochs", type=int, default=60, help="give up after this many")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves there (PNG)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run all, show the table, write the files."""
+    console = Console()
+    outcomes: list[Outcome] = []
+    total = len(CASES) * len(SCHEMES) * args.seeds
+    with console.status("") as status:
+        for outcome in _all(args):
+            outcomes.append(outcome)
+            shown = f"{outcome.case}, {outcome.store}, seed {outcome.seed}: {outcome.seconds:.2f} s"
+            status.update(f"{len(outcomes)}/{total}  last: {shown}")
+            console.print(shown, highlight=False)
+    facts = table_facts(outcomes)
+    console.print(_table(facts, args.target))
+    if args.json is not None:
+        from echelon.bench.results import write_body
+
+        settings = {name: value for name, value in vars(args).items() if isinstance(value, int | float)}
+        write_body(args.json, {"settings": settings, "table": facts, "runs": [asdict(o) for o in outcomes]})
+    if args.plot is not None:
+        draw(outcomes, args.target, args.plot)
+    return 0
+
+
+def _all(args: argparse.Namespace) -> Iterator[Outcome]:
+    for seed in range(args.seeds):
+        for case in CASES:
+            for store in SCHEMES:
+                yield measure(args, case, store, seed)
+
+
+def measure(args: argparse.Namespace, case: str, store: str, seed: int) -> Outcome:
+    """One job, from its workers' common beginning to the first validation at or above the target."""
+    alone = store in ("dist_async", "dist_ssync")
+    options = TrainOptions(
+        kv_store=store,
+        staleness=STALENESS if store == "dist_ssync" else None,
+        groups=GROUPS[case] if store == "dist_gsync" else None,
+        batch_size=args.batch_size,
+        num_epochs=args.limit_epochs,
+        lr=args.lr / WORKERS if alone else args.lr,
+        seed=seed,
+        eval_every=2,
+        target_accuracy=args.target,
+        pace=replace(CASES[case], seconds=args.pace, seed=seed),
+    )
+    with tempfile.TemporaryDirectory(prefix="echelon-schemes-") as folder:
+        job = Job(num_workers=WORKERS, num_servers=SERVERS, run_dir=folder)
+        command = [sys.executable, "-m", "echelon.train", msgspec.json.encode(options).decode()]
+        lines: list[str] = []
+        status = local.run(job, command, on_line=lambda name, text: lines.append(f"[{name}] {text}"))
+        if status:
+            raise JobError(f"{case}, {store}, seed {seed}: exit status {status}\n" + "\n".join(lines[-20:]))
+        state = RunState()
+        state.take(EventReader(Path(folder)).poll())
+    curve = [(event["seconds"], event["accuracy"]) for event in state.validations]
+    reached = next((seconds for seconds, accuracy in curve if accuracy >= args.target), float("inf"))
+    return Outcome(case, store, seed, reached, state.samples / max(state.seconds, 1e-9), curve)
+
+
+def table_facts(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """A row a case and scheme: medians over seeds, spread, and the speed-up over BSP seed by seed."""
+    rows = []
+    for case in CASES:
+        baseline = {o.seed: o.seconds for o in outcomes if o.case == case and o.store == "dist_sync"}
+        for store in SCHEMES:
+            chosen = [o for o in outcomes if o.case == case and o.store == store]
+            if not chosen:
+                continue
+            seconds = sorted(o.seconds for o in chosen)
+            speedups = [baseline[o.seed] / o.seconds for o in chosen if o.seed in baseline]
+            rows.append(
+                {
+                    "case": case,
+                    "store": store,
+                    "median_s": round(statistics.median(seconds), 3),
+                    "min_s": round(seconds[0], 3),
+                    "max_s": round(seconds[-1], 3),
+                    "samples_per_s": round(statistics.median(o.samples_per_s for o in chosen), 1),
+                    "speedup_over_bsp": round(statistics.median(speedups), 3) if speedups else None,
+                }
+            )
+    return rows
+
+
+def _table(rows: Sequence[dict[str, Any]], target: float) -> Table:
+    table = Table(title=f"seconds to {target:g} on digits, {WORKERS} paced workers", title_justify="left")
+    for heading in ("case", "store", "median s", "spread", "samples/s", "× BSP"):
+        table.add_column(heading, justify="left" if heading in ("case", "store") else "right")
+    for row in rows:
+        spread = f"{row['min_s']:.2f} – {row['max_s']:.2f}"
+        shown = f"{row['speedup_over_bsp']:.2f}" if row["speedup_over_bsp"] is not None else ""
+        table.add_row(row["case"], row["store"], f"{row['median_s']:.2f}", spread, f"{row['samples_per_s']:.0f}", shown)
+    return table
+
+
+def draw(outcomes: Sequence[Outcome], target: float, path: Path) -> None:
+    """Every run's accuracy over time, a panel a case."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    colours = dict(zip(SCHEMES, ("#2f6db3", "#c23b3b", "#d9822b", "#3a9a5b"), strict=True))
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, case in zip(figure.subplots(1, len(CASES), sharey=True), CASES, strict=True):
+        for store in SCHEMES:
+            for index, outcome in enumerate(o for o in outcomes if o.case == case and o.store == store):
+                label = store if index == 0 else None
+                axes.plot(*zip(*outcome.curve, strict=True), color=colours[store], alpha=0.6, linewidth=1, label=label)
+        axes.axhline(target, color="#888888", linewidth=0.8, linestyle="--")
+        axes.set(title=case, xlabel="seconds", ylim=(0, 1))
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("validation accuracy")
+    figure.axes[0].legend(fontsize=8, loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
