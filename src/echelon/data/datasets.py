@@ -94,7 +94,8 @@ def make_loader(
 ) -> Batches:
     """Return the fastest loader that gives what is asked for. Validation: `augment.for_validation()`, exact=True."""
     if isinstance(source, SyntheticSource):
-        return SyntheticLoader(source, sampling.batch_size, seed=sampling.seed, num_batches=sampling.num_batches)
+        size, count = sampling.batch_size, sampling.num_batches
+        return SyntheticLoader(source, size, seed=sampling.seed, num_batches=count, state=state)
     if isinstance(source, MemorySource) and output == "float32" and is_plain(augment, *source.images.shape[1:3]):
         return MemoryLoader(source, augment, sampling, state=state)
     return Loader(

@@ -1,15 +1,17 @@
 """Encoded bytes to uint8 pixels (height, width, channels): JPEG by libjpeg-turbo, everything else by Pillow.
 
-Decoding is most of the pipeline's time, so a JPEG is decoded no further than the crop needs (a photograph of 480x360 at
-quality 95, one core):
+Decoding is most of the pipeline's time, so a JPEG is decoded no further than the crop needs. In numbers, for 480x360 at
+quality 95 on one core, where a whole decode takes 0.64 ms and reading its Huffman codes alone 0.48:
 
-- at 1/2, 1/4 or 1/8 of its size, inside the DCT, when the crop will be shrunk by that much anyway (0.7 -> 0.6, 0.5 ms;
-  for a photograph of 4000x3000 it is 10 x);
-- with `fast`, only down to the crop's last row. The frame header's height is lowered to it and the decoder stops there:
-  a random 224 crop needs 83 % of the rows;
-- with `fast`, chroma is upsampled by repetition instead of interpolation: 10 % less time, 1.3 of 255 mean difference.
+- at 1/2, 1/4 or 1/8 of its size, inside the DCT, when the crop will be shrunk by that much anyway; the larger the
+  photograph, the more it saves;
+- with `fast`, only down to the crop's last row: the height in the frame header is lowered to it, and the decoder stops
+  there. A random 224 crop needs 83 % of the rows (0.54 ms);
+- with `fast`, chroma is upsampled by repetition instead of interpolation: 5 % less time for a mean difference of 1.3 of
+  255.
 
-The price of `fast`: damage below the crop's last row is not seen. Orientation tags are not applied.
+Wrong bits below the last row asked for are not seen; a file that breaks off always is. Bytes too many are no error, as
+for other decoders. Orientation tags are not applied.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ Pixels: TypeAlias = NDArray[np.uint8]
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _JPEG_COLOURS = {1: "GRAY", 3: "RGB"}
 _BASELINE = (0xC0, 0xC1)
+_TOO_MANY = "extraneous bytes before marker"
 _NO_LENGTH = (0x01, *range(0xD0, 0xDA))
 
 
@@ -65,25 +68,25 @@ class Decoder:
         rows = info.height
         if self._fast and info.frame is not None and num_rows is not None and num_rows < info.height:
             payload, rows = _lower(payload, info.frame, num_rows), num_rows
-        return self._decode_jpeg(payload, -(-rows // shrink), -(-info.width // shrink), rows < info.height)
+        return self._decode_jpeg(payload, -(-rows // shrink), -(-info.width // shrink))
 
-    def _decode_jpeg(self, payload: Bytes, height: int, width: int, lowered: bool) -> Pixels:
+    def _decode_jpeg(self, payload: Bytes, height: int, width: int) -> Pixels:
         num_bytes = height * width * self._channels
         if len(self._scratch) < num_bytes:
             self._scratch = np.empty(num_bytes, np.uint8)
         try:
-            pixels: Pixels = simplejpeg.decode_jpeg(
+            simplejpeg.decode_jpeg(
                 payload,
                 _JPEG_COLOURS[self._channels],
                 fastupsample=self._fast,
                 min_height=height,
                 min_width=width,
                 buffer=self._scratch,
-                strict=not lowered,  # The rows left out are "extraneous bytes" to the decoder.
             )
         except ValueError as error:
-            raise DataError(f"cannot decode the JPEG: {error}") from None
-        return pixels
+            if _TOO_MANY not in str(error):  # said once all pixels are there, of bytes after them or of lowered rows
+                raise DataError(f"cannot decode the JPEG: {error}") from None
+        return self._scratch[:num_bytes].reshape(height, width, self._channels)
 
     def _decode_other(self, payload: Bytes) -> Pixels:
         with _opened(payload) as image:

@@ -223,6 +223,9 @@ def _finish(pending: _Pending) -> tuple[Tensor, Tensor] | None:
         return None
     labels = [pending.labels[place] for place in good]
     images = pending.images if not pending.bad else pending.images[torch.tensor(good)]
+    widths = {np.size(label) for label in labels}
+    if len(widths) > 1:
+        raise DataError(f"images of one batch have different numbers of labels: {sorted(widths)}")
     if isinstance(labels[0], int):
         return images, torch.tensor(labels, dtype=torch.int64)
     return images, torch.from_numpy(np.stack(labels))

@@ -74,7 +74,8 @@ class RecordSource:
             header, image = unpack_record(payload)
         except DataError as error:
             raise RecordError(file.path, offset, record, str(error)) from None
-        return Sample(image, header.label if isinstance(header.label, float) else header.labels)
+        labels = header.labels
+        return Sample(image, float(labels[0]) if len(labels) == 1 else labels)
 
     def where(self, number: int) -> str:
         """See Source."""

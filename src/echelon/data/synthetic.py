@@ -32,14 +32,20 @@ class SyntheticLoader:
     """The same batch every step; in pinned memory where there is CUDA."""
 
     def __init__(
-        self, source: SyntheticSource, batch_size: int, *, seed: int = 0, num_batches: int | None = None
+        self,
+        source: SyntheticSource,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        num_batches: int | None = None,
+        state: State | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.images = torch.rand((batch_size, *source.shape), generator=generator).mul_(2).sub_(1)
         self.labels = torch.randint(source.num_classes, (batch_size,), generator=generator)
         if torch.cuda.is_available():
             self.images, self.labels = self.images.pin_memory(), self.labels.pin_memory()
-        self.state = State()
+        self.state = state or State()
         self._num_batches = num_batches or max(1, source.num_examples // batch_size)
 
     def __len__(self) -> int:

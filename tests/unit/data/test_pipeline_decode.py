@@ -108,3 +108,19 @@ def test_a_cut_off_image_is_an_error(kind: str) -> None:
     payload = payload[: len(payload) // 2]
     with pytest.raises(DataError, match=kind):
         Decoder().decode(payload, inspect(payload))
+
+
+@pytest.mark.parametrize("num_rows", [80, 300])
+def test_a_cut_off_image_is_seen_when_fast(num_rows: int) -> None:
+    payload = jpeg(picture(2, 320, 240))
+    cut = payload[: len(payload) // 2]
+    with pytest.raises(DataError, match="Premature end"):
+        Decoder(fast=True).decode(cut, inspect(cut), num_rows=num_rows)
+
+
+def test_bytes_too_many_are_no_error() -> None:
+    payload = jpeg(PICTURE)
+    padded = payload[:-2] + b"some more" + payload[-2:]
+    with pytest.raises(ValueError, match="extraneous"):
+        simplejpeg.decode_jpeg(padded)
+    assert np.array_equal(Decoder().decode(padded, inspect(padded)), simplejpeg.decode_jpeg(payload))

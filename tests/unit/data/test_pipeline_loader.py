@@ -20,6 +20,7 @@ from torch import Tensor
 from echelon.data.augment import AugmentConfig
 from echelon.data.order import Sampling, State
 from echelon.data.pipeline import Loader, measure_io
+from echelon.data.recordio import Header, IndexedWriter, pack
 from echelon.data.sharding import ByPart
 from echelon.data.sources import FolderSource, RecordSource
 from echelon.errors import DataError, UsageError
@@ -257,14 +258,26 @@ def test_several_files_are_one_source(tmp_path: Path) -> None:
         assert "b.rec: record 1 at" in source.where(4)
 
 
-def test_several_labels_are_rows(tmp_path: Path) -> None:
-    from echelon.data.recordio import Header, IndexedWriter, pack
+def labelled(path: Path, labels: list[list[float]]) -> RecordSource:
+    with IndexedWriter(path) as writer:
+        for number, label in enumerate(labels):
+            writer.write(number, pack(Header(label), jpeg(picture(number))))
+    return RecordSource(path)
 
-    with IndexedWriter(tmp_path / "many.rec") as writer:
-        for number in range(4):
-            writer.write(number, pack(Header([number, 0.5]), jpeg(picture(number))))
-    labels = take(RecordSource(tmp_path / "many.rec"), 1, sampling=Sampling(4, 4, shuffle=False))[0][1]
-    assert labels.tolist() == [[0, 0.5], [1, 0.5], [2, 0.5], [3, 0.5]]
+
+def test_several_labels_are_rows_and_a_list_of_one_is_one(tmp_path: Path) -> None:
+    all_at_once = Sampling(4, 4, shuffle=False)
+    pairs = labelled(tmp_path / "pairs.rec", [[number, 0.5] for number in range(4)])
+    assert take(pairs, 1, sampling=all_at_once)[0][1].tolist() == [[0, 0.5], [1, 0.5], [2, 0.5], [3, 0.5]]
+    ones = labelled(tmp_path / "ones.rec", [[number] for number in range(4)])
+    assert take(ones, 1, sampling=all_at_once)[0][1].tolist() == [0, 1, 2, 3]
+
+
+def test_labels_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"half\.rec: record \d at byte \d+: its label 0.5 is no class number"):
+        take(labelled(tmp_path / "half.rec", [[0.5]] * 4), 1)
+    with pytest.raises(DataError, match=r"different numbers of labels: \[1, 2\]"):
+        take(labelled(tmp_path / "mixed.rec", [[1, 2], [1]]), 1)
 
 
 def test_formats_may_be_mixed(tmp_path: Path) -> None:
