@@ -26,14 +26,15 @@ def anonymous(pid: int) -> int:
 
 def segments() -> int:
     """Bytes of memory that are really there in this process's memfds."""
-    total = 0
+    sizes: dict[int, int] = {}  # by inode: a mapping has a descriptor of its own
     for entry in Path("/proc/self/fd").iterdir():
         try:
             if "memfd:echelon" in str(entry.readlink()):
-                total += os.stat(entry).st_blocks * 512
+                status = os.stat(entry)
+                sizes[status.st_ino] = status.st_blocks * 512
         except OSError:
             continue
-    return total
+    return sum(sizes.values())
 
 
 def servers() -> dict[int, int]:

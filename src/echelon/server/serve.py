@@ -12,6 +12,7 @@ from echelon.cluster.messages import (
     SERVER,
     WORKER,
     Abort,
+    Ask,
     Configure,
     ControlMessage,
     Failed,
@@ -19,6 +20,7 @@ from echelon.cluster.messages import (
     Malformed,
     Response,
     Roster,
+    Status,
     View,
     decode_request,
     encode,
@@ -98,6 +100,8 @@ class _Server:
         worker = self._ranks.get(peer)
         if worker is not None and worker in self._view:
             self._shard.handle(worker, request, frames[1:])
+        elif isinstance(request, Ask):  # its Configure was lost: whatever it asks about never came
+            self._endpoint.send(peer, [encode(Status(request.id, request.about, False, ""))])
         else:
             refusal = Failed(request.id, f"server {self._rank}: this worker is not in the view; it is taken for dead")
             self._endpoint.send(peer, [encode(refusal)])
