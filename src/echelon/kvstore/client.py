@@ -159,7 +159,7 @@ class Client:
         late = [ticket for ticket in stall.tickets if ticket.response is None]
         if now - stall.asked >= ASK_AFTER_S:
             stall.asked = now
-            for ticket in {ticket.server: ticket for ticket in reversed(late)}.values():
+            for ticket in list(self._open.values()):  # what was lost may be a push that nobody waits for
                 self._endpoint.send(ticket.server, [encode(Ask(self.next_id(), ticket.id))])
         waited = now - stall.began
         text = "; ".join(self._status[server] for server in sorted({t.server for t in late}) if server in self._status)
