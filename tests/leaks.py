@@ -26,6 +26,7 @@ from zmq.utils.garbage import gc as zmq_keeper
 SETTLE_S = 2.0
 MARK = "ECHELON_TEST_ID"
 _OWN = {MARK, "PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
+_OWN |= {"TORCHINDUCTOR_CACHE_DIR"}  # torch sets it when it compiles
 _PROC = Path("/proc")
 _SHM = Path("/dev/shm")
 

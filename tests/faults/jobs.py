@@ -1,0 +1,193 @@
+"""Real jobs with faults: `echelon launch` around worker.py, with a plan that says who gets which signal when.
+
+A worker pushes, at clock c, a gradient that is 1 at [c, its rank] and 0 elsewhere, to a key on one server and to one
+that is cut over all; plain SGD at rate 1 subtracts it. The final weights are then a table of what was applied, how
+often: -1 once, 0 never, -2 twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from leaks import marked_processes, read_environment
+
+HERE = Path(__file__).parent
+MARK = "ECHELON_TEST_JOB"
+CLOCKS = 8
+BEFORE_PUSH, AFTER_PUSH, IN_PULL = "before push", "after push", "in pull"
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A signal to one process. A worker gives it to itself, worker 0 to servers and the scheduler."""
+
+    role: str
+    rank: int
+    clock: int
+    point: str = BEFORE_PUSH
+    signal: int = signal.SIGKILL
+
+    @property
+    def by(self) -> int:
+        """The worker that sends it."""
+        return self.rank if self.role == "worker" else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Worker `rank` does not push `clock` before worker `gone` is out of its view, or before the file `opened` is."""
+
+    rank: int
+    clock: int
+    gone: int | None = None
+    opened: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the workers do."""
+
+    store: str
+    num_workers: int
+    staleness: int | None = None
+    groups: list[list[int]] | None = None
+    clocks: int = CLOCKS
+    faults: list[Fault] = field(default_factory=list)
+    gates: list[Gate] = field(default_factory=list)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        data = json.loads(text)
+        faults = [Fault(**fault) for fault in data.pop("faults")]
+        return cls(**data | {"faults": faults, "gates": [Gate(**gate) for gate in data.pop("gates")]})
+
+    def applied(self, rank: int, clock: int) -> bool:
+        """Whether a worker lives long enough for its gradient of a clock to be applied."""
+        ends = [fault for fault in self.faults if (fault.role, fault.rank) == ("worker", rank)]
+        return all(clock < end.clock or (clock == end.clock and end.point != BEFORE_PUSH) for end in ends)
+
+    def table(self) -> list[list[float]]:
+        """What the final weights are under a scheme that weights nothing."""
+        return [[-float(self.applied(rank, c)) for rank in range(self.num_workers)] for c in range(self.clocks)]
+
+
+def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+    """Wait, with a deadline, until the condition holds; returns what it gave."""
+    end = time.monotonic() + timeout_s
+    while not (found := condition()):
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.01)
+    return found
+
+
+class Job:
+    """A launched job. As a context: whatever happens, it is over afterwards."""
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan | None = None,
+        *,
+        num_servers: int = 1,
+        num_workers: int | None = None,
+        command: Sequence[str] = (),
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.plan = plan
+        self.run = folder / "run"
+        self.run.mkdir(parents=True)
+        self._mark = secrets.token_hex(8)
+        workers = plan.num_workers if plan is not None else num_workers
+        program = command or [sys.executable, str(HERE / "worker.py"), json.dumps(asdict(plan))]  # type: ignore[call-overload]
+        arguments = ["launch", "-n", str(workers), "-s", str(num_servers), "--run-dir", str(self.run), *options]
+        path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._out, self._err = folder / "out", folder / "err"
+        self.began = time.monotonic()
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.launcher = subprocess.Popen(
+                [sys.executable, "-m", "echelon.cli.main", *arguments, *program],
+                cwd=folder,
+                stdout=out,
+                stderr=err,
+                env={**os.environ, "PYTHONPATH": path, MARK: self._mark, **(environment or {})},
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in [self.launcher.pid, *self.processes()]:
+            if pid != self.launcher.pid or self.launcher.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.launcher.wait()
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """The launcher's exit status; the moment it is gone, so is everything it started."""
+        status = self.launcher.wait(timeout_s)
+        assert self.processes() == [], "the launcher has left processes behind"
+        return 128 - status if status < 0 else status
+
+    def processes(self) -> list[int]:
+        """What is alive of the job."""
+        return marked_processes(MARK, self._mark)
+
+    def pid(self, role: str, rank: int) -> int:
+        """A process of this job."""
+        return pid_of(role, rank, self.processes())
+
+    @property
+    def out(self) -> str:
+        """The lines of the job's processes."""
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        """What the launcher itself said."""
+        return self._err.read_text()
+
+    def events(self, kind: str) -> list[Row]:
+        """The events of a kind."""
+        return [row for row in rows(self.run / "events.jsonl") if row["event"] == kind]
+
+    def fired(self) -> list[Row]:
+        """The faults that happened, each with the victim's pid and the time."""
+        return rows(self.run / "faults.jsonl")
+
+    def results(self) -> dict[int, Row]:
+        """What the workers that came to the end found, by rank."""
+        found = [json.loads(path.read_text()) for path in sorted(self.run.glob("result-*.json"))]
+        return {row["rank"]: row for row in found}
+
+    def at_clock(self, rank: int, clock: int) -> bool:
+        """Whether a worker has come to a clock."""
+        return (self.run / f"at-{rank}-{clock}").exists()
+
+
+def rows(path: Path) -> list[Row]:
+    """The whole lines of a file of JSON lines."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def pid_of(role: str, rank: int, among: Iterable[int]) -> int:
+    """The process with a role and a rank."""
+    for pid in among:
+        variables = read_environment(pid)
+        if (variables.get("DMLC_ROLE"), variables.get("ECHELON_RANK")) == (role, str(rank)):
+            return pid
+    raise AssertionError(f"there is no {role} {rank}")

@@ -1,0 +1,94 @@
+"""kill -9 of every role, addressed by role, rank and clock: who lives goes on or stops, and nothing is left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import AFTER_PUSH, BEFORE_PUSH, IN_PULL, Fault, Gate, Job, Plan, Row
+
+VIEW_WITHIN_S = 5.0
+STOP_WITHIN_S = 10.0
+
+DEATHS = [
+    Fault("worker", 3, 2, BEFORE_PUSH),
+    Fault("worker", 2, 4, AFTER_PUSH),
+    Fault("worker", 1, 6, IN_PULL),
+]
+# One after the other; and worker 0 holds back, so that the second dies before its push is answered and the third while
+# its pull is held.
+HOLD_BACK = [Gate(2, 4, gone=3), Gate(1, 6, gone=2), Gate(0, 4, gone=2), Gate(0, 6, gone=1)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "num_servers"),
+    [
+        pytest.param(Plan("dist_sync", 4), (), 2, id="sync-shm"),
+        pytest.param(Plan("dist_async", 4), ("--transport", "tcp"), 1, id="async-tcp"),
+        pytest.param(Plan("dist_ssync", 4, staleness=1), (), 1, id="ssync-shm"),
+        pytest.param(Plan("dist_gsync", 4, groups=[[0, 2], [1, 3]]), ("--transport", "tcp"), 1, id="gsync-tcp"),
+    ],
+)
+def test_killed_workers_leave_the_view_and_the_last_one_finishes(
+    tmp_path: Path, plan: Plan, options: tuple[str, ...], num_servers: int
+) -> None:
+    plan.faults.extend(DEATHS)
+    plan.gates.extend(HOLD_BACK)
+    with Job(tmp_path, plan, num_servers=num_servers, options=options) as job:
+        assert job.wait() == 137, job.out
+    deaths = job.fired()
+    assert [(row["rank"], row["clock"], row["point"]) for row in deaths] == [(f.rank, f.clock, f.point) for f in DEATHS]
+    told = [f"echelon: worker {row['rank']} (pid {row['pid']}) was killed by signal 9\n" for row in deaths]
+    assert job.err in told  # the first that the launcher saw: on a busy machine it sees two at once
+    views = job.events("view")
+    assert [view["workers"] for view in views] == [[0, 1, 2], [0, 1], [0], []]
+    for death, view in zip(deaths, views, strict=False):
+        reason = f"worker {death['rank']} (pid {death['pid']} on 127.0.0.1) died: "
+        assert view["reason"].startswith(reason)
+        assert 0 <= view["at"] - death["at"] < VIEW_WITHIN_S
+        told = f"[scheduler 0] view {view['number']}: {view['reason']}; {len(view['workers'])} workers go on\n"
+        assert told in job.out
+    assert {row["released"] for row in job.events("left")} > {"the change releases nothing"} or "async" in plan.store
+    (result,) = job.results().values()
+    assert (result["rank"], result["workers"], result["shared"]) == (0, [0], not options)
+    assert set(result["segments"]["server"]) <= set(result["segments"]["worker"]), "a dead worker's memory is kept"
+    assert bool(result["segments"]["server"]) == (not options)
+    check_applied_once(plan, result)
+
+
+def check_applied_once(plan: Plan, result: Row) -> None:
+    if plan.groups is None:
+        assert result["table"] == plan.table()
+        return
+    # An update of a group is divided by gamma, one more than the other group's updates since its last one.
+    gammas: list[list[int]] = []
+    for group in plan.groups:
+        gammas.append([])
+        for clock, row in enumerate(result["table"]):
+            there = [rank for rank in group if plan.applied(rank, clock)]
+            assert all(row[rank] == 0 for rank in group if rank not in there)
+            if there:
+                gamma = round(-1 / row[there[0]])
+                assert [row[rank] for rank in there] == pytest.approx([-1 / gamma] * len(there))
+                gammas[-1].append(gamma)
+    assert [len(of_group) for of_group in gammas] == [8, 7]
+    assert result["version"] == 15
+    assert sum(gammas[0]) - 8 == 7, "every update of the other group is counted once"
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_servers"),
+    [
+        pytest.param(Fault("server", 1, 2), 2, id="server"),
+        pytest.param(Fault("scheduler", 0, 2), 1, id="scheduler"),
+    ],
+)
+def test_the_job_stops_when_a_server_or_the_scheduler_is_killed(tmp_path: Path, fault: Fault, num_servers: int) -> None:
+    with Job(tmp_path, Plan("dist_sync", 2, faults=[fault]), num_servers=num_servers) as job:
+        status = job.wait()
+        ended = (tmp_path / "err").stat().st_mtime
+    (death,) = job.fired()
+    assert status == 137
+    assert f"echelon: {fault.role} {fault.rank} (pid {death['pid']}) was killed by signal 9\n" == job.err
+    assert 0 <= ended - death["at"] < STOP_WITHIN_S
+    assert job.results() == {}

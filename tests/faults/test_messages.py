@@ -1,0 +1,74 @@
+"""Messages lost, repeated and late, on every scheme: each gradient is applied once, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from faulty import LOSE, LOSE_ANSWER, REPEAT, REPEAT_ANSWER, REPEAT_LATE, FaultyTransport, MessageFault
+
+from echelon.kvstore import KVStore
+from echelon.launch import in_process
+from echelon.transport.in_process import InProcessTransport
+
+CLOCKS = 8
+WORKERS = 2
+SETUP = ("Configure", "Place", "Attach", "Init", "SetOptimizer")
+STORES = [
+    pytest.param("dist_sync", None, None, id="sync"),
+    pytest.param("dist_async", None, None, id="async"),
+    pytest.param("dist_ssync", 1, None, id="ssync"),
+    pytest.param("dist_gsync", None, [[0, 1]], id="gsync"),
+]
+
+
+def program(kv: KVStore) -> list[list[float]]:
+    """A table of what was applied how often, as in jobs.py."""
+    weights = [torch.zeros(CLOCKS, WORKERS), torch.zeros(CLOCKS, WORKERS, 2048)]
+    kv.init(["narrow", "wide"], weights)
+    kv.set_optimizer("sgd", lr=1.0)
+    for clock in range(CLOCKS):
+        gradients = [torch.zeros_like(weight) for weight in weights]
+        for gradient in gradients:
+            gradient[clock, kv.rank] = 1
+        if clock % 2:
+            kv.pushpull(["narrow", "wide"], gradients, out=weights)
+        else:
+            kv.push(["narrow", "wide"], gradients)
+            kv.pull(["narrow", "wide"], weights)
+    kv.retire()
+    kv.barrier()
+    kv.pull(["narrow", "wide"], weights)
+    assert bool((weights[1] == weights[0].unsqueeze(2)).all())
+    table: list[list[float]] = weights[0].tolist()
+    return table
+
+
+def faults(action: str) -> list[MessageFault]:
+    """One of every kind of request, on one worker or the other."""
+    setup = [MessageFault(0, kind, action) for kind in SETUP]
+    steps = [
+        MessageFault(0, "Push", action, 2),
+        MessageFault(1, "Push", action, 3),  # of a pushpull
+        MessageFault(0, "Pull", action, 4),
+        MessageFault(1, "Pull", action, 6),
+        MessageFault(1, "Push", action, 7),
+    ]
+    return [*setup, *steps, MessageFault(1, "Retire", action)]
+
+
+@pytest.mark.parametrize("framed", [pytest.param(False, id="shared"), pytest.param(True, id="framed")])
+@pytest.mark.parametrize(("store", "staleness", "groups"), STORES)
+def test_every_gradient_is_applied_once(
+    store: str, staleness: int | None, groups: list[list[int]] | None, framed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("echelon.kvstore.client.ASK_AFTER_S", 0.05)
+    for action in (LOSE, LOSE_ANSWER, REPEAT, REPEAT_ANSWER, REPEAT_LATE):
+        wanted = faults(action)
+        transport = FaultyTransport(InProcessTransport(), wanted, framed=framed)
+        tables = in_process.run(
+            program, store, num_workers=WORKERS, staleness=staleness, groups=groups, transport=transport
+        )
+        assert Counter(transport.fired) == Counter(wanted), f"{action}: every fault fired"
+        assert tables == [[[-1.0] * WORKERS] * CLOCKS] * WORKERS, action
