@@ -13,7 +13,7 @@ pulling these very tensors copies nothing; any other tensor is copied in and out
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -96,6 +96,7 @@ class KVStore:
         self._pushing: dict[int, list[Ticket]] = {}
         self._routes: dict[tuple[int, ...], list[_Route]] = {}
         self._closed = False
+        self.on_closed: Callable[[], None] = lambda: None
         self.optimizer_spec: OptimizerSpec | None = None
         listed = [sorted(group) for group in groups] if groups else None
         self._to_all(lambda i: Configure(i, session.rank, scheme, staleness, listed))
@@ -106,6 +107,11 @@ class KVStore:
     def rank(self) -> int:
         """This worker's number."""
         return self._session.rank
+
+    @property
+    def host(self) -> str:
+        """The address this worker is known by, as groups files name it."""
+        return self._session.hosts[self.rank]
 
     @property
     def num_workers(self) -> int:
@@ -171,7 +177,7 @@ class KVStore:
     def pushpull(self, key: Keys, value: Values, out: Values | None = None, priority: int = 0) -> None:
         """Push and pull in one message; without `out`, the weights replace the pushed values."""
         slots, values = self._checked(key, value)
-        outs = as_values(key, value if out is None else out)
+        _, outs = self._targets(key, value if out is None else out)
         tickets: list[Ticket] = []
         for clock, indices in self._by_clock(slots):
             tickets += self._send_push([slots[i] for i in indices], [values[i] for i in indices], clock, pull=True)
@@ -221,6 +227,7 @@ class KVStore:
                 self._session.leave("it finished")
                 self._client.close()
                 self.events.close()
+                self.on_closed()
 
     def __enter__(self) -> Self:
         return self

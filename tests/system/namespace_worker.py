@@ -1,0 +1,14 @@
+"""Run in every role by test_namespaces: pushes rank + 1 and says what came back."""
+
+import sys
+
+import torch
+
+from echelon import kvstore
+
+kv = kvstore.create(sys.argv[1])
+kv.init("x", torch.zeros(100_000))
+out = torch.zeros(100_000)
+kv.pushpull("x", torch.full((100_000,), kv.rank + 1.0), out)
+print(f"worker {kv.rank} on {kv.host}: sum {out.mean().item()} shared {kv.memory_is_shared}", flush=True)
+kv.close()
