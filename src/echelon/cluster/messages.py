@@ -277,6 +277,8 @@ _control: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(Cont
 _request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _response: msgspec.msgpack.Decoder[Response] = msgspec.msgpack.Decoder(Response)
 
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)  # msgspec lets the second through as it is
+
 
 class Malformed(JobError):
     """Bytes that are no message: refused and counted, never acted on."""
@@ -291,7 +293,7 @@ def decode_control(data: bytes | memoryview) -> ControlMessage:
     """A control message, or Malformed."""
     try:
         return _control.decode(data)
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise Malformed(f"not a control message ({error})") from error
 
 
@@ -299,7 +301,7 @@ def decode_request(data: bytes | memoryview) -> Request:
     """A worker's request, or Malformed."""
     try:
         return _request.decode(data)
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise Malformed(f"not a request ({error})") from error
 
 
@@ -307,5 +309,5 @@ def decode_response(data: bytes | memoryview) -> Response:
     """A server's answer, or Malformed."""
     try:
         return _response.decode(data)
-    except msgspec.DecodeError as error:
+    except _UNREADABLE as error:
         raise Malformed(f"not an answer ({error})") from error
