@@ -103,9 +103,11 @@ class Layout:
 
     def place(self, specs: Sequence[KeySpec]) -> list[Slot]:
         """Give every spec a slot; a name placed before keeps its slot if it is the same, and is refused if not."""
+        fresh: dict[str | int, KeySpec] = {}
         for spec in specs:
             self._check(spec)
-        fresh = {spec.name: spec for spec in specs if spec.name not in self._by_name}
+            if spec.name not in self._by_name and fresh.setdefault(spec.name, spec) != spec:
+                raise UsageError(f"key {spec.name!r} is both {fresh[spec.name]} and {spec} in one call")
         for dtype in dict.fromkeys(spec.dtype for spec in fresh.values()):
             self._place_run([spec for spec in fresh.values() if spec.dtype == dtype])
         return [self.slots[self._by_name[spec.name]] for spec in specs]
