@@ -1,0 +1,226 @@
+"""Messages come back as they were written, over any chunking; anything else is Malformed and nothing worse."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from echelon.cluster.messages import (
+    Abort,
+    ControlMessage,
+    Halt,
+    Leave,
+    Malformed,
+    Member,
+    OptimizerSpec,
+    Request,
+    Response,
+    decode_control,
+    decode_request,
+    decode_response,
+    encode,
+)
+from echelon.cluster.placement import KeySpec, Segment, Slot
+from echelon.transport.control import MAX_FRAME, FrameReader, frame
+
+Decode = Callable[[bytes], Any]
+
+INTS = st.integers(-(2**63), 2**64 - 1)
+FLOATS = st.floats(allow_nan=False)
+TEXT = st.text("ab/ \0\né漢🂡", max_size=12)
+FEW: dict[str, Any] = {"max_size": 4}
+OPTIONS = st.dictionaries(TEXT, st.one_of(FLOATS, INTS, st.booleans(), st.lists(FLOATS, **FEW), st.none()), **FEW)
+
+
+@cache
+def strategy(kind: Any) -> st.SearchStrategy[Any]:
+    """Any value that a field of this type may have."""
+    basic: dict[Any, st.SearchStrategy[Any]] = {
+        int: INTS,
+        float: FLOATS,
+        str: TEXT,
+        bool: st.booleans(),
+        type(None): st.none(),
+        OptimizerSpec: st.builds(OptimizerSpec, TEXT, st.lists(OPTIONS, **FEW), st.dictionaries(TEXT, INTS, **FEW)),
+    }
+    if kind in basic:
+        return basic[kind]
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return st.builds(kind, *(strategy(field.type) for field in msgspec.structs.fields(kind)))
+    origin, arguments = getattr(kind, "__origin__", None), get_args(kind)
+    if origin is list:
+        return st.lists(strategy(arguments[0]), **FEW)
+    if origin is dict:
+        return st.dictionaries(*map(strategy, arguments), **FEW)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return st.lists(strategy(arguments[0]), **FEW).map(tuple)
+    if origin is tuple:
+        return st.tuples(*map(strategy, arguments))
+    return st.one_of(*map(strategy, arguments))  # a union
+
+
+FAMILIES: list[tuple[Any, Decode]] = [
+    (ControlMessage, decode_control),
+    (Request, decode_request),
+    (Response, decode_response),
+]
+KINDS = [pytest.param(kind, decode, id=kind.__name__) for family, decode in FAMILIES for kind in get_args(family)]
+DECODERS = pytest.mark.parametrize("decode", [decode for _, decode in FAMILIES])
+CONTROL = st.one_of(*map(strategy, get_args(ControlMessage)))
+ANY_MESSAGE = st.one_of(*(strategy(kind) for family, _ in FAMILIES for kind in get_args(family)))
+
+
+@pytest.mark.parametrize(("kind", "decode"), KINDS)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_every_kind_comes_back(kind: type, decode: Decode, data: st.DataObject) -> None:
+    message = data.draw(strategy(kind))
+    written = encode(message)
+    assert decode(written) == message
+    assert type(decode(written)) is kind
+    assert decode(memoryview(written)) == message  # as a transport hands it over
+
+
+def test_every_kind_has_a_tag_of_its_own() -> None:
+    tags = [kind.__struct_config__.tag for family, _ in FAMILIES for kind in get_args(family)]
+    assert len(set(tags)) == len(tags)
+
+
+def only_malformed(decode: Decode, data: bytes) -> None:
+    """Decoding gives a message or Malformed."""
+    try:
+        decode(data)
+    except Malformed:
+        pass
+
+
+@DECODERS
+@given(data=st.binary(max_size=60))
+@example(data=b"")
+@example(data=b"\x91" * 20_000)
+@example(data=b"\x92\xa5Leave\xa3\xff\xfe\xfd")  # text that is not UTF-8
+@example(data=b"\x91\xa5\xffeave")
+@example(data=b"\x92\xa6Roster\xdd\xff\xff\xff\xff")  # four billion members announced
+@example(data=b"\x94\xa9PutStates\x01\xdf\xff\xff\xff\xff")
+def test_any_bytes_are_a_message_or_malformed(decode: Decode, data: bytes) -> None:
+    only_malformed(decode, data)
+
+
+@DECODERS
+@given(message=ANY_MESSAGE, data=st.data())
+def test_a_damaged_message_is_a_message_or_malformed(decode: Decode, message: Any, data: st.DataObject) -> None:
+    written = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 3))):
+        written[data.draw(st.integers(0, len(written) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(written)))
+    only_malformed(decode, bytes(written))
+    only_malformed(decode, bytes(written[:cut]))
+
+
+@pytest.mark.parametrize(
+    ("decode", "strange"), [(decode_control, Request), (decode_request, Response), (decode_response, ControlMessage)]
+)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_a_message_of_another_family_is_malformed(decode: Decode, strange: Any, data: st.DataObject) -> None:
+    message = data.draw(st.one_of(*map(strategy, get_args(strange))))
+    with pytest.raises(Malformed):
+        decode(encode(message))
+
+
+@DECODERS
+@given(data=st.binary(min_size=1, max_size=8))
+def test_bytes_behind_a_message_are_malformed(decode: Decode, data: bytes) -> None:
+    family = next(family for family, known in FAMILIES if known is decode)
+    kind = next(kind for kind in get_args(family) if kind.__name__ in ("Heartbeat", "Retire", "Placed"))
+    empty = {"Heartbeat": (), "Retire": (1,), "Placed": (1, [], [])}[kind.__name__]
+    with pytest.raises(Malformed):
+        decode(encode(kind(*empty)) + data)
+
+
+# --- frames
+
+
+def chunks(data: bytes, cuts: list[int]) -> list[bytes]:
+    borders = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    return [data[a:b] for a, b in pairwise(borders)]
+
+
+@given(st.lists(CONTROL, max_size=6), st.lists(st.integers(0, 10**6), max_size=20))
+def test_frames_come_back_over_any_chunking(messages: list[Any], cuts: list[int]) -> None:
+    reader = FrameReader()
+    stream = b"".join(map(frame, messages))
+    assert [message for chunk in chunks(stream, cuts) for message in reader.feed(chunk)] == messages
+
+
+@settings(max_examples=20)
+@given(st.lists(CONTROL, max_size=4))
+def test_frames_come_back_byte_by_byte(messages: list[Any]) -> None:
+    reader = FrameReader()
+    stream = b"".join(map(frame, messages))
+    assert [message for byte in stream for message in reader.feed(bytes([byte]))] == messages
+
+
+@given(CONTROL, CONTROL)
+def test_a_message_is_given_as_soon_as_its_last_byte_is_there(first: Any, second: Any) -> None:
+    reader = FrameReader()
+    stream = frame(first) + frame(second)
+    assert list(reader.feed(stream[:-1])) == [first]
+    assert list(reader.feed(stream[-1:])) == [second]
+
+
+@given(st.lists(CONTROL, max_size=3), st.binary(min_size=1, max_size=20), st.lists(st.integers(0, 10**6), max_size=5))
+def test_a_bad_frame_comes_after_the_good_ones(messages: list[Any], garbage: bytes, cuts: list[int]) -> None:
+    bad = b"\xc1" + garbage  # a byte that no MessagePack has
+    stream = b"".join(map(frame, messages)) + struct.pack("!I", len(bad)) + bad
+    reader, seen = FrameReader(), []
+
+    def read() -> None:
+        for chunk in chunks(stream, cuts):
+            seen.extend(reader.feed(chunk))
+
+    with pytest.raises(Malformed):
+        read()
+    assert seen == messages or seen == messages[: len(seen)]
+
+
+@given(st.integers(MAX_FRAME + 1, 2**32 - 1))
+def test_a_frame_too_long_is_refused_before_it_is_read(length: int) -> None:
+    with pytest.raises(Malformed, match=f"{length} bytes; at most {MAX_FRAME}"):
+        list(FrameReader().feed(struct.pack("!I", length)))
+
+
+def test_the_longest_frame_is_read() -> None:
+    body = len(encode(Leave("x" * 70_000))) - 70_000
+    message = Leave("x" * (MAX_FRAME - body))
+    written = frame(message)
+    assert len(written) == MAX_FRAME + 4
+    assert list(FrameReader().feed(written)) == [message]
+
+
+# --- what people read
+
+
+def test_a_member_reads_as_role_rank_and_process() -> None:
+    assert str(Member("worker", 3, "10.0.0.7", 4711, "tcp://10.0.0.7:9")) == "worker 3 (pid 4711 on 10.0.0.7)"
+
+
+@pytest.mark.parametrize("message", [Halt("target"), Abort("server 0 died")])
+def test_messages_are_values(message: Any) -> None:
+    assert message == decode_control(encode(message))
+    with pytest.raises(AttributeError):
+        message.reason = "another"
+
+
+def test_placement_travels_in_messages() -> None:
+    slot = Slot(3, KeySpec(7, (2, 3), "float16"), 0, 64, 6, 64)
+    written = msgspec.msgpack.encode([slot, Segment(0, "float16", 4096, 4096)])
+    assert msgspec.msgpack.decode(written, type=tuple[Slot, Segment]) == (slot, Segment(0, "float16", 4096, 4096))
