@@ -52,7 +52,9 @@ class Membership:
         return self._members.get(connection)
 
     def register(self, connection: int, request: Register) -> list[Send]:
-        """A process reports for duty."""
+        """A process reports for duty; if it does so again, it hears the same again."""
+        if (known := self._members.get(connection)) is not None:
+            return [Send(connection, Registered(known.rank))]
         refusal = self._refusal(request)
         if refusal is not None:
             return [Send(connection, Refused(refusal))]
@@ -64,7 +66,7 @@ class Membership:
         if len(self._members) == sum(self._wanted.values()):
             self.running, self.view = True, 1
             roster = Roster(sorted(self._members.values(), key=lambda m: (m.role, m.rank)))
-            sends += self._to_all(roster)
+            sends += self._to_all(roster) + self._barrier_done()
         return sends + self._finish_if_nobody_comes()
 
     def gone(self, message: Gone) -> list[Send]:
@@ -79,7 +81,10 @@ class Membership:
 
     def barrier(self, connection: int, sequence: int) -> list[Send]:
         """A worker has reached a barrier."""
-        self._barriers[self._members[connection].rank] = sequence
+        member = self._members.get(connection)
+        if member is None or member.role != WORKER:
+            return []
+        self._barriers[member.rank] = sequence
         return self._barrier_done()
 
     def halt(self, request: Halt) -> list[Send]:
@@ -88,22 +93,11 @@ class Membership:
 
     def leave(self, connection: int, reason: str) -> list[Send]:
         """A process goes in order."""
-        member = self._members.pop(connection, None)
-        if member is None or self.over:
-            return []
-        if member.role == WORKER:
-            return self._without_worker(f"{member} left: {reason}")
-        return []
+        return self._without(connection, "left", reason)
 
     def lost(self, connection: int, why: str) -> list[Send]:
         """A process is gone without a word."""
-        member = self._members.pop(connection, None)
-        if member is None or self.over:
-            return []
-        if member.role == SERVER or not self.running:
-            before = "" if self.running else " before the job began"
-            return self._abort(f"{member} died{before}: {why}")
-        return self._without_worker(f"{member} died: {why}")
+        return self._without(connection, "died", why)
 
     def waiting_for(self) -> str:
         """Who has not registered yet, for the stall report."""
@@ -132,6 +126,15 @@ class Membership:
                 return f"{request.role} rank {request.rank} is taken by {taken}"
         return None
 
+    def _without(self, connection: int, how: str, why: str) -> list[Send]:
+        member = self._members.pop(connection, None)
+        if member is None or self.over:
+            return []
+        if member.role == SERVER or not self.running:
+            before = "" if self.running else " before the job began"
+            return self._abort(f"{member} {how}{before}: {why}")
+        return self._without_worker(f"{member} {how}: {why}")
+
     def _without_worker(self, reason: str) -> list[Send]:
         workers = sorted(m.rank for m in self._members.values() if m.role == WORKER)
         self.view += 1
@@ -151,7 +154,8 @@ class Membership:
     def _barrier_done(self) -> list[Send]:
         workers = {c: m.rank for c, m in self._members.items() if m.role == WORKER}
         sends: list[Send] = []
-        while workers and all(self._barriers.get(rank, 0) > self._barriers_done for rank in workers.values()):
+        reached = self._barriers
+        while self.running and workers and all(reached.get(r, 0) > self._barriers_done for r in workers.values()):
             self._barriers_done += 1
             sends += [Send(connection, BarrierDone(self._barriers_done)) for connection in workers]
         return sends
