@@ -53,7 +53,7 @@ def parse_groups(text: str, hosts: Mapping[int, str], source: str = "groups") ->
 def _ranks(
     member: str, hosts: Mapping[int, str], free: dict[str, list[int]], mentions: Mapping[str, int], where: str
 ) -> list[int]:
-    if member.isdigit():
+    if member.isdecimal():
         if int(member) not in hosts:
             raise UsageError(f"{where}: there is no worker {member}; ranks go from 0 to {len(hosts) - 1}")
         return [int(member)]
@@ -97,11 +97,12 @@ def _share(line: str, where: str) -> tuple[float, float]:
 def check_shares(shares: Sequence[tuple[float, float]], names: Sequence[str]) -> None:
     """Disjoint and covering [0, 1], or an error that names the first line that is not."""
     at = 0.0
-    for index in sorted(range(len(shares)), key=lambda i: shares[i]):
+    order = sorted(range(len(shares)), key=lambda i: shares[i])
+    for index in order:
         start, end = shares[index]
         if abs(start - at) > _TOLERANCE:
             fault = "overlaps what ends" if start < at else "leaves a gap to what ends"
             raise UsageError(f"{names[index]}: the share from {start:g} to {end:g} {fault} at {at:g}")
         at = end
     if abs(at - 1) > _TOLERANCE:
-        raise UsageError(f"{names[-1]}: the shares end at {at:g}; together they must cover the data up to 1")
+        raise UsageError(f"{names[order[-1]]}: the shares end at {at:g}; together they must cover the data up to 1")
