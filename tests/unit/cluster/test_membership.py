@@ -1,0 +1,346 @@
+"""The scheduler's decisions: who is in, who goes, what everybody is told. Connections are 100, 101, … here."""
+
+from __future__ import annotations
+
+import pytest
+
+from echelon.cluster.membership import Membership, Send
+from echelon.cluster.messages import (
+    Abort,
+    BarrierDone,
+    ControlMessage,
+    Finish,
+    Gone,
+    Halt,
+    Member,
+    Refused,
+    Register,
+    Registered,
+    Roster,
+    View,
+)
+
+SERVERS_AT = 200
+
+
+def worker(rank: int | None = None, pid: int = 1) -> Register:
+    return Register("worker", rank, "host", pid, "")
+
+
+def server(rank: int | None = None, pid: int = 2) -> Register:
+    return Register("server", rank, "host", pid, "tcp://host:1")
+
+
+def gathered(workers: int, servers: int) -> Membership:
+    """A running job: worker r on connection 100 + r, server r on 200 + r."""
+    membership = Membership(workers, servers)
+    for rank in range(servers):
+        membership.register(SERVERS_AT + rank, server(rank))
+    for rank in range(workers):
+        membership.register(100 + rank, worker(rank))
+    assert membership.running
+    return membership
+
+
+def told(sends: list[Send], kind: type[ControlMessage]) -> dict[int, ControlMessage]:
+    """Who is told a message of this kind, and which."""
+    return {send.to: send.message for send in sends if isinstance(send.message, kind)}
+
+
+# --- registration
+
+
+def test_ranks_by_order_of_arrival() -> None:
+    membership = Membership(2, 1)
+    assert membership.register(7, worker()) == [Send(7, Registered(0))]
+    assert membership.register(5, server()) == [Send(5, Registered(0))]
+    assert not membership.running
+    last = membership.register(6, worker())
+    assert last[0] == Send(6, Registered(1))
+    assert membership.running
+
+
+def test_ranks_by_the_launcher_in_any_order() -> None:
+    membership = Membership(3, 0)
+    ranks = [membership.register(connection, worker(rank))[0].message for connection, rank in ((1, 2), (2, 0), (3, 1))]
+    assert ranks == [Registered(2), Registered(0), Registered(1)]
+
+
+def test_whoever_has_no_rank_gets_one_that_is_free() -> None:
+    membership = Membership(3, 0)
+    membership.register(1, worker(0))
+    membership.register(2, worker(2))
+    assert membership.register(3, worker())[0] == Send(3, Registered(1))
+
+
+def test_the_roster_goes_to_all_when_the_last_one_is_there() -> None:
+    membership = Membership(2, 1)
+    membership.register(1, worker(1, pid=11))
+    membership.register(2, server(0, pid=12))
+    sends = membership.register(3, worker(0, pid=13))
+    roster = Roster(
+        [
+            Member("server", 0, "host", 12, "tcp://host:1"),
+            Member("worker", 0, "host", 13, ""),
+            Member("worker", 1, "host", 11, ""),
+        ]
+    )
+    assert sends == [Send(3, Registered(0)), Send(1, roster), Send(2, roster), Send(3, roster)]
+    assert (membership.running, membership.view) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (worker(0), "worker rank 0 is taken by worker 0 (pid 1 on host)"),
+        (worker(2), "worker rank 2 is out of range; the job has 2 workers"),
+        (worker(-1), "worker rank -1 is out of range; the job has 2 workers"),
+        (server(), "all 1 servers are here already"),
+        (server(0), "all 1 servers are here already"),
+        (Register("scheduler", None, "host", 1, ""), "a scheduler cannot register; only workers and servers can"),
+    ],
+)
+def test_refusals_say_why_and_change_nothing(request_: Register, reason: str) -> None:
+    membership = Membership(2, 1)
+    membership.register(1, worker(0))
+    membership.register(2, server(0))
+    assert membership.register(3, request_) == [Send(3, Refused(reason))]
+    assert membership.member(3) is None
+    assert membership.waiting_for() == "worker 1"
+    assert membership.lost(3, "closed") == []  # a refused process is nobody's death
+    assert not membership.over
+    assert membership.register(4, worker(1))[0] == Send(4, Registered(1))
+    assert membership.running
+
+
+def test_no_latecomers() -> None:
+    membership = gathered(1, 1)
+    (send,) = membership.register(9, worker())
+    assert send == Send(9, Refused("the job has begun and this scheduler admits no latecomers"))
+
+
+def test_registering_again_is_answered_again_and_counts_once() -> None:
+    membership = Membership(2, 0)
+    assert membership.register(1, worker()) == [Send(1, Registered(0))]
+    assert membership.register(1, worker()) == [Send(1, Registered(0))]
+    assert membership.waiting_for() == "worker 1"
+    membership.register(2, worker())
+    assert membership.register(2, worker()) == [Send(2, Registered(1))]
+
+
+def test_who_is_waited_for() -> None:
+    membership = Membership(3, 2)
+    assert membership.waiting_for() == "worker 0, 1, 2 and server 0, 1"
+    membership.register(1, worker(1))
+    membership.register(2, server(0))
+    membership.register(3, server(1))
+    assert membership.waiting_for() == "worker 0, 2"
+
+
+# --- going
+
+
+def test_a_worker_that_dies_shrinks_the_view() -> None:
+    membership = gathered(3, 1)
+    sends = membership.lost(101, "its connection closed")
+    view = View(2, [0, 2], "worker 1 (pid 1 on host) died: its connection closed")
+    assert sends == [Send(200, view), Send(100, view), Send(102, view)]
+    assert membership.member(101) is None
+    assert not membership.over
+
+
+def test_a_worker_that_leaves_shrinks_the_view_too() -> None:
+    membership = gathered(2, 0)
+    assert membership.leave(100, "done") == [Send(101, View(2, [1], "worker 0 (pid 1 on host) left: done"))]
+    assert membership.lost(100, "its connection closed") == []  # afterwards: no death
+
+
+def test_views_are_numbered() -> None:
+    membership = gathered(4, 1)
+    seen = [told(membership.lost(100 + rank, "x"), View)[200] for rank in (2, 0, 3)]
+    assert [(view.number, view.workers) for view in seen] == [(2, [0, 1, 3]), (3, [1, 3]), (4, [1])]
+
+
+def test_when_the_last_worker_goes_the_servers_may_go() -> None:
+    membership = gathered(2, 2)
+    membership.leave(100, "done")
+    sends = membership.leave(101, "done")
+    assert told(sends, Finish) == {200: Finish(), 201: Finish()}
+    assert (membership.over, membership.failure) == (True, None)
+    assert membership.leave(200, "finished") == []
+    assert membership.lost(201, "its connection closed") == []  # after the end nobody dies
+    assert membership.failure is None
+
+
+def test_a_server_that_dies_ends_the_job() -> None:
+    membership = gathered(2, 2)
+    sends = membership.lost(201, "silent for 10.2 s")
+    reason = "server 1 (pid 2 on host) died: silent for 10.2 s"
+    assert sends == [Send(to, Abort(reason)) for to in (200, 100, 101)]
+    assert (membership.over, membership.failure) == (True, reason)
+    assert membership.lost(100, "its connection closed") == []
+    assert membership.failure == reason  # the first reason stays
+
+
+@pytest.mark.parametrize(("connection", "name"), [(1, "worker 0 (pid 1 on host)"), (2, "server 0 (pid 2 on host)")])
+def test_a_death_before_the_beginning_ends_the_job(connection: int, name: str) -> None:
+    membership = Membership(2, 1)
+    membership.register(1, worker(0))
+    membership.register(2, server(0))
+    sends = membership.lost(connection, "its connection closed")
+    reason = f"{name} died before the job began: its connection closed"
+    assert sends == [Send(3 - connection, Abort(reason))]
+    assert (membership.over, membership.failure) == (True, reason)
+    assert isinstance(membership.register(5, worker(1))[0].message, Refused)
+
+
+@pytest.mark.parametrize("connection", [1, 2])
+def test_leaving_before_the_beginning_ends_the_job(connection: int) -> None:
+    """The job that everybody waits for can never begin."""
+    membership = Membership(2, 1)
+    membership.register(1, worker(0))
+    membership.register(2, server(0))
+    sends = membership.leave(connection, "a bad argument")
+    assert told(sends, Abort).keys() == {3 - connection}
+    assert membership.over
+    assert membership.failure is not None
+    assert "left before the job began: a bad argument" in membership.failure
+
+
+def test_a_server_that_leaves_a_running_job_ends_it() -> None:
+    """Its part of the weights is gone, whatever the manner."""
+    membership = gathered(1, 2)
+    assert told(membership.leave(200, "interrupted"), Abort).keys() == {100, 201}
+    assert membership.failure == "server 0 (pid 2 on host) left: interrupted"
+
+
+def test_strangers_and_the_gone_are_ignored() -> None:
+    membership = gathered(2, 1)
+    assert membership.member(999) is None
+    assert membership.lost(999, "x") == membership.leave(999, "x") == membership.barrier(999, 1) == []
+    membership.lost(100, "x")
+    assert membership.lost(100, "x") == membership.leave(100, "x") == membership.barrier(100, 1) == []
+    assert membership.view == 2
+
+
+def test_members_are_known_by_their_connection() -> None:
+    membership = gathered(1, 1)
+    assert membership.member(100) == Member("worker", 0, "host", 1, "")
+    assert membership.member(200) == Member("server", 0, "host", 2, "tcp://host:1")
+
+
+# --- workers that end before they join
+
+
+def test_a_worker_that_failed_before_it_joined_ends_the_job() -> None:
+    membership = Membership(2, 1)
+    membership.register(1, server(0))
+    sends = membership.gone(Gone(1, "exited with status 2", failed=True))
+    assert sends == [Send(1, Abort("worker 1 exited with status 2 before it joined the job"))]
+    assert membership.failure == "worker 1 exited with status 2 before it joined the job"
+
+
+def test_a_worker_that_others_wait_for_ends_the_job_however_it_ended() -> None:
+    membership = Membership(2, 0)
+    membership.register(1, worker(0))
+    assert told(membership.gone(Gone(1, "ended", failed=False)), Abort).keys() == {1}
+    assert membership.over
+
+
+def test_who_comes_after_a_worker_that_never_will_is_refused() -> None:
+    membership = Membership(2, 0)
+    assert membership.gone(Gone(1, "ended", failed=False)) == []
+    assert membership.register(1, worker(0)) == [Send(1, Refused("worker 1 ended before it joined the job"))]
+
+
+@pytest.mark.parametrize("server_first", [True, False])
+def test_when_no_worker_needs_the_servers_they_may_go(server_first: bool) -> None:
+    membership = Membership(2, 1)
+    events = [
+        lambda: membership.register(1, server(0)),
+        lambda: membership.gone(Gone(0, "ended", failed=False)),
+        lambda: membership.gone(Gone(1, "ended", failed=False)),
+    ]
+    sends = [send for event in (events if server_first else events[::-1]) for send in event()]
+    assert told(sends, Finish) == {1: Finish()}
+    assert (membership.over, membership.failure) == (True, None)
+
+
+def test_the_end_of_a_worker_that_is_in_is_seen_by_its_connection() -> None:
+    gathering = Membership(2, 0)
+    gathering.register(1, worker(0))
+    assert gathering.gone(Gone(0, "ended", failed=True)) == []
+    assert gathered(2, 1).gone(Gone(0, "ended", failed=True)) == []
+
+
+# --- barriers
+
+
+def test_a_barrier_ends_when_the_last_worker_reaches_it() -> None:
+    membership = gathered(3, 1)
+    assert membership.barrier(100, 1) == []
+    assert membership.barrier(102, 1) == []
+    assert membership.barrier(101, 1) == [Send(to, BarrierDone(1)) for to in (100, 101, 102)]
+    assert membership.barrier(101, 2) == []
+
+
+def test_barriers_follow_each_other() -> None:
+    membership = gathered(2, 0)
+    for sequence in (1, 2, 3):
+        assert membership.barrier(100, sequence) == []
+        assert told(membership.barrier(101, sequence), BarrierDone) == dict.fromkeys((100, 101), BarrierDone(sequence))
+
+
+def test_a_barrier_does_not_wait_for_the_dead() -> None:
+    membership = gathered(3, 1)
+    membership.barrier(100, 1)
+    membership.barrier(101, 1)
+    assert told(membership.lost(102, "x"), BarrierDone) == dict.fromkeys((100, 101), BarrierDone(1))
+
+
+def test_a_barrier_does_not_wait_for_those_who_left() -> None:
+    membership = gathered(2, 1)
+    membership.barrier(100, 1)
+    assert told(membership.leave(101, "done"), BarrierDone) == {100: BarrierDone(1)}
+
+
+def test_a_dead_worker_that_had_reached_the_barrier_changes_nothing() -> None:
+    membership = gathered(3, 0)
+    membership.barrier(100, 1)
+    assert told(membership.lost(100, "x"), BarrierDone) == {}
+    membership.barrier(101, 1)
+    assert told(membership.barrier(102, 1), BarrierDone).keys() == {101, 102}
+
+
+def test_a_worker_ahead_waits_at_its_own_barrier() -> None:
+    membership = gathered(2, 0)
+    membership.barrier(100, 1)
+    membership.barrier(101, 1)
+    membership.barrier(100, 2)
+    assert told(membership.lost(101, "x"), BarrierDone) == {100: BarrierDone(2)}
+
+
+def test_a_barrier_waits_for_workers_that_are_still_to_come() -> None:
+    membership = Membership(2, 0)
+    membership.register(1, worker(0))
+    assert membership.barrier(1, 1) == []
+    membership.register(2, worker(1))
+    assert told(membership.barrier(2, 1), BarrierDone).keys() == {1, 2}
+
+
+def test_a_server_is_no_worker_at_a_barrier() -> None:
+    membership = gathered(2, 1)
+    assert membership.barrier(200, 1) == []
+    assert membership.barrier(101, 1) == []  # worker 0 is not there: server 0 does not stand in for it
+    assert told(membership.barrier(100, 1), BarrierDone).keys() == {100, 101}
+
+
+# --- halt
+
+
+def test_halt_reaches_every_worker_and_no_server() -> None:
+    membership = gathered(2, 2)
+    halt = Halt("accuracy 0.95 is reached")
+    assert membership.halt(halt) == [Send(100, halt), Send(101, halt)]
+    membership.lost(100, "x")
+    assert membership.halt(halt) == [Send(101, halt)]
