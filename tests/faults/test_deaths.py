@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from jobs import AFTER_PUSH, BEFORE_PUSH, IN_PULL, Fault, Gate, Job, Plan, Row
+
+from jobs import AFTER_PUSH, BEFORE_PUSH, IN_PULL, TESTS, ByHand, Fault, Gate, Job, Plan, Row, rows, until
+from leaks import segments_of
 
 VIEW_WITHIN_S = 5.0
 STOP_WITHIN_S = 10.0
@@ -92,3 +98,38 @@ def test_the_job_stops_when_a_server_or_the_scheduler_is_killed(tmp_path: Path, 
     assert f"echelon: {fault.role} {fault.rank} (pid {death['pid']}) was killed by signal 9\n" == job.err
     assert 0 <= ended - death["at"] < STOP_WITHIN_S
     assert job.results() == {}
+
+
+@pytest.mark.parametrize("victim", ["server", "scheduler"])
+def test_without_a_launcher_the_others_stop_by_themselves(tmp_path: Path, victim: str) -> None:
+    plan = json.dumps(asdict(Plan("dist_sync", 1, faults=[Fault(victim, 0, 2)])))
+    with ByHand(tmp_path, 1, 1, {"ECHELON_RANK": "0", "ECHELON_RUN_DIR": str(tmp_path)}) as job:
+        job.start("scheduler", [sys.executable, "-m", "echelon.scheduler"])
+        job.start("server", [sys.executable, "-m", "echelon.server"])
+        job.start("worker", [sys.executable, str(TESTS / "faults" / "worker.py"), plan])
+        statuses = job.statuses()
+        ended = time.time()
+        dead = job.processes[victim].pid
+    (death,) = rows(tmp_path / "faults.jsonl")
+    assert death["pid"] == dead
+    assert ended - death["at"] < STOP_WITHIN_S
+    assert statuses.pop(victim) == -9
+    assert set(statuses.values()) == {1}
+    if victim == "server":
+        why = f"server 0 (pid {dead} on 127.0.0.1) died: its connection closed"
+        assert job.out("scheduler") == f"job stopped: {why}\n"
+    else:
+        why = "the scheduler closed the connection"
+        assert job.out("server") == f"server 0 stops: {why}\n"
+    assert job.out("worker").endswith(f"JobError: worker 0: the job is broken: {why}\n")
+
+
+def test_nothing_is_left_of_a_job_whose_launcher_is_killed(tmp_path: Path) -> None:
+    with Job(tmp_path, Plan("dist_sync", 1, gates=[Gate(0, 2, opened="never")])) as job:
+        until(lambda: job.at_clock(0, 2), "the worker at clock 2")
+        processes = job.processes()
+        assert len(processes) == 4
+        assert segments_of(job.pid("server", 0)) & segments_of(job.pid("worker", 0))
+        job.launcher.kill()
+        job.launcher.wait()
+        until(lambda: not job.processes(), "the end of its children", 5.0)

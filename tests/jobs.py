@@ -1,8 +1,8 @@
-"""Real jobs with faults: `echelon launch` around worker.py, with a plan that says who gets which signal when.
+"""Real jobs: `echelon launch` around any command, or around faults/worker.py with a plan of who gets which signal when.
 
-A worker pushes, at clock c, a gradient that is 1 at [c, its rank] and 0 elsewhere, to a key on one server and to one
-that is cut over all; plain SGD at rate 1 subtracts it. The final weights are then a table of what was applied, how
-often: -1 once, 0 never, -2 twice.
+A worker of a plan pushes, at clock c, a gradient that is 1 at [c, its rank] and 0 elsewhere, to a key on one server and
+to one that is cut over all; plain SGD at rate 1 subtracts it. The final weights are then a table of what was applied,
+how often: -1 once, 0 never, -2 twice.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +23,8 @@ from typing import Any, Self
 
 from leaks import marked_processes, read_environment
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parent
+PATHS = {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
 MARK = "ECHELON_TEST_JOB"
 CLOCKS = 8
 BEFORE_PUSH, AFTER_PUSH, IN_PULL = "before push", "after push", "in pull"
@@ -112,9 +114,8 @@ class Job:
         self.run.mkdir(parents=True)
         self._mark = secrets.token_hex(8)
         workers = plan.num_workers if plan is not None else num_workers
-        program = command or [sys.executable, str(HERE / "worker.py"), json.dumps(asdict(plan))]  # type: ignore[call-overload]
+        program = command or [sys.executable, str(TESTS / "faults" / "worker.py"), json.dumps(asdict(plan))]  # type: ignore[call-overload]
         arguments = ["launch", "-n", str(workers), "-s", str(num_servers), "--run-dir", str(self.run), *options]
-        path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._out, self._err = folder / "out", folder / "err"
         self.began = time.monotonic()
         with self._out.open("wb") as out, self._err.open("wb") as err:
@@ -123,7 +124,7 @@ class Job:
                 cwd=folder,
                 stdout=out,
                 stderr=err,
-                env={**os.environ, "PYTHONPATH": path, MARK: self._mark, **(environment or {})},
+                env={**os.environ, **PATHS, MARK: self._mark, **(environment or {})},
             )
 
     def __enter__(self) -> Self:
@@ -136,7 +137,7 @@ class Job:
                     os.kill(pid, signal.SIGKILL)
         self.launcher.wait()
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self, timeout_s: float = 90.0) -> int:
         """The launcher's exit status; the moment it is gone, so is everything it started."""
         status = self.launcher.wait(timeout_s)
         assert self.processes() == [], "the launcher has left processes behind"
@@ -176,6 +177,51 @@ class Job:
     def at_clock(self, rank: int, clock: int) -> bool:
         """Whether a worker has come to a clock."""
         return (self.run / f"at-{rank}-{clock}").exists()
+
+
+class ByHand:
+    """A job whose processes are started one by one, with nothing but the variables of MXNet's launchers."""
+
+    def __init__(self, folder: Path, num_workers: int, num_servers: int, environment: Mapping[str, str]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self._folder = folder
+        self._mark = secrets.token_hex(8)
+        self._common = {
+            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_PS_ROOT_PORT": str(port),
+            "DMLC_NUM_WORKER": str(num_workers),
+            "DMLC_NUM_SERVER": str(num_servers),
+            MARK: self._mark,
+            **environment,
+        }
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, command: Sequence[str], **more: str) -> subprocess.Popen[bytes]:
+        """Start a process; the first word of its name is its role."""
+        environment = {**os.environ, **PATHS, **self._common, "DMLC_ROLE": name.split()[0], **more}
+        with (self._folder / name).open("wb") as out:
+            self.processes[name] = subprocess.Popen(
+                command, cwd=self._folder, stdout=out, stderr=subprocess.STDOUT, env=environment
+            )
+        return self.processes[name]
+
+    def out(self, name: str) -> str:
+        """What a process said."""
+        return (self._folder / name).read_text()
+
+    def statuses(self, timeout_s: float = 60.0) -> dict[str, int]:
+        """Everybody's exit status."""
+        end = time.monotonic() + timeout_s
+        return {name: process.wait(end - time.monotonic()) for name, process in self.processes.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
 
 
 def rows(path: Path) -> list[Row]:

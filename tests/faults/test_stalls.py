@@ -1,0 +1,99 @@
+"""What is late, silent or nonsense: named, declared dead or refused, and the rest goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import struct
+from pathlib import Path
+
+import zmq
+
+from echelon.cluster.messages import Barrier, Failed, Halt, Push, decode_response, encode
+from echelon.transport.control import MAX_FRAME, frame
+from jobs import Fault, Gate, Job, Plan, Row, until
+from leaks import listening_ports
+
+
+def test_a_stopped_worker_is_declared_dead_and_says_so_when_it_goes_on(tmp_path: Path) -> None:
+    plan = Plan(
+        "dist_sync",
+        2,
+        faults=[Fault("worker", 1, 2, signal=signal.SIGSTOP)],
+        gates=[Gate(0, 6, opened="open")],
+    )
+    with Job(tmp_path, plan, environment={"PS_HEARTBEAT_TIMEOUT": "2"}) as job:
+        until(lambda: job.at_clock(0, 6), "worker 0 goes on alone")
+        (stopped,) = job.fired()
+        (view,) = until(lambda: job.events("view"), "a view without worker 1")
+        os.kill(stopped["pid"], signal.SIGCONT)
+        until(lambda: stopped["pid"] not in job.processes(), "the end of worker 1")
+        (job.run / "open").touch()
+        assert job.wait() == 1
+    assert re.fullmatch(
+        rf"worker 1 \(pid {stopped['pid']} on 127\.0\.0\.1\) died: silent for [2-4]\.\d s", view["reason"]
+    )
+    said = r"JobError: worker 1: the job is broken: the scheduler took this process for dead: silent for [2-4]\.\d s\n"
+    assert re.search(said, job.out)
+    assert job.results()[0]["table"] == plan.table(), "what it pushed afterwards was not applied"
+
+
+def test_a_stall_is_reported_and_nonsense_on_the_ports_harms_nobody(tmp_path: Path) -> None:
+    plan = Plan("dist_sync", 2, gates=[Gate(1, 2, opened="open")])
+    with Job(tmp_path, plan, options=("--stall-seconds", "1")) as job:
+        until(lambda: job.at_clock(1, 2), "worker 1 at its gate")
+        (server_port,) = listening_ports(job.pid("server", 0))
+        (scheduler_port,) = listening_ports(job.pid("scheduler", 0))
+        disturb_server(server_port)
+        disturb_scheduler(scheduler_port)
+        until(
+            lambda: len(malformed(job, "server 0")) >= 2 and len(malformed(job, "scheduler 0")) >= 3,
+            "all counted",
+        )
+        until(lambda: job.events("stall"), "a stall report")
+        (job.run / "open").touch()
+        assert job.wait() == 0, job.out
+    counts = [row["count"] for row in malformed(job, "server 0")]
+    assert counts == list(range(1, len(counts) + 1))
+    reasons = [row["reason"] for row in malformed(job, "scheduler 0")]
+    assert len(reasons) == 3
+    assert f"a control frame of {MAX_FRAME + 1} bytes; at most {MAX_FRAME} are allowed" in reasons
+    stall = job.events("stall")[0]
+    line = (
+        r"worker 0 has waited (\d+\.\d) s: server 0 holds key 'narrow'(?: and 1 more)? at clock 3 "
+        r"for worker 1 to push clock 2 \(last push \d+\.\d s ago\)"
+    )
+    found = re.search(rf"^\[worker 0\] {line}$", job.out, re.MULTILINE)
+    assert found is not None, job.out
+    assert float(found[1]) == round(stall["seconds"], 1) > 1
+    assert all("left: it finished" in view["reason"] for view in job.events("view"))
+    assert {rank: row["table"] for rank, row in job.results().items()} == {0: plan.table(), 1: plan.table()}
+
+
+def malformed(job: Job, who: str) -> list[Row]:
+    return [row for row in job.events("malformed") if row["who"] == who]
+
+
+def disturb_server(port: int) -> None:
+    """Bytes that are no protocol, messages that are none, and a good one from somebody who is nobody."""
+    with socket.create_connection(("127.0.0.1", port)) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(f"tcp://127.0.0.1:{port}")
+        stranger.send_multipart([b"\xff not a request", b"frame"])
+        stranger.send_multipart([b""])
+        stranger.send(encode(Push(7, 1, 0, [0, 1], None, [], True, False)))
+        assert stranger.poll(10_000), "a stranger gets an answer"
+        answer = decode_response(stranger.recv())
+    assert isinstance(answer, Failed)
+    assert "not in the view" in answer.reason
+
+
+def disturb_scheduler(port: int) -> None:
+    """Bytes of the wrong protocol, a length beyond the limit, a body that is none, half a frame, and orders."""
+    nonsense = [b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", MAX_FRAME + 1), struct.pack("!I", 3) + b"\xff\xff\xff"]
+    for data in [*nonsense, struct.pack("!I", 100) + b"half", frame(Halt("stop")) + frame(Barrier(99))]:
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(data)
