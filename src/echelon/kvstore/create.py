@@ -6,7 +6,9 @@ import atexit
 import difflib
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from echelon.cluster.shares import inline_groups, parse_groups
@@ -77,12 +79,16 @@ def join(
     # What can be wrong is said before anybody waits for this worker; who is in which group is known after.
     rules_for(name, staleness, [[0]] if isinstance(groups, str | Path) else groups)
     session = Joined(job, transport)
-    try:
+    with ExitStack() as undo:
+        undo.callback(session.abandon)
+        events = EventLog.open(job.run_dir, "worker", session.rank)
+        undo.callback(events.close)
+        endpoint = transport.connect(f"worker-{session.rank}", [server.address for server in session.servers])
+        undo.callback(endpoint.close)
+        undo.callback(session.abandon)  # undone before the endpoint, which its thread wakes
+        session.on_news = endpoint.wake
         listed = _groups(groups, session.hosts)
         rules_for(name, staleness, listed)
-        events = EventLog.open(job.run_dir, "worker", session.rank)
-        endpoint = transport.connect(f"worker-{session.rank}", [server.address for server in session.servers])
-        session.on_news = endpoint.wake
         client = Client(endpoint, session, events, job.stall_seconds, job.timeout_s)
         store = KVStore(
             name,
@@ -96,10 +102,10 @@ def join(
             groups=listed,
             check_finite=check_finite,
         )
-    except BaseException:
-        session.abandon()
-        raise
-    atexit.register(_at_exit, store, session)
+        undo.pop_all()
+    at_exit = partial(_at_exit, store, session)
+    atexit.register(at_exit)
+    store.on_closed = partial(atexit.unregister, at_exit)
     return store
 
 

@@ -22,7 +22,8 @@ class Loopback:
 
     def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
         """Carry a request out at once."""
-        self._shard.handle(0, decode_request(memoryview(frames[0])), [memoryview(frame) for frame in frames[1:]])
+        first, *rest = (memoryview(frame).cast("B") for frame in frames)
+        self._shard.handle(0, decode_request(first), rest)
 
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
         """The next answer; there is nobody to wait for."""
@@ -36,4 +37,4 @@ class Loopback:
         self._answers.clear()
 
     def _take(self, worker: int, response: Response, frames: Sequence[memoryview]) -> None:
-        self._answers.append([memoryview(encode(response)), *frames])
+        self._answers.append([memoryview(encode(response)), *(frame.cast("B") for frame in frames)])
