@@ -9,6 +9,7 @@ A suite raises AssertionError at the first promise that is broken, with both val
 `transport.CHECKS` and `kvstore.CHECKS`, for a test runner that reports one by one.
 """
 
+from echelon.testing.kvstore import check_kvstore
 from echelon.testing.transport import check_transport
 
-__all__ = ["check_transport"]
+__all__ = ["check_kvstore", "check_transport"]

@@ -1,0 +1,142 @@
+"""The conformance suite on every store over every transport, GSP's weights by hand, and that the suite bites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from echelon.kvstore import KVStore, create
+from echelon.launch.in_process import run
+from echelon.testing import check_kvstore, kvstore_calls, kvstore_updates
+from echelon.testing.kvstore import CHECKS, Check
+from echelon.testing.trial import Trial
+from echelon.transport import SharedMemoryTransport, TcpTransport
+from echelon.transport.in_process import InProcessTransport
+from echelon.transport.interface import Transport
+
+WORKERS = 3
+TRANSPORTS = [InProcessTransport, SharedMemoryTransport, TcpTransport]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dist_sync": {},
+    "dist_async": {},
+    "dist_ssync": {"staleness": 2},
+    "dist_gsync": {"groups": [list(range(WORKERS))]},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> object:
+    """Workers and servers share two cores; torch's own threads would only get in their way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run_alone(program: Callable[[KVStore], Any], store: str, **options: Any) -> list[Any]:
+    """`local` and `device`: one worker, no servers."""
+    with create(store, check_finite=options.get("check_finite", False)) as kv:
+        return [program(kv)]
+
+
+@pytest.mark.parametrize("store", ["local", "device"])
+def test_local_store(store: str) -> None:
+    check_kvstore(run_alone, store, num_workers=1)
+
+
+@pytest.mark.parametrize("store", OPTIONS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_dist_store(transport: type[Transport], store: str) -> None:
+    def over_transport(program: Callable[[KVStore], Any], store: str, **options: Any) -> list[Any]:
+        return run(program, store, transport=transport(), **options)
+
+    check_kvstore(over_transport, store, num_workers=WORKERS, **OPTIONS[store])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_gsp_divides_a_step_by_its_staleness(transport: type[Transport]) -> None:
+    """Groups take turns by barriers, so that each gamma = V - V_g + 1 is known."""
+
+    def program(kv: KVStore) -> list[float]:
+        kv.init("w", torch.zeros(1))
+        kv.set_optimizer("sgd", lr=1.0, maximize=True)
+        seen = []
+        out = torch.empty(1)
+        for turn in (0, 1, 1, 0):
+            if kv.rank in ((0, 1), (2,))[turn]:
+                kv.push("w", torch.full((1,), 12.0))
+                kv.pull("w", out)
+            kv.barrier()
+            kv.pull("w", out)
+            seen.append(float(out))
+            kv.barrier()
+        return seen
+
+    # V: 0 -> gamma 1 for the pair (24); 1, V_g 0 -> 2 (6); then 2 - 2 + 1 = 1 (12); then 3 - 1 + 1 = 3 (8)
+    expected = [24.0, 30.0, 42.0, 50.0]
+    assert run(program, "dist_gsync", num_workers=3, groups=[[0, 1], [2]], transport=transport()) == [expected] * 3
+
+
+# --- the suite finds what is broken
+
+
+class _Broken:
+    """A store that does one thing wrong."""
+
+    def __init__(self, kv: KVStore) -> None:
+        self.kv = kv
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kv, name)
+
+
+class Averages(_Broken):
+    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+        scaled = [v / self.kv.num_workers if isinstance(v, torch.Tensor) else v for v in value]
+        self.kv.push(key, scaled if isinstance(value, list) else value / self.kv.num_workers, priority)
+
+
+class DoesNotWait(_Broken):
+    def barrier(self) -> None:
+        pass
+
+
+class InitsWithItsOwn(_Broken):
+    def pull(self, key: Any, out: Any, priority: int = 0) -> None:
+        self.kv.pull(key, out, priority)
+        for tensor in [out] if isinstance(out, torch.Tensor) else []:
+            tensor += self.kv.rank
+
+
+class AcceptsAnyShape(_Broken):
+    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+        if isinstance(value, torch.Tensor) and key == "k":
+            value = value.reshape(-1)[:1].expand(6).view(2, 3).float()
+        self.kv.push(key, value, priority)
+
+
+class LosesStates(_Broken):
+    def load_optimizer_states(self, path: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("broken", "check", "what"),
+    [
+        (Averages, kvstore_calls.push_replaces_by_the_sum, "pushed ones"),
+        (DoesNotWait, kvstore_calls.barrier_holds_until_all_are_there, "the last comes before the first goes"),
+        (InitsWithItsOwn, kvstore_calls.pull_before_push_gives_the_first_value, "key 3"),
+        (AcceptsAnyShape, kvstore_calls.a_refused_call_changes_nothing, "push of another shape"),
+        (LosesStates, kvstore_updates.states_can_be_saved_and_loaded, "100003 elements on 2 servers"),
+    ],
+)
+def test_a_broken_store_is_found(broken: type[_Broken], check: Check, what: str) -> None:
+    def broken_run(program: Callable[[KVStore], Any], store: str, **options: Any) -> list[Any]:
+        return run(lambda kv: program(broken(kv)), store, **options)  # type: ignore[arg-type]
+
+    assert check in CHECKS
+    with pytest.raises(AssertionError, match=what):
+        check(Trial(broken_run, "dist_sync", 2, 2))
