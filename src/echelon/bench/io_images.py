@@ -1,8 +1,9 @@
-"""A record file of JPEGs to measure with, where none is given: about 480x360, quality 95, 60 KB, like a photograph's.
+"""A record file of JPEGs to measure with, where none is given: 480x360, quality 95, about 60 KB, like a photograph's.
 
-A photograph's spectrum falls off with frequency, which decides how many bits its blocks have, and those decide how long
-decoding takes. So the images are sums of noise at octaves of size, the finer the fainter. A hundred are drawn; the rest
-are those, moved around, which gives other blocks and other bits.
+How long decoding takes depends on how many bits a block has, so the images imitate a photograph's spectrum: noise at
+octaves of size, the finer the fainter, mostly of brightness and a little of colour. Compared with 160 real photographs
+at that size and quality: 2.9 bits a pixel (theirs: mean 2.8, from 2.0 to 3.9), 9 % of them for colour (8 %). A hundred
+are drawn; the rest are those, moved around, which gives other blocks and other bits.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from PIL import Image
 from echelon.data.recordio import Header, IndexedWriter, pack
 
 HEIGHT, WIDTH, QUALITY = 360, 480, 95
+FINE, COLOUR = 1.7, 0.23
 _DRAWN = 100
 _OCTAVES = (4, 8, 16, 32, 64, 128)
 
@@ -34,12 +36,17 @@ def write_photographs(path: Path, count: int, seed: int = 0) -> Path:
 
 
 def _photograph(generator: np.random.Generator) -> NDArray[np.uint8]:
-    total = 2 * generator.standard_normal((HEIGHT, WIDTH, 3), np.float32)
-    for octave in _OCTAVES:
-        shape = (3, HEIGHT // octave + 2, WIDTH // octave + 2)
-        for channel, noise in enumerate(generator.standard_normal(shape, np.float32)):
-            smooth = Image.fromarray(noise).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
-            total[..., channel] += np.asarray(smooth) * octave**0.7
-    centred = (total - total.mean()) / total.std()
-    pixels: NDArray[np.uint8] = np.clip(centred * 50 + 120, 0, 255).astype(np.uint8)
+    bright = _octaves(generator) + FINE * generator.standard_normal((HEIGHT, WIDTH), np.float32)
+    colours = np.stack([_octaves(generator) for _ in range(3)], -1)
+    total = bright[..., None] + COLOUR * colours
+    pixels: NDArray[np.uint8] = np.clip((total - total.mean()) / total.std() * 50 + 120, 0, 255).astype(np.uint8)
     return pixels
+
+
+def _octaves(generator: np.random.Generator) -> NDArray[np.float32]:
+    total = np.zeros((HEIGHT, WIDTH), np.float32)
+    for octave in _OCTAVES:
+        noise = generator.standard_normal((HEIGHT // octave + 2, WIDTH // octave + 2), np.float32)
+        smooth = Image.fromarray(noise).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
+        total += np.asarray(smooth) * np.float32(octave**0.7)
+    return total
