@@ -152,7 +152,7 @@ class Supervisor:
             if child.lines and code > 0:
                 self._reason += "; its last lines:\n" + "\n".join(f"    {line}" for line in child.lines)
         if code and child.command.essential and not self._stopping:
-            self._stop(signal.SIGTERM)
+            self._stop(signal.SIGTERM, self._children)
         self._on_end(child.command.name, how, code != 0)
 
     def _fail(self, status: int, child: _Child, how: str) -> None:
@@ -169,20 +169,18 @@ class Supervisor:
     def _only_essentials_left(self) -> bool:
         return all(child.ended for child in self._children if not child.command.essential)
 
-    def _stop(self, number: int) -> None:
+    def _stop(self, number: int, children: Sequence[_Child]) -> None:
         self._stopping = True
         self._deadline = time.monotonic() + GRACE_S if self._deadline is None else self._deadline
-        self._signal_all(number)
-
-    def _pass_on(self, number: int) -> None:
-        self._status = self._status or 128 + number
-        self._reason = self._reason or f"stopped by {signal.Signals(number).name}"
-        self._stop(number)
-
-    def _signal_all(self, number: int) -> None:
-        for child in self._children:
+        for child in children:
             if not child.ended:
                 os.killpg(child.process.pid, number)
+
+    def _pass_on(self, number: int) -> None:
+        """To the workers: they may still want to save something, and when they are gone the others go, too."""
+        self._status = self._status or 128 + number
+        self._reason = self._reason or f"stopped by {signal.Signals(number).name}"
+        self._stop(number, [child for child in self._children if not child.command.essential])
 
     def _read(self, child: _Child, stream: BinaryIO) -> None:
         data: bytes | None = stream.read()

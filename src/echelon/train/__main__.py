@@ -13,3 +13,5 @@ try:
     fit(msgspec.json.decode(sys.argv[1], type=TrainOptions), Job.from_environment().run_dir)
 except EchelonError as error:
     sys.exit(f"error: {error}")
+except KeyboardInterrupt:
+    sys.exit(130)
