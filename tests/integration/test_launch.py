@@ -1,0 +1,150 @@
+"""`echelon launch`, and the roles started by hand, as a user meets them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jobs import TESTS, ByHand, Job, rows, until
+
+SCRIPT = str(TESTS / "integration" / "script.py")
+
+
+def launch(folder: Path, mode: str, *options: str, num_workers: int = 2) -> Job:
+    return Job(folder, num_workers=num_workers, command=[sys.executable, SCRIPT, mode], options=options)
+
+
+def lines(text: str, name: str) -> list[str]:
+    """A process's lines of a job's output."""
+    return [line.removeprefix(f"[{name}] ") for line in text.splitlines() if line.startswith(f"[{name}] ")]
+
+
+def test_a_failing_worker_gives_its_status_and_last_lines_and_the_other_goes_on(tmp_path: Path) -> None:
+    with launch(tmp_path, "exit") as job:
+        assert job.wait() == 3
+    assert lines(job.out, "worker 0") == ["imported", "rank 0 of 2", "result [1.0, 1.0]"]
+    assert lines(job.out, "worker 1") == ["imported", "rank 1 of 2", "no newline at the end"]
+    assert all(re.match(r"\[(worker|server|scheduler) \d\] ", line) for line in job.out.splitlines())
+    told = r"echelon: worker 1 \(pid \d+\) exited with status 3; its last lines:\n"
+    assert re.fullmatch(told + r"    imported\n    rank 1 of 2\n    no newline at the end\n", job.err)
+
+
+def test_ctrl_c_is_passed_on_and_ends_everything(tmp_path: Path) -> None:
+    with launch(tmp_path, "wait") as job:
+        until(lambda: job.out.count("at work") == 2, "both workers at work")
+        job.launcher.send_signal(signal.SIGINT)
+        assert job.wait(10.0) == 130
+    assert job.err == "echelon: stopped by SIGINT\n"
+    assert lines(job.out, "worker 1")[-1] == "KeyboardInterrupt", "it was interrupted, not killed"
+    assert lines(job.out, "server 0") == [], "servers are not interrupted: they end with the workers"
+
+
+def test_a_wrong_shape_is_the_error_of_the_worker_that_gave_it(tmp_path: Path) -> None:
+    with launch(tmp_path, "shapes", "--transport", "tcp") as job:
+        assert job.wait() == 1
+    said = "worker 1: server 0: key 'w' is 2 float32 on the servers but 3 float32 on this worker"
+    assert lines(job.out, "worker 1")[-1] == f"echelon.errors.UsageError: {said}"
+    assert lines(job.out, "worker 0")[-1] == "result [1.0, 1.0]"
+    assert lines(job.out, "server 0") == []
+    assert job.err.startswith("echelon: worker 1 (pid ")
+
+
+def test_an_unknown_store_ends_the_job_with_the_names_that_there_are(tmp_path: Path) -> None:
+    with launch(tmp_path, "unknown store") as job:
+        assert job.wait() == 1
+    said = "there is no store 'dist_snyc'; did you mean 'dist_sync'? The stores are local, device, dist_sync, "
+    assert said in lines(job.out, "worker 1")[-1]
+    assert lines(job.out, "scheduler 0") == ["job stopped: worker 1 exited with status 1 before it joined the job"]
+    assert re.match(r"echelon: worker 1 \(pid \d+\) exited with status 1; its last lines:\n", job.err)
+
+
+@pytest.fixture
+def by_hand(tmp_path: Path) -> Iterator[ByHand]:
+    """Two workers and a server."""
+    with ByHand(tmp_path, 2, 1, {"PS_VERBOSE": "2", "DMLC_INTERFACE": "lo"}) as job:
+        yield job
+
+
+def test_one_script_in_every_role_started_by_hand_in_any_order(by_hand: ByHand) -> None:
+    command = [sys.executable, SCRIPT, "well"]
+    for name in ("worker late", "worker early", "server", "scheduler"):
+        by_hand.start(name, command)
+    assert by_hand.statuses() == {"worker late": 0, "worker early": 0, "server": 0, "scheduler": 0}
+    assert by_hand.out("scheduler") == by_hand.out("server") == "imported\n", "they serve from create() and end there"
+    said = [by_hand.out(name).splitlines() for name in ("worker late", "worker early")]
+    assert sorted(text[1] for text in said) == ["rank 0 of 2", "rank 1 of 2"]
+    assert [text[2] for text in said] == ["result [3.0, 3.0]"] * 2
+
+
+def test_ranks_come_from_the_order_of_arrival(tmp_path: Path) -> None:
+    arrive = """
+from echelon.environment import Job
+from echelon.transport import by_name
+from echelon.transport.enlist import enlist
+with enlist(Job.from_environment(), "worker", by_name("tcp")) as post:
+    print("rank", post.rank)
+"""
+    names = ["worker c", "worker a", "worker b"]
+    with ByHand(tmp_path, len(names), 0, {"ECHELON_RUN_DIR": str(tmp_path)}) as job:
+        job.start("scheduler", [sys.executable, "-m", "echelon.scheduler"])
+        for number, name in enumerate(names, 1):
+            job.start(name, [sys.executable, "-c", arrive])
+            until(lambda number=number: len(rows(tmp_path / "events.jsonl")) >= number, f"{name} has arrived")
+        assert set(job.statuses().values()) == {0}
+        assert [job.out(name) for name in names] == ["rank 0\n", "rank 1\n", "rank 2\n"]
+
+
+def test_importing_starts_nothing() -> None:
+    code = """
+import os, sys, threading
+os.environ.update(DMLC_ROLE="server", DMLC_PS_ROOT_URI="127.0.0.1", DMLC_PS_ROOT_PORT="1", DMLC_NUM_WORKER="1")
+import echelon
+assert "torch" not in sys.modules
+import echelon.kvstore, echelon.train.trainer, echelon.scheduler, echelon.server.serve, echelon.cli.launch
+paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+print(threading.active_count(), any(os.readlink(path).startswith("socket:") for path in paths if os.path.islink(path)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ)
+    assert (done.stdout, done.stderr) == ("1 False\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "0", "-s", "1", "true"], "a job needs at least one worker (-n), not 0"),
+        (["-n", "1", "-s", "1"], "no command to launch"),
+        (["-n", "1", "--launcher", "nosuch", "true"], "there is no launcher 'nosuch'; there is local"),
+        (["-n", "1", "--transport", "pigeon", "true"], "there is no transport 'pigeon'; use one of auto, shm, tcp"),
+        (["-n", "1", "nosuchprogram"], "cannot run 'nosuchprogram': No such file or directory"),
+    ],
+)
+def test_what_cannot_be_launched_is_said_in_a_line(tmp_path: Path, arguments: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "echelon.cli.main", "launch", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("echelon: ")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+
+
+def test_commands_without_a_store_and_what_they_leave_running(tmp_path: Path) -> None:
+    leave = ["sh", "-c", "sleep 1000 & echo started"]
+    with Job(tmp_path, num_workers=2, num_servers=0, command=leave) as job:
+        assert job.wait() == 0
+    assert job.out.split("\n")[:2] in (
+        ["[worker 0] started", "[worker 1] started"],
+        ["[worker 1] started", "[worker 0] started"],
+    )
+
+
+def test_servers_that_nobody_needs_end_well(tmp_path: Path) -> None:
+    with Job(tmp_path, num_workers=1, num_servers=1, command=["echo", "hello"]) as job:
+        assert job.wait() == 0
+    assert (job.out, job.err) == ("[worker 0] hello\n", "")
