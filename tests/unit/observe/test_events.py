@@ -1,0 +1,161 @@
+"""The event log: whole lines from everybody, a pen that never waits for the disk, a reader that waits for the line."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from echelon.observe.events import FILE_NAME, MAX_QUEUED, EventLog, EventReader
+
+
+def lines(directory: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (directory / FILE_NAME).read_text().splitlines()]
+
+
+def test_a_fact_is_a_line(tmp_path: Path) -> None:
+    before = time.time()
+    with EventLog(tmp_path / "new" / "run", "worker", 3) as log:
+        log.write("progress", clock=4, samples=128, staleness={"0": 3}, note="line one\nline two")
+    (line,) = lines(tmp_path / "new" / "run")
+    assert before - 1e-3 <= line.pop("at") <= time.time() + 1e-3
+    assert line == {
+        "who": "worker 3",
+        "event": "progress",
+        "clock": 4,
+        "samples": 128,
+        "staleness": {"0": 3},
+        "note": "line one\nline two",
+    }
+
+
+def test_without_a_directory_nothing_is_written_and_nothing_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = threading.active_count()
+    with EventLog.open(None, "worker", 0) as log:
+        log.write("progress", clock=1)
+        assert threading.active_count() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_close_writes_what_is_left_in_order_and_ends_the_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    log = EventLog.open(str(tmp_path), "server", 0)
+    for number in range(1000):
+        log.write("fact", number=number)
+    log.close()
+    assert [line["number"] for line in lines(tmp_path)] == list(range(1000))
+    assert set(threading.enumerate()) == before
+    log.close()  # a second time is harmless
+    log.write("fact", number=1000)  # and so is a word after the end
+    assert len(lines(tmp_path)) == 1000
+
+
+def test_processes_append_to_one_file(tmp_path: Path) -> None:
+    logs = [EventLog(tmp_path, "worker", rank) for rank in range(4)]
+
+    def talk(rank: int) -> None:
+        for number in range(500):
+            logs[rank].write("fact", number=number, filler="x" * 200)
+
+    threads = [threading.Thread(target=talk, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for log in logs:
+        log.close()
+    written = lines(tmp_path)  # every line is whole, or json would say so
+    for rank in range(4):
+        assert [line["number"] for line in written if line["who"] == f"worker {rank}"] == list(range(500))
+
+
+@contextmanager
+def stuck_disk(directory: Path) -> Iterator[tuple[int, threading.Event]]:
+    """An events file that takes 64 kB and then stands still until the event is set: a pipe, and its reading end."""
+    path = directory / FILE_NAME
+    os.mkfifo(path)
+    reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reading, True)
+    go = threading.Event()
+
+    def copy() -> None:
+        go.wait()
+        with os.fdopen(reading, "rb") as source, (directory / "copy.jsonl").open("wb") as target:
+            while data := source.read(1 << 16):
+                target.write(data)
+
+    reader = threading.Thread(target=copy)
+    reader.start()
+    try:
+        yield reading, go
+    finally:
+        go.set()
+        reader.join()
+
+
+def test_a_disk_that_stands_still_holds_nobody_and_the_oldest_facts_are_dropped_and_counted(tmp_path: Path) -> None:
+    with stuck_disk(tmp_path) as (disk, go):
+        log = EventLog(tmp_path, "worker", 0)
+        log.write("first", filler="x" * 100_000)  # more than the pipe takes
+        assert select.select([disk], [], [], 30)[0]  # its beginning is written: the pen's thread waits for the disk
+        total = MAX_QUEUED + 50
+        for number in range(total):
+            log.write("fact", number=number)
+        go.set()  # all of them were taken while the disk stood still
+        log.close()
+    events = [json.loads(line) for line in (tmp_path / "copy.jsonl").read_text().splitlines()]
+    assert events[0]["event"] == "first"
+    assert [event["number"] for event in events if event["event"] == "fact"] == list(range(50, total))
+    assert [event["count"] for event in events if event["event"] == "dropped"] == [50]
+
+
+# --- reading
+
+
+def test_no_file_yet_is_no_event_yet(tmp_path: Path) -> None:
+    reader = EventReader(tmp_path / "not there")
+    assert reader.poll() == []
+
+
+def test_events_are_read_once_and_as_they_come(tmp_path: Path) -> None:
+    reader = EventReader(tmp_path)
+    for number in range(3):
+        with EventLog(tmp_path, "worker", 0) as log:
+            log.write("fact", number=number)
+        assert [event["number"] for event in reader.poll()] == [number]
+        assert reader.poll() == []
+    assert [event["number"] for event in EventReader(tmp_path).poll()] == [0, 1, 2]
+
+
+def test_a_half_written_line_waits_for_its_end(tmp_path: Path) -> None:
+    """Cut anywhere, also inside a character of several bytes: every event comes, once, when it is whole."""
+    events = [{"event": "a", "text": "é漢\n\r\u2028"}, {"event": "b"}, {"event": "c", "n": 1.5}]
+    data = b"".join(json.dumps(event, ensure_ascii=False).encode() + b"\n" for event in events)
+    for cut in range(len(data) + 1):
+        path = tmp_path / str(cut)
+        path.mkdir()
+        reader = EventReader(path)
+        (path / FILE_NAME).write_bytes(data[:cut])
+        first = reader.poll()
+        assert len(first) == data[:cut].count(b"\n")
+        with (path / FILE_NAME).open("ab") as file:
+            file.write(data[cut:])
+        assert first + reader.poll() == events
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    facts = {"text": 'quotes " and \\ and \u2028', "none": None, "list": [1, 2.5, True], "nested": {"a": {"1": 2}}}
+    with EventLog(tmp_path, "scheduler", 0) as log:
+        log.write("fact", **facts)
+    (event,) = EventReader(tmp_path).poll()
+    assert {name: event[name] for name in facts} == facts

@@ -1,0 +1,205 @@
+"""What a run came to, from its events; and the directory it is written to."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.errors import UsageError
+from echelon.report.runs import new_run
+from echelon.report.summary import Event, RunState, WorkerState, summary, write_summary
+
+
+def event(kind: str, at: float, **facts: Any) -> Event:
+    return {"event": kind, "at": at, "who": "test", **facts}
+
+
+def report(kind: str, at: float, rank: int, clock: int, **facts: Any) -> Event:
+    usual = {"samples": 32 * clock, "wait_s": 0.25, "staleness": {"0": clock}} | facts
+    return event(kind, at, rank=rank, clock=clock, **usual, **({"seconds": at - 1000} if kind == "done" else {}))
+
+
+def validation(at: float, accuracy: float) -> Event:
+    return event("validation", at, seconds=at - 1000, epoch=1.0, accuracy=accuracy, loss=0.5)
+
+
+RUN = [
+    event("begin", 1000.0, rank=0),
+    event("begin", 1001.0, rank=1),
+    report("progress", 1002.0, 0, 2),
+    report("progress", 1003.0, 1, 1),
+    validation(1003.5, 0.90),
+    validation(1003.6, 0.93),
+    report("done", 1004.0, 0, 4, staleness={"0": 3, "2": 1}),
+    report("done", 1006.0, 1, 3, staleness={"1": 3}),
+]
+
+
+def taken(events: list[Event]) -> RunState:
+    state = RunState()
+    state.take(events)
+    return state
+
+
+def test_a_run_in_numbers() -> None:
+    facts = summary(taken(RUN), "dist_gsync", {"lr": 0.1}, 0)
+    assert facts["store"] == "dist_gsync"
+    assert facts["settings"] == {"lr": 0.1}
+    assert facts["exit_status"] == 0
+    assert facts["seconds"] == 6.0  # from the first beginning to the last end
+    assert facts["samples"] == 32 * 7
+    assert facts["samples_per_s"] == round(32 * 7 / 6, 3)
+    assert facts["accuracy"] == 0.93
+    assert [line["accuracy"] for line in facts["validations"]] == [0.90, 0.93]
+    assert facts["workers"] == [
+        {
+            "rank": 0,
+            "clock": 4,
+            "samples": 128,
+            "wait_s": 0.25,
+            "staleness": {"0": 3, "2": 1},
+            "finished": True,
+            "seconds": 4.0,
+        },
+        {
+            "rank": 1,
+            "clock": 3,
+            "samples": 96,
+            "wait_s": 0.25,
+            "staleness": {"1": 3},
+            "finished": True,
+            "seconds": 6.0,
+        },
+    ]
+
+
+def test_the_final_accuracy_outranks_validations() -> None:
+    assert summary(taken([*RUN, event("final", 1007.0, accuracy=0.97)]), "dist_sync", {}, 0)["accuracy"] == 0.97
+
+
+def test_nothing_validated_is_no_accuracy() -> None:
+    assert summary(taken(RUN[:2]), "dist_sync", {}, 0)["accuracy"] is None
+
+
+def test_an_empty_run_has_a_summary_too() -> None:
+    facts = summary(RunState(), "dist_sync", {}, 1)
+    assert (facts["seconds"], facts["samples_per_s"], facts["samples"], facts["workers"]) == (0.0, 0.0, 0, [])
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(0, len(RUN)), max_size=4))
+def test_it_does_not_matter_how_events_are_dealt_out(cuts: list[int]) -> None:
+    state = RunState()
+    borders = [0, *sorted(cuts), len(RUN)]
+    for start, stop in pairwise(borders):
+        state.take(RUN[start:stop])
+    assert summary(state, "s", {}, 0) == summary(taken(RUN), "s", {}, 0)
+
+
+def test_workers_are_in_rank_order_whoever_began_first() -> None:
+    state = taken([event("begin", 5.0, rank=2), event("begin", 4.0, rank=0), event("begin", 6.0, rank=1)])
+    assert [worker["rank"] for worker in summary(state, "s", {}, 0)["workers"]] == [0, 1, 2]
+    assert state.began == 4.0
+
+
+def test_a_worker_that_died_shows_how_far_it_came() -> None:
+    died = "worker 1 (pid 7 on host) died: its connection closed"
+    state = taken([*RUN[:-1], event("view", 1003.2, number=2, workers=[0], reason=died)])
+    facts = summary(state, "dist_sync", {}, 1)
+    assert facts["news"] == [died]
+    assert [(w["rank"], w["finished"], w["clock"], w["seconds"]) for w in facts["workers"]] == [
+        (0, True, 4, 4.0),
+        (1, False, 1, 3.0),
+    ]
+    assert facts["seconds"] == 4.0
+
+
+def test_workers_that_leave_are_no_news_and_stalls_are() -> None:
+    state = taken(
+        [
+            event("view", 1.0, number=2, workers=[0], reason="worker 1 left: done"),
+            event("stall", 2.0, waiting="server 0 holds key 'w' at clock 3 for worker 1") | {"who": "worker 0"},
+            event("something new", 3.0),
+        ]
+    )
+    assert state.news == ["worker 0 waits: server 0 holds key 'w' at clock 3 for worker 1"]
+
+
+def test_a_finished_worker_stays_finished() -> None:
+    state = taken([*RUN, report("progress", 1009.0, 0, 1)])
+    assert state.workers[0].clock == 4
+
+
+def test_rates_follow_what_is_reported() -> None:
+    state = taken([event("begin", 10.0, rank=0), report("progress", 12.0, 0, 2)])
+    assert state.workers[0].rate == pytest.approx(32.0)
+    state.take([report("progress", 13.0, 0, 4)])
+    assert state.workers[0].rate == pytest.approx(0.6 * 32 + 0.4 * 64)
+    before = state.workers[0].rate
+    state.take([report("progress", 13.01, 0, 5)])  # too soon after the last to say anything
+    assert (state.workers[0].rate, state.workers[0].clock) == (before, 5)
+
+
+def test_staleness_over_all_workers() -> None:
+    state = taken(RUN)
+    assert state.histogram() == {0: 3, 1: 3, 2: 1}
+    assert list(state.histogram()) == [0, 1, 2]
+    assert state.workers[0].mean_staleness == pytest.approx(0.5)
+    assert WorkerState(0).mean_staleness == 0.0
+    wide = taken([report("done", 1.0, 0, 3, staleness={"10": 1, "9": 2})])
+    assert list(wide.histogram().items()) == [(9, 2), (10, 1)]  # by number, not by letter
+
+
+def test_the_summary_is_written_whole(tmp_path: Path) -> None:
+    facts = summary(taken(RUN), "dist_gsync", {"groups": [[0], [1]]}, 0)
+    path = write_summary(tmp_path, facts)
+    assert path == tmp_path / "summary.json"
+    assert json.loads(path.read_text()) == facts
+    write_summary(tmp_path, facts | {"exit_status": 1})
+    assert json.loads(path.read_text())["exit_status"] == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+
+
+# --- run directories
+
+
+def test_a_run_is_made_and_is_the_latest(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    one = new_run("one", "dist_sync", root)
+    assert one == root / "one"
+    assert one.is_dir()
+    assert (root / "latest").resolve() == one.resolve()
+    two = new_run("two", "dist_sync", root)
+    assert (root / "latest").resolve() == two.resolve()
+    assert os.readlink(root / "latest") == "two"  # relative: the directory can be moved
+    assert sorted(path.name for path in root.iterdir()) == ["latest", "one", "two"]
+
+
+def test_runs_without_a_name_are_named_by_time_and_store(tmp_path: Path) -> None:
+    names = [new_run(None, "dist_ssync", tmp_path).name for _ in range(4)]
+    assert len(set(names)) == 4
+    for name in names:
+        assert re.fullmatch(r"\d{8}-\d{6}-dist_ssync(\.\d+)?", name)
+
+
+def test_a_name_that_is_taken_is_refused_and_latest_stays(tmp_path: Path) -> None:
+    new_run("one", "s", tmp_path)
+    new_run("two", "s", tmp_path)
+    with pytest.raises(UsageError, match=r"there is a run .*one already; choose another --name"):
+        new_run("one", "s", tmp_path)
+    assert os.readlink(tmp_path / "latest") == "two"
+
+
+@pytest.mark.parametrize("name", ["", "latest", "a/b", "../a", "a b", "a\n", "/a", ".."])
+def test_a_name_that_is_no_directory_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        new_run(name, "s", tmp_path / "runs")
+    assert not (tmp_path / "runs" / "latest").is_symlink()

@@ -1,0 +1,145 @@
+"""Variables to a job and back, and what is said of a variable that makes no sense."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from echelon.environment import Job
+from echelon.errors import UsageError
+
+LAUNCHED = {  # what seed 002's nodes export, with what an Echelon launcher adds
+    "DMLC_ROLE": "server",
+    "DMLC_PS_ROOT_URI": "10.0.0.1",
+    "DMLC_PS_ROOT_PORT": "9091",
+    "DMLC_NUM_WORKER": "4",
+    "DMLC_NUM_SERVER": "2",
+    "DMLC_INTERFACE": "eth0",
+    "DMLC_NODE_HOST": "10.0.0.7",
+    "PS_VERBOSE": "2",
+    "ECHELON_RANK": "1",
+    "ECHELON_TRANSPORT": "tcp",
+    "ECHELON_STALENESS": "3",
+    "ECHELON_GROUPS": "0 1 / 2 3",
+    "ECHELON_RUN_DIR": "runs/a",
+    "ECHELON_STALL_SECONDS": "2.5",
+    "ECHELON_TIMEOUT": "60",
+    "PS_HEARTBEAT_TIMEOUT": "5",
+    "ECHELON_LISTEN_FD": "11",
+}
+JOB = Job(
+    role="server",
+    scheduler_host="10.0.0.1",
+    scheduler_port=9091,
+    num_workers=4,
+    num_servers=2,
+    rank=1,
+    interface="eth0",
+    host="10.0.0.7",
+    verbose=2,
+    transport="tcp",
+    staleness=3,
+    groups="0 1 / 2 3",
+    run_dir="runs/a",
+    stall_seconds=2.5,
+    timeout_s=60.0,
+    heartbeat_timeout_s=5.0,
+    listen_fd=11,
+)
+
+
+def test_every_variable_is_read() -> None:
+    assert Job.from_environment(LAUNCHED) == JOB
+    default = Job()
+    for field in dataclasses.fields(Job):  # and each of them differs from the default, so that each is seen
+        assert getattr(JOB, field.name) != getattr(default, field.name), field.name
+
+
+def test_nothing_said_is_a_process_on_its_own() -> None:
+    assert Job.from_environment({}) == Job()
+    assert not Job().distributed
+    assert JOB.distributed
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(),
+        dataclasses.replace(JOB, listen_fd=None),
+        dataclasses.replace(JOB, listen_fd=None, rank=0, staleness=0, verbose=0, stall_seconds=0.1, timeout_s=1e9),
+        Job(role="scheduler", scheduler_port=1, num_servers=0),
+    ],
+)
+def test_a_job_survives_the_environment(job: Job) -> None:
+    """All but the inherited socket, which is one process's own."""
+    assert Job.from_environment(job.to_environment()) == job
+
+
+def test_the_listening_socket_is_not_handed_on() -> None:
+    assert "ECHELON_LISTEN_FD" not in JOB.to_environment()
+
+
+def test_what_is_not_set_is_not_exported() -> None:
+    assert (
+        Job()
+        .to_environment()
+        .keys()
+        .isdisjoint(
+            {
+                "ECHELON_RANK",
+                "ECHELON_STALENESS",
+                "ECHELON_GROUPS",
+                "ECHELON_RUN_DIR",
+                "DMLC_INTERFACE",
+                "DMLC_NODE_HOST",
+            }
+        )
+    )
+    assert all(isinstance(value, str) for value in JOB.to_environment().values())
+
+
+def test_rank_0_and_staleness_0_are_not_nothing() -> None:
+    job = Job.from_environment({"ECHELON_RANK": "0", "ECHELON_STALENESS": "0"})
+    assert (job.rank, job.staleness) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_INTERFACE", "ECHELON_RANK", "ECHELON_GROUPS"]
+)
+def test_an_empty_variable_is_as_good_as_none(name: str) -> None:
+    assert Job.from_environment({name: ""}) == Job()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DMLC_PS_ROOT_PORT", "http"),
+        ("DMLC_NUM_WORKER", "-1"),
+        ("DMLC_NUM_SERVER", "2.0"),
+        ("ECHELON_RANK", "first"),
+        ("ECHELON_STALENESS", "-1"),
+        ("PS_VERBOSE", "yes"),
+        ("ECHELON_LISTEN_FD", "stdin"),
+    ],
+)
+def test_a_number_that_is_none_is_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} is '{value}'; it must be a whole number"):
+        Job.from_environment({name: value})
+
+
+def test_an_unknown_role_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="DMLC_ROLE is 'sever'; it must be one of worker, server, scheduler"):
+        Job.from_environment({"DMLC_ROLE": "sever"})
+
+
+def test_the_same_job_for_another_process() -> None:
+    other = JOB.as_role("worker", 3)
+    assert (other.role, other.rank) == ("worker", 3)
+    assert dataclasses.replace(other, role="server", rank=1) == JOB
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    assert Job.from_environment() == JOB
