@@ -195,7 +195,7 @@ class Engine:
             if alone:
                 others = [self._slowest(state)] if self._members else [g.clock for g in state.groups.values()]
                 before = state.groups.get(group_id)  # its clocks are spent: none may be applied a second time
-                clock = max(others + [before.clock if before else 0])
+                clock = max([*others, before.clock if before else 0])
                 group = state.groups[group_id] = _Group(clock)
                 group.seen = state.version
                 firsts[key] = clock

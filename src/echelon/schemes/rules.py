@@ -64,6 +64,8 @@ def gsp(groups: Sequence[Iterable[int]], staleness: int | None = None) -> Rules:
 
 def rules_for(store: str, staleness: int | None, groups: Sequence[Iterable[int]] | None) -> Rules:
     """The rules behind a store's name. SSP needs a bound and GSP needs groups; the others refuse what they ignore."""
+    if store not in SCHEMES:
+        raise UsageError(f"no scheme is behind store {store!r}; there is one behind {', '.join(SCHEMES)}")
     scheme = SCHEMES[store]
     if scheme == "SSP":
         if staleness is None:
