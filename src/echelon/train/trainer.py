@@ -32,7 +32,7 @@ from echelon.kvstore.arguments import is_finite
 from echelon.kvstore.client import Ticket
 from echelon.kvstore.create import Groups
 from echelon.kvstore.optimizers import learning_rates, spec_of
-from echelon.server.shard import NO_OPTIMIZER
+from echelon.server.optimization import NO_OPTIMIZER
 from echelon.train.buckets import Bucket, make_buckets
 
 REPORT_S = 0.25
