@@ -1,8 +1,9 @@
 """`echelon bench io`: record files to float batches of 3x224x224, with random crop and mirror, beside MXNet.
 
-A step is `--step-batches` batches taken one after another, while the loader's threads work ahead; steps before the
-timed ones use up what was made while the other contender had its turn. `--cached` and `--memory` measure two promises
-besides: images/s of a CIFAR-sized set kept decoded, and the memory of a run against that of one ten times as long.
+A step is `--step-batches` batches taken one after another, while the loader's threads work ahead. A turn ends when
+its loader has stopped working ahead, and begins with steps that use up what was made so, which are not counted: MXNet
+makes 17 batches. `--cached` and `--memory` measure two promises besides: images/s of a CIFAR-sized set kept decoded,
+and the memory of a run against that of one ten times as long.
 Only what the command line needs is imported at the top, so that other commands start quickly.
 """
 
@@ -40,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--step-batches", type=int, default=4, metavar="N", help="batches in a step")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each contender")
     parser.add_argument("--steps", type=int, default=6, help="timed steps in a turn")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before those, in each turn")
+    parser.add_argument("--warmup", type=int, default=6, help="steps before those, in each turn: above 17 batches")
     parser.add_argument("--cached", action="store_true", help="also: images/s of a CIFAR-sized set kept decoded")
     parser.add_argument("--memory", action="store_true", help="also: memory growth over a run ten times as long")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")

@@ -1,8 +1,12 @@
-"""The process of the Echelon contender in `echelon bench io`: a step is some batches taken from the loader."""
+"""The process of the Echelon contender in `echelon bench io`: a step is some batches taken from the loader.
+
+A turn ends when the loader has nothing left to do ahead, as for its peer (see `io_mxnet`).
+"""
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -44,7 +48,22 @@ def main() -> None:
             for _ in range(args.step_batches):
                 next(batches)
 
-        serve(lambda num_steps: [timed(step) for _ in range(num_steps)])
+        def run_round(num_steps: int) -> list[float]:
+            step_s = [timed(step) for _ in range(num_steps)]
+            settle()
+            return step_s
+
+        serve(run_round)
+
+
+def settle(interval_s: float = 0.2, limit_s: float = 60.0) -> None:
+    """Wait until this process does nothing any more."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        before = time.process_time()
+        time.sleep(interval_s)
+        if time.process_time() - before < 0.05 * interval_s:
+            return
 
 
 if __name__ == "__main__":

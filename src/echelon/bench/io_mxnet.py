@@ -2,6 +2,9 @@
 
 Runs under MXNet's own environment, so it imports nothing of Echelon; the lines on stdin and stdout are those of
 `echelon.bench.protocol`, said again here in a few lines. MXNet itself caps its decoding threads at half the processors.
+
+It decodes 17 batches ahead, for seconds after it was last asked for one. A turn therefore ends only when that is over:
+it would otherwise take a core from the other contender's turn, and get those batches for nothing in its own.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ def main() -> None:
     parser.add_argument("--step-batches", type=int, required=True)
     args = parser.parse_args()
     batches = Batches(args)
+    settle()
     say(ready=True)
     for line in iter(sys.stdin.readline, "quit\n"):
         if not line:
@@ -64,7 +68,18 @@ def main() -> None:
             for _ in range(args.step_batches):
                 batches.take()
             step_s.append(time.perf_counter() - start)
+        settle()
         say(step_s=step_s)
+
+
+def settle(interval_s: float = 0.2, limit_s: float = 60.0) -> None:
+    """Wait until this process does nothing any more."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        before = time.process_time()
+        time.sleep(interval_s)
+        if time.process_time() - before < 0.05 * interval_s:
+            return
 
 
 def say(**answer: object) -> None:
