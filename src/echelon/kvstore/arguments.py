@@ -28,12 +28,14 @@ def spec_of_value(name: Key, value: Tensor) -> KeySpec:
 
 def as_keys(keys: Keys) -> list[Key]:
     """One key or many, as a list."""
-    return [keys] if isinstance(keys, str | int) else list(keys)
+    if isinstance(keys, Sequence) and not isinstance(keys, str):
+        return list(keys)
+    return [keys]  # of whatever type: the store says which it takes
 
 
 def as_values(keys: Keys, values: Values) -> list[list[Tensor]]:
     """For each key its tensors, one per device."""
-    if isinstance(keys, str | int):
+    if not isinstance(keys, Sequence) or isinstance(keys, str):
         return [_per_device(keys, values)]
     if isinstance(values, Tensor) or len(values) != len(keys):
         given = 1 if isinstance(values, Tensor) else len(values)
@@ -58,7 +60,7 @@ def is_finite(value: Tensor) -> bool:
 
 def _per_device(key: Key, value: Values) -> list[Tensor]:
     tensors: list[Tensor] = []
-    for tensor in [value] if isinstance(value, Tensor) else value:
+    for tensor in value if isinstance(value, Sequence) else [value]:
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             raise UsageError(f"key {key!r}: a value must be a torch tensor or a list of them, not {kind}")

@@ -43,6 +43,7 @@ class Ticket:
     on_frames: Filled | None
     sent_at: float
     response: Response | None = None
+    told: bool = False  # its refusal was raised
 
 
 @dataclass(slots=True, eq=False)
@@ -88,10 +89,10 @@ class Client:
         return ticket
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
-        """Until all are answered. Raises what a server refused, and JobError when the job breaks or time is up."""
+        """Until all are answered. Raises the first refusal at once, and JobError when the job breaks or time is up."""
         with self._lock:
             stall: _Stall | None = None
-            while any(ticket.response is None for ticket in tickets):
+            while not self._refused(tickets) and any(ticket.response is None for ticket in tickets):
                 self._session.check()
                 received = self._endpoint.recv(ASK_AFTER_S / 2)
                 if received is not None:
@@ -100,8 +101,9 @@ class Client:
                 now = time.monotonic()
                 stall = stall or _Stall(now - ASK_AFTER_S / 2, now, 0.0, tickets=tickets)
                 self._watch(stall, now)
-        for ticket in tickets:
-            if isinstance(ticket.response, Failed):
+            for ticket in self._refused(tickets):
+                ticket.told = True
+                assert isinstance(ticket.response, Failed)
                 raise UsageError(f"worker {self._session.rank}: {ticket.response.reason}")
 
     def call(self, server: int, request: Request, frames: Sequence[Buffer] = ()) -> Response:
@@ -125,6 +127,10 @@ class Client:
         """Let the endpoint go."""
         with self._lock:
             self._endpoint.close()
+
+    def _refused(self, tickets: Sequence[Ticket]) -> list[Ticket]:
+        """Those that a server refused and that nobody has heard of yet: an error is raised once."""
+        return [ticket for ticket in tickets if isinstance(ticket.response, Failed) and not ticket.told]
 
     def _receive(self, peer: Peer, frames: list[memoryview]) -> None:
         try:

@@ -115,8 +115,8 @@ def check_name(name: str) -> None:
         raise UsageError(f"a store is named by a string, not {name!r}")
     if name not in NAMES:
         near = difflib.get_close_matches(name, NAMES, 1, 0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"there is no store {name!r}{hint} The stores are {', '.join(NAMES)}")
+        hint = f"did you mean {near[0]!r}? The" if near else "the"
+        raise UsageError(f"there is no store {name!r}; {hint} stores are {', '.join(NAMES)}")
 
 
 def serve_and_exit(job: Job) -> None:

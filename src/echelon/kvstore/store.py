@@ -54,6 +54,7 @@ from echelon.kvstore.optimizers import spec_by_name, spec_of
 from echelon.kvstore.session import Session
 from echelon.observe.events import EventLog
 from echelon.server.memory import empty_frames, frame_pieces
+from echelon.server.optimization import WHOLE_NUMBERS
 from echelon.transport.interface import Buffer, Transport
 
 _ROUTES = 4096
@@ -88,6 +89,7 @@ class KVStore:
         self.events = events
         self._session = session
         self._client = client
+        self._scheme = scheme
         self._check_finite = check_finite
         self._layout = Layout(num_servers)
         self._arena = Arena(transport)
@@ -165,7 +167,7 @@ class KVStore:
     def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
         """Wait until the scheme lets this worker go on, then copy the weights into `out` (every tensor of a list)."""
         slots, outs = self._targets(key, out)
-        tickets: list[Ticket] = []
+        tickets = self._pushes(slots)  # one that was refused would never be answered by weights
         for clock, indices in self._by_clock(slots):
             for route in self._route([slots[i] for i in indices]):
                 framed = self._framed[route.server]
@@ -194,6 +196,8 @@ class KVStore:
         if isinstance(optimizer, Optimizer):
             if settings:
                 raise UsageError("settings go with an optimizer's name; an instance has its own")
+            if (groups := len(optimizer.param_groups)) > 1:
+                raise UsageError(f"which keys are in which of {groups} parameter groups? Only the Trainer knows that")
             spec = spec_of(optimizer, {})
         else:
             spec = spec_by_name(optimizer, settings)
@@ -327,8 +331,11 @@ class KVStore:
 
     def _free(self, slots: Sequence[Slot]) -> bool:
         """Whether the servers have read what was pushed before from these places."""
-        tickets = {id(t): t for slot in slots for t in self._pushing.get(slot.key, ())}
-        return self._client.ready(list(tickets.values()))
+        return self._client.ready(self._pushes(slots))
+
+    def _pushes(self, slots: Sequence[Slot]) -> list[Ticket]:
+        """The last pushes of some keys, answered or not."""
+        return list({id(t): t for slot in slots for t in self._pushing.get(slot.key, ())}.values())
 
     def _copied(self, route: _Route, slots: Sequence[Slot], values: Sequence[Tensor]) -> list[memoryview]:
         """Values that cannot go through their place, because an earlier push still lies there."""
@@ -412,12 +419,18 @@ class KVStore:
         self._client.wait(tickets)
 
     def _checked(self, key: Keys, value: Values) -> tuple[list[Slot], list[Tensor]]:
-        names = as_keys(key)
-        slots = [self._slot(name) for name in names]
+        if self.optimizer_spec is None and self._scheme != "dist_sync":
+            raise UsageError(
+                f"worker {self.rank}: {self.type} needs an optimizer on the servers: call set_optimizer, on every "
+                "worker, before push"
+            )
+        slots = [self._slot(name) for name in as_keys(key)]
         values = []
         for slot, tensors in zip(slots, as_values(key, value), strict=True):
             for tensor in tensors:
                 self._check_fit(slot, tensor, "pushed")
+            if self.optimizer_spec is not None and not tensors[0].is_floating_point():
+                raise UsageError(f"worker {self.rank}: key {slot.spec.name!r} is {slot.spec}: {WHOLE_NUMBERS}")
             total = reduced(tensors)
             if self._check_finite and not is_finite(total):
                 raise UsageError(
@@ -472,7 +485,7 @@ class KVStore:
         return self.optimizer_spec
 
     def _to_all(self, make: Any) -> None:
-        tickets = [
-            self._client.send(server, make(self._client.next_id())) for server in range(self._layout.num_servers)
-        ]
-        self._client.wait(tickets)
+        """What all servers must agree on, server 0 decides: what it refuses reaches no other."""
+        self._client.call(0, make(self._client.next_id()))
+        others = range(1, self._layout.num_servers)
+        self._client.wait([self._client.send(server, make(self._client.next_id())) for server in others])

@@ -14,6 +14,7 @@ from echelon.server.execute import Part, Task, Update
 from echelon.server.kernels import Kernel, kernel_for
 from echelon.server.memory import Window
 
+WHOLE_NUMBERS = "an optimizer cannot update whole numbers"
 NO_OPTIMIZER = -1  # the group of keys that hold plain values: their sum replaces them
 
 
@@ -34,6 +35,7 @@ class Optimization:
         self._spec: OptimizerSpec | None = None
         self._kernels: list[Kernel] = []
         self._plans: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # lane -> its keys by optimizer group
+        self._whole: set[int] = set()  # keys of whole numbers
         self.steps: dict[int, int] = {}  # lane -> updates so far
 
     @property
@@ -49,6 +51,19 @@ class Optimization:
             self._plans.clear()
         elif self._spec != spec:
             raise UsageError(f"the servers run {_described(self._spec)}, but this worker set {_described(spec)}")
+
+    def add(self, key: int) -> None:
+        """A new key, a lane by itself, without updates so far."""
+        self.steps[key] = 0
+        if "float" not in self._layout.slots[key].spec.dtype:
+            self._whole.add(key)
+
+    def check_keys(self, keys: Sequence[int]) -> None:
+        """A kernel would fail on whole numbers in the middle of an update, and end the server."""
+        for key in self._whole.intersection(keys) if self._whole else ():
+            if self._group(key) != NO_OPTIMIZER:
+                spec = self._layout.slots[key].spec
+                raise UsageError(f"key {spec.name!r} is {spec}: {WHOLE_NUMBERS}")
 
     def check_rates(self, lrs: Sequence[float]) -> None:
         """A push brings a rate for every group, or none at all."""

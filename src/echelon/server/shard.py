@@ -144,7 +144,7 @@ class Shard:
         fresh = tuple(slot.key for slot in request.slots if slot.key not in lanes)
         for key in fresh:
             lanes.add(key)
-            self._optimization.steps[key] = 0
+            self._optimization.add(key)
         self._store.run([Task(fresh, Update((Part(window, 1.0),), None, 0, 0.0, 1), ())])
 
     # --- push and pull
@@ -155,6 +155,7 @@ class Shard:
         scheme = exchange.engine.rules.name
         if scheme != "BSP" and not self._optimization.chosen:
             raise UsageError(f"{scheme} needs an optimizer on the servers: call set_optimizer before push")
+        self._optimization.check_keys(request.keys)
         self._optimization.check_rates(request.lrs)
         known = self._workers[worker]
         pushed = Pushed(
