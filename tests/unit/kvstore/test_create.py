@@ -1,0 +1,110 @@
+"""Making a store: names, dials and jobs that cannot be, said before anybody waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echelon.environment import Job
+from echelon.errors import UsageError
+from echelon.kvstore import NAMES, KVStore, create
+from echelon.launch.in_process import run
+
+LONELY = Job()
+DISTRIBUTED = Job(scheduler_port=1, num_servers=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("dist_synk", "dist_sync"), ("dist-async", "dist_async"), ("dist_gsynch", "dist_gsync"), ("locla", "local")],
+)
+def test_an_unknown_store_gets_the_nearest_name(name: str, meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        create(name, job=LONELY)
+    assert f"there is no store {name!r}; did you mean {meant!r}? The stores are " in str(caught.value)
+    assert all(store in str(caught.value) for store in NAMES)
+
+
+def test_an_unknown_store_unlike_any_gets_the_list() -> None:
+    with pytest.raises(UsageError) as caught:
+        create("zzz", job=LONELY)
+    assert str(caught.value) == f"there is no store 'zzz'; the stores are {', '.join(NAMES)}"
+
+
+@pytest.mark.parametrize("name", [None, 3, ["local"]])
+def test_a_name_is_a_string(name: Any) -> None:
+    with pytest.raises(UsageError, match="named by a string"):
+        create(name, job=LONELY)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("dist")])
+def test_a_dist_store_needs_a_job(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} needs a scheduler and servers.*echelon launch"):
+        create(name, job=LONELY)
+
+
+def test_a_dist_store_needs_a_server() -> None:
+    with pytest.raises(UsageError, match="dist_sync needs at least one server; the job has 0"):
+        create("dist_sync", job=Job(scheduler_port=1, num_servers=0))
+
+
+@pytest.mark.parametrize(
+    ("name", "dials", "words"),
+    [
+        ("dist_ssync", {}, "dist_ssync needs a bound: give staleness"),
+        ("dist_gsync", {}, "dist_gsync needs groups"),
+        ("dist_sync", {"staleness": 3}, "dist_sync has no staleness, but staleness=3 was given"),
+        ("dist_async", {"staleness": 0}, "dist_async has no staleness, but staleness=0 was given"),
+        ("dist_sync", {"groups": [[0]]}, "dist_sync has no groups"),
+        ("dist_ssync", {"staleness": 1, "groups": [[0]]}, "dist_ssync has no groups"),
+        ("dist_ssync", {"staleness": -1}, "staleness must be 0 or more, not -1"),
+        ("dist_sync", {"transport": "pigeon"}, "there is no transport 'pigeon'; use one of auto, shm, tcp"),
+    ],
+)
+def test_dials_that_do_not_fit_are_refused_before_joining(
+    name: str, dials: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Port 1 has no scheduler: an attempt to join would wait for the job's deadline and be another error."""
+    monkeypatch.chdir(tmp_path)  # no groups file here
+    with pytest.raises(UsageError, match=words):
+        create(name, job=DISTRIBUTED, **dials)
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ([[0], [0, 1]], "worker 0 is in line 1 already"),
+        ([[0]], "no group for worker 1"),
+        ([[0], [1, 2]], "there is no worker 2"),
+    ],
+)
+def test_groups_that_do_not_fit_the_workers(groups: list[list[int]], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        run(lambda kv: None, "dist_gsync", num_workers=2, groups=groups)
+
+
+def test_a_missing_groups_file_is_named(tmp_path: Path) -> None:
+    missing: Any = tmp_path / "nowhere"
+    with pytest.raises(UsageError, match=f"there is no groups file {missing}"):
+        run(lambda kv: None, "dist_gsync", num_workers=1, groups=missing)
+
+
+def test_groups_come_from_a_file(tmp_path: Path) -> None:
+    file: Any = tmp_path / "groups"
+    file.write_text("1\n0 2\n")
+
+    def program(kv: KVStore) -> int:
+        kv.barrier()
+        return kv.rank
+
+    assert run(program, "dist_gsync", num_workers=3, groups=file) == [0, 1, 2]
+
+
+def test_closing_twice_is_harmless() -> None:
+    def program(kv: KVStore) -> None:
+        kv.close()
+        kv.close()
+
+    run(program, "dist_sync", num_workers=2)
