@@ -10,17 +10,22 @@ from typing import Any
 
 import msgspec
 
+from echelon import models
 from echelon.cli.launch import add_job_arguments, job_from
+from echelon.cluster.shares import inline_groups, parse_groups
+from echelon.data.datasets import dataset_names, open_dataset
 from echelon.environment import Job
 from echelon.errors import UsageError
-from echelon.kvstore.create import check_name
+from echelon.kvstore.create import GROUPS_FILE, check_name
 from echelon.launch import local
+from echelon.models.choices import unknown
 from echelon.report.curves import draw_curves
 from echelon.report.display import Display, histogram_lines
 from echelon.report.runs import new_run
 from echelon.report.summary import RunState, summary, write_summary
 from echelon.schemes import rules_for
-from echelon.train.options import TrainOptions
+from echelon.train.fit import shares_for
+from echelon.train.options import OPTIMIZERS, TrainOptions
 from echelon.train.pace import Pace, parse_slow, parse_stall
 
 DEMO = "-n 4 -s 2 --kv-store dist_gsync --groups 0,1,2/3 --pace 0.02 --slow 3:3 --num-epochs 16"
@@ -56,8 +61,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--average-buffers", action="store_true", help="average BatchNorm statistics at the end")
     parser.add_argument("--check-finite", action="store_true", help="refuse NaN and infinity in gradients")
     parser.add_argument("--pace", type=float, default=0.0, metavar="SECONDS", help="a step lasts at least this long")
-    parser.add_argument("--slow", type=parse_slow, default={}, metavar="RANK:FACTOR", help="slow one worker down")
-    parser.add_argument("--stall", type=parse_stall, metavar="PROBABILITY:FACTOR", help="stall steps at random")
+    parser.add_argument("--slow", metavar="RANK:FACTOR", help="slow one worker down")
+    parser.add_argument("--stall", metavar="PROBABILITY:FACTOR", help="stall steps at random")
     parser.set_defaults(run=run)
 
 
@@ -68,22 +73,47 @@ def run(options: argparse.Namespace) -> int:
         add_parser(parser.add_subparsers())
         options = parser.parse_args(["train", *DEMO.split()])
     settings = options_from(options)
-    check_name(settings.kv_store)
-    if settings.kv_store.startswith("dist_"):
-        groups = [[0]] if settings.groups or settings.kv_store == "dist_gsync" else None
-        rules_for(settings.kv_store, settings.staleness, groups)
-        servers = options.num_workers if options.num_servers is None else options.num_servers
-    else:
-        servers = 0
+    check(settings, options.num_workers)
+    job = job_from(options)
+    if not settings.kv_store.startswith("dist_"):
+        job = replace(job, num_servers=0)
+    local.check(job)
     directory = new_run(options.name, settings.kv_store)
-    job = job_from(options, run_dir=str(directory))
-    job = replace(job, num_servers=servers)
+    job = replace(job, run_dir=str(directory))
     status, state = watch(job, settings, directory)
     facts = summary(state, settings.kv_store, asdict(settings), status)
     write_summary(directory, facts)
     draw_curves(facts, directory / "curves.png")
     conclude(facts, state, directory)
     return status
+
+
+def check(settings: TrainOptions, num_workers: int) -> None:
+    """What is wrong with the arguments is said once, before anything is started or written."""
+    check_name(settings.kv_store)
+    if settings.kv_store.startswith("dist_"):
+        rules_for(settings.kv_store, settings.staleness, groups_of(settings, num_workers))
+    if settings.optimizer not in OPTIMIZERS:
+        raise UsageError(f"there is no optimizer {settings.optimizer!r}; use one of {', '.join(OPTIMIZERS)}")
+    if settings.data not in dataset_names():
+        open_dataset(settings.data)  # raises
+    if ":" not in settings.network and settings.network not in models.names():
+        raise unknown("network", settings.network, models.names(), " Your own is named package.module:function.")
+    if settings.data_allocator:
+        shares_for(settings, num_workers)
+
+
+def groups_of(settings: TrainOptions, num_workers: int) -> list[list[int]] | None:
+    """The groups as far as they are known before hosts are."""
+    hosts = dict.fromkeys(range(num_workers), "")
+    given = settings.groups or (GROUPS_FILE if Path(GROUPS_FILE).is_file() else None)
+    if given is None or settings.kv_store != "dist_gsync":
+        return [[0]] if settings.groups else None
+    if (text := inline_groups(given)) is not None:
+        return [list(group) for group in parse_groups(text, hosts, f"groups {given!r}")]
+    if not Path(given).is_file():
+        raise UsageError(f"there is no groups file {given}; write one group a line, hosts or ranks")
+    return [[0]]
 
 
 def watch(job: Job, settings: TrainOptions, directory: Path) -> tuple[int, RunState]:
@@ -117,7 +147,8 @@ def options_from(options: argparse.Namespace) -> TrainOptions:
         )
     if options.batch_size < 1 or options.num_epochs < 1:
         raise UsageError("--batch-size and --num-epochs must be 1 or more")
-    ranks = [rank for rank in options.slow if rank >= options.num_workers]
+    slow = parse_slow(options.slow) if options.slow else {}
+    ranks = [rank for rank in slow if rank >= options.num_workers]
     if ranks:
         raise UsageError(f"--slow names worker {ranks[0]}, but ranks go from 0 to {options.num_workers - 1}")
     return TrainOptions(
@@ -135,7 +166,7 @@ def options_from(options: argparse.Namespace) -> TrainOptions:
         optimizer=options.optimizer,
         lr=options.lr,
         lr_factor=options.lr_factor,
-        lr_step_epochs=tuple(float(step) for step in options.lr_step_epochs.split(",") if step),
+        lr_step_epochs=parse_epochs(options.lr_step_epochs),
         momentum=options.mom,
         weight_decay=options.wd,
         seed=options.seed,
@@ -143,5 +174,13 @@ def options_from(options: argparse.Namespace) -> TrainOptions:
         target_accuracy=options.target_accuracy,
         average_buffers=options.average_buffers,
         check_finite=options.check_finite,
-        pace=Pace(options.pace, options.slow, options.stall, options.seed),
+        pace=Pace(options.pace, slow, parse_stall(options.stall) if options.stall else None, options.seed),
     )
+
+
+def parse_epochs(text: str) -> tuple[float, ...]:
+    """`30,60`."""
+    try:
+        return tuple(float(step) for step in text.split(",") if step)
+    except ValueError:
+        raise UsageError(f"--lr-step-epochs {text!r} is not a list of epochs, for example 30,60") from None

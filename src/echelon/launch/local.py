@@ -23,10 +23,7 @@ def run(
     on_tick: Callable[[], None] = lambda: None,
 ) -> int:
     """Run `command` as every worker of `job`; returns the first failing exit status, or 0."""
-    if job.num_workers < 1:
-        raise UsageError(f"a job needs at least one worker (-n), not {job.num_workers}")
-    if job.num_servers < 0:
-        raise UsageError(f"the number of servers (-s) cannot be {job.num_servers}")
+    check(job)
     # The scheduler inherits a bound socket, so no other program can take its port in between.
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
         listener.set_inheritable(True)
@@ -39,6 +36,14 @@ def run(
 
         commands = _commands(job, command, port, listener.fileno())
         return Supervisor(on_line, on_tick, tell_scheduler).run(commands)
+
+
+def check(job: Job) -> None:
+    """Refuse a job that cannot be."""
+    if job.num_workers < 1:
+        raise UsageError(f"a job needs at least one worker (-n), not {job.num_workers}")
+    if job.num_servers < 0:
+        raise UsageError(f"the number of servers (-s) cannot be {job.num_servers}")
 
 
 def _tell(port: int, message: Gone) -> None:

@@ -153,10 +153,15 @@ def sharding_for(options: TrainOptions, kvstore: KVStore) -> Sharding:
     ranks = kvstore.workers
     if not options.data_allocator:
         return ByPart(ranks.index(kvstore.rank), len(ranks))
+    return ByFraction(*shares_for(options, len(ranks))[kvstore.rank])
+
+
+def shares_for(options: TrainOptions, num_workers: int) -> list[tuple[float, float]]:
+    """Every worker's share of the data, from the file."""
     path = Path(options.data_sharding)
     if not path.is_file():
         raise UsageError(f"--data-allocator 1 needs the file {path}; write a line 'start end' for every worker")
-    return ByFraction(*parse_shares(path.read_text(), len(ranks), str(path))[kvstore.rank])
+    return parse_shares(path.read_text(), num_workers, str(path))
 
 
 def make_optimizer(options: TrainOptions, model: nn.Module) -> Optimizer:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from echelon.train.pace import Pace
 
+OPTIMIZERS = ("sgd", "adam", "adamw", "rmsprop", "adagrad")
+
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
