@@ -1,0 +1,174 @@
+"""`echelon train` with real processes: what it writes, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from echelon import models
+from echelon.cli.main import main
+from echelon.data.digits import load_digits
+from echelon.train.fit import evaluate
+
+NUM_TRAIN = 1437
+EPOCHS = 4
+WORKER_KEYS = {"rank", "clock", "samples", "wait_s", "staleness"}
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    status: int
+    out: str
+    err: str
+
+    @property
+    def directory(self) -> Path:
+        return self.folder / "runs" / "latest"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.directory / "summary.json").read_text())
+        return found
+
+
+def train(folder: Path, *arguments: str) -> Run:
+    command = [sys.executable, "-m", "echelon.cli.main", "train", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    return Run(folder, done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def gsync(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Four workers in two groups, with unequal shares of the data."""
+    folder = tmp_path_factory.mktemp("gsync")
+    (folder / "groups").write_text("0 1\n2 3\n")
+    (folder / "data_sharding").write_text("0 0.1\n0.1 0.3\n0.3 0.6\n0.6 1\n")
+    arguments = "-n 4 -s 2 --kv-store dist_gsync --data-allocator 1 --num-epochs 4 --batch-size 16 --name first"
+    return train(folder, *arguments.split())
+
+
+def test_a_run_writes_a_summary_of_itself_and_its_workers(gsync: Run) -> None:
+    assert gsync.status == 0, gsync.out + gsync.err
+    assert gsync.err == ""
+    facts = gsync.summary
+    assert facts["store"] == "dist_gsync"
+    assert facts["accuracy"] > 0.5
+    assert facts["seconds"] > 0
+    assert facts["samples"] == EPOCHS * NUM_TRAIN
+    assert facts["samples_per_s"] == pytest.approx(facts["samples"] / facts["seconds"], rel=0.01)
+    assert [worker["rank"] for worker in facts["workers"]] == [0, 1, 2, 3]
+    for worker in facts["workers"]:
+        assert worker.keys() >= WORKER_KEYS
+        assert sum(worker["staleness"].values()) == worker["clock"] > 0
+        assert 0 <= worker["wait_s"] <= facts["seconds"]
+    assert any(int(value) > 0 for worker in facts["workers"] for value in worker["staleness"])
+
+
+def test_the_shares_of_the_data_are_those_of_the_file(gsync: Run) -> None:
+    samples = [worker["samples"] for worker in gsync.summary["workers"]]
+    assert samples == [pytest.approx(EPOCHS * NUM_TRAIN * share, abs=EPOCHS) for share in (0.1, 0.2, 0.3, 0.4)]
+    clocks = [worker["clock"] for worker in gsync.summary["workers"]]
+    assert clocks == [EPOCHS * -(-count // (EPOCHS * 16)) for count in samples], "each its own epoch"
+
+
+def test_the_run_directory_has_a_link_a_picture_and_events(gsync: Run) -> None:
+    assert (gsync.folder / "runs" / "latest").readlink() == Path("first")
+    assert (gsync.directory / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    kinds = {json.loads(line)["event"] for line in (gsync.directory / "events.jsonl").read_text().splitlines()}
+    assert kinds >= {"registered", "begin", "progress", "validation", "done", "final", "checkpoint", "view", "left"}
+
+
+def test_the_checkpoint_is_the_model_that_was_scored(gsync: Run) -> None:
+    path = gsync.directory / "checkpoint.safetensors"
+    model = models.build("digits-cnn", num_classes=10, image_shape=(1, 8, 8))
+    model.load_state_dict(load_file(path))
+    accuracy, _ = evaluate(model, *load_digits()[1])
+    assert accuracy == gsync.summary["accuracy"]
+    with safe_open(path, "pt") as file:
+        assert json.loads(file.metadata()["echelon"])["accuracy"] == accuracy
+
+
+def test_what_came_out_is_printed(gsync: Run) -> None:
+    facts = gsync.summary
+    assert f"accuracy      {facts['accuracy']:.4f}\n" in gsync.out
+    assert f"samples/s     {facts['samples_per_s']:.0f}  ({facts['samples']} samples in " in gsync.out
+    assert "staleness     updates by others" in gsync.out
+    assert "written to    runs/first/  (also runs/latest)\n" in gsync.out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param("--kv-store dist_sync --transport tcp", id="sync"),
+        pytest.param("--kv-store dist_async", id="async"),
+        pytest.param("--kv-store dist_ssync --staleness 3 --optimizer adamw --lr 0.005", id="ssync"),
+    ],
+)
+def test_the_other_stores_learn_too_and_stop_at_the_target(tmp_path: Path, arguments: str) -> None:
+    run = train(tmp_path, *f"-n 2 -s 1 --num-epochs 40 --eval-every 10 --target-accuracy 0.9 {arguments}".split())
+    assert run.status == 0, run.out + run.err
+    facts = run.summary
+    assert facts["validations"][-1]["accuracy"] >= 0.9
+    assert all(point["accuracy"] < 0.9 for point in facts["validations"][:-1])
+    assert 0 < facts["samples"] < 20 * NUM_TRAIN, "all workers stopped"
+    clocks = [worker["clock"] for worker in facts["workers"]]
+    if "dist_sync" in arguments:
+        assert max(clocks) - min(clocks) <= 1
+        assert [worker["staleness"] for worker in facts["workers"]] == [{"0": clock} for clock in clocks]
+    if "dist_ssync" in arguments:
+        assert max(int(value) for worker in facts["workers"] for value in worker["staleness"]) <= 2 * 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--kv-store dist_snyc", "there is no store 'dist_snyc'; did you mean 'dist_sync'?"),
+        ("-n 2", "--kv-store local is for one worker; with -n 2 use a dist_ store"),
+        ("-n 2 --kv-store dist_ssync", "dist_ssync needs a bound: give staleness=N"),
+        ("-n 2 --kv-store dist_sync --staleness 3", "dist_sync has no staleness, but staleness=3 was given"),
+        ("-n 2 --kv-store dist_gsync", "dist_gsync needs groups"),
+        ("-n 2 --kv-store dist_gsync --groups 0,1/1", "line 2: worker 1 is in line 1 already"),
+        ("-n 2 --kv-store dist_gsync --groups nosuch", "there is no groups file nosuch"),
+        ("-n 2 --kv-store dist_sync --transport pigeon", "there is no transport 'pigeon'; use one of auto, shm, tcp"),
+        ("--data-allocator 1", "--data-allocator 1 needs the file data_sharding"),
+        ("--data nosuch", "no dataset 'nosuch'; there are digits, "),
+        ("--network digits_cnn", "Unknown network 'digits_cnn'. Did you mean 'digits-cnn'?"),
+        ("--optimizer nosuch", "there is no optimizer 'nosuch'; use one of sgd, "),
+        ("--slow 1:3", "--slow names worker 1, but ranks go from 0 to 0"),
+        ("--slow 3", "--slow '3' is not RANK:FACTOR, for example 3:3"),
+        ("--stall 2:5", "--stall 2:5: the probability must be between 0 and 1"),
+        ("--lr-step-epochs 3,x", "--lr-step-epochs '3,x' is not a list of epochs"),
+        ("--num-epochs 0", "--batch-size and --num-epochs must be 1 or more"),
+        ("-n 0", "a job needs at least one worker (-n), not 0"),
+        ("--name a/b", "'a/b' cannot name a run"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line_before_anything_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *arguments.split()]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("echelon: ")
+    assert said in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_data_sharding_file_with_a_gap_is_refused_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data_sharding").write_text("0 0.5\n0.6 1\n")
+    assert main(["train", "-n", "2", "--kv-store", "dist_sync", "--data-allocator", "1"]) == 2
+    assert re.search(r"data_sharding line 2: .*leaves a gap", capsys.readouterr().err)
