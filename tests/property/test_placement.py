@@ -289,6 +289,16 @@ def test_keys_that_come_one_by_one_share_a_segment() -> None:
     assert len(layout.segments) == 1
 
 
+def test_small_segments_do_not_all_begin_on_one_server() -> None:
+    layout = Layout(2)
+    slots = layout.place([KeySpec(dtype, (5,), dtype) for dtype in ("float32", "float16", "int64")])
+    assert [[bool(layout.pieces(slot, server)) for server in range(2)] for slot in slots] == [
+        [True, False],
+        [False, True],
+        [True, False],
+    ]
+
+
 def test_a_layout_needs_a_server() -> None:
     with pytest.raises(UsageError, match="at least one server, not 0"):
         Layout(0)

@@ -138,6 +138,11 @@ def test_a_finished_worker_stays_finished() -> None:
     assert state.workers[0].clock == 4
 
 
+def test_the_end_is_the_last_one_whoever_writes_first() -> None:
+    """Processes write their events some time after they happened."""
+    assert taken([*RUN[:-2], RUN[-1], RUN[-2]]).seconds == 6.0
+
+
 def test_rates_follow_what_is_reported() -> None:
     state = taken([event("begin", 10.0, rank=0), report("progress", 12.0, 0, 2)])
     assert state.workers[0].rate == pytest.approx(32.0)
