@@ -1,6 +1,8 @@
-"""Hypothesis on two busy cores: no deadline an example, and the failing example as something to paste."""
+"""Hypothesis on two busy cores: no deadline an example, few examples, and the failing one as something to paste."""
 
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("echelon", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "echelon", deadline=None, max_examples=50, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("echelon")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.cluster.placement import (
@@ -159,7 +159,6 @@ def test_a_server_stores_its_parts_packed(sequence: list[list[KeySpec]], servers
                     assert piece.local % ALIGN == 0
 
 
-@settings(max_examples=60)
 @given(st.lists(st.tuples(LENGTHS, st.just("float32")), min_size=1, max_size=12), SERVERS, st.integers(0, 10))
 def test_a_call_is_spread_evenly(sizes: list[tuple[int, str]], servers: int, before: int) -> None:
     """Whatever was placed before, each server's part of a call is the even share within one stripe."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.errors import UsageError
@@ -142,7 +142,6 @@ def of_key(decisions: list[Decision], key: int) -> list[object]:
     return [action._replace(key=0) for decision in decisions for action in decision.actions if action.key == key]
 
 
-@settings(max_examples=50)
 @pytest.mark.parametrize("rules", [bsp(), ssp(1), gsp([[0, 1], [2, 3]], 1)], ids=lambda rules: rules.name)
 @given(before=EVENTS, after=EVENTS)
 def test_keys_that_are_one_for_a_while_fare_as_if_they_never_were(

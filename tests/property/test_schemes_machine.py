@@ -356,4 +356,4 @@ class Workers(RuleBasedStateMachine):
 @pytest.mark.parametrize("machine", [Anything, Workers])
 def test_engine(machine: type[Anything | Workers], name: str) -> None:
     driven = type(f"{machine.__name__} {name}", (machine,), {"case": CASES[name]})
-    run_state_machine_as_test(driven, settings=settings(max_examples=80, stateful_step_count=40))
+    run_state_machine_as_test(driven, settings=settings(stateful_step_count=40))
