@@ -67,6 +67,7 @@ def main() -> None:
         "version": transport.version,
         "segments": found,
         "shared": kv.memory_is_shared,
+        "halted": kv.halted,
     }
     (run / f"result-{kv.rank}.json").write_text(json.dumps(result))
     kv.close()
