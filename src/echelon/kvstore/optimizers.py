@@ -39,6 +39,8 @@ def spec_of(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
             f"{type(optimizer).__name__} cannot run on the servers; use one of "
             f"{', '.join(kind.__name__ for kind in _CLASSES.values())} of torch.optim"
         )
+    if name == "adam":
+        name = _adam_or_adamw(optimizer)
     members: dict[str, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -62,6 +64,14 @@ def spec_by_name(name: str, settings: Mapping[str, Any]) -> OptimizerSpec:
 def learning_rates(optimizer: Optimizer) -> list[float]:
     """The rates of all groups now, as a schedule has set them."""
     return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _adam_or_adamw(optimizer: Optimizer) -> str:
+    """torch's Adam with decoupled_weight_decay is AdamW under another name."""
+    decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+    if len(decoupled) > 1:
+        raise UsageError("the servers run one optimizer: decoupled_weight_decay must be the same in all groups")
+    return "adamw" if True in decoupled else "adam"
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, float | int | bool | list[float] | None]:

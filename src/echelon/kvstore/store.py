@@ -16,28 +16,21 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from echelon.cluster.messages import (
-    Attach,
     Configure,
-    Init,
     OptimizerSpec,
-    Place,
-    Placed,
-    Pull,
-    Push,
     Retire,
     SetOptimizer,
 )
-from echelon.cluster.placement import Layout, Piece, Slot
+from echelon.cluster.placement import Slot
 from echelon.errors import UsageError
 from echelon.kvstore import states
-from echelon.kvstore.arena import Arena, Mirror
 from echelon.kvstore.arguments import (
     Key,
     Keys,
@@ -52,20 +45,10 @@ from echelon.kvstore.arguments import (
 from echelon.kvstore.client import Client, Ticket
 from echelon.kvstore.optimizers import spec_by_name, spec_of
 from echelon.kvstore.session import Session
+from echelon.kvstore.wire import Wire
 from echelon.observe.events import EventLog
-from echelon.server.memory import empty_frames, frame_pieces
 from echelon.server.optimization import WHOLE_NUMBERS
-from echelon.transport.interface import Buffer, Transport
-
-_ROUTES = 4096
-
-
-class _Route(NamedTuple):
-    """A server's part of a list of keys."""
-
-    server: int
-    keys: list[int]
-    pieces: list[Piece]
+from echelon.transport.interface import Transport
 
 
 class KVStore:
@@ -91,12 +74,7 @@ class KVStore:
         self._client = client
         self._scheme = scheme
         self._check_finite = check_finite
-        self._layout = Layout(num_servers)
-        self._arena = Arena(transport)
-        self._framed = [False] * num_servers
-        self._clocks: dict[int, int] = {}
-        self._pushing: dict[int, list[Ticket]] = {}
-        self._routes: dict[tuple[int, ...], list[_Route]] = {}
+        self._wire = Wire(client, session, num_servers, transport, events)
         self._closed = False
         self.on_closed: Callable[[], None] = lambda: None
         self.optimizer_spec: OptimizerSpec | None = None
@@ -133,7 +111,7 @@ class KVStore:
     @property
     def memory_is_shared(self) -> bool:
         """Whether all servers read and write this worker's memory in place."""
-        return not any(self._framed)
+        return self._wire.memory_is_shared
 
     # --- the classic calls
 
@@ -143,47 +121,31 @@ class KVStore:
         values = [tensors[0].detach() for tensors in as_values(key, value)]
         self._check_names(names)
         for name in names:
-            if self._layout.find(name) is not None:
+            if self._wire.layout.find(name) is not None:
                 raise UsageError(f"worker {self.rank}: key {name!r} is initialised already")
         specs = [spec_of_value(name, tensor) for name, tensor in zip(names, values, strict=True)]
-        placed = self._client.call(0, Place(self._client.next_id(), specs))
-        assert isinstance(placed, Placed)
-        self._layout.adopt(placed.segments, placed.slots)
-        for mirror in self._arena.grow(self._layout.segments):
-            self._offer(mirror)
+        slots = self._wire.place(specs)
         if self.rank == min(self._session.workers):
-            self._send_values(placed, values)
-        for slot in placed.slots:
-            self._clocks[slot.key] = 0
+            self._wire.init(slots, values)
         self.barrier()
 
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
         """Send values on their way; returns without waiting for other workers."""
         slots, values = self._checked(key, value)
-        for clock, indices in self._by_clock(slots):
-            chosen = [slots[i] for i in indices]
-            self._send_push(chosen, [values[i] for i in indices], clock, pull=False)
+        self._wire.push(slots, values, pull=False)
 
     def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
         """Wait until the scheme lets this worker go on, then copy the weights into `out` (every tensor of a list)."""
         slots, outs = self._targets(key, out)
-        tickets = self._pushes(slots)  # one that was refused would never be answered by weights
-        for clock, indices in self._by_clock(slots):
-            for route in self._route([slots[i] for i in indices]):
-                framed = self._framed[route.server]
-                message = Pull(self._client.next_id(), self._session.view, clock, route.keys, framed)
-                tickets.append(self._client.send(route.server, message, on_frames=self._filler(route.pieces, framed)))
-        self._client.wait(tickets)
+        pushes = self._wire.pushes(slots)  # one that was refused would never be answered by weights
+        self._client.wait([*pushes, *self._wire.pull(slots)])
         self._deliver(slots, outs)
 
     def pushpull(self, key: Keys, value: Values, out: Values | None = None, priority: int = 0) -> None:
         """Push and pull in one message; without `out`, the weights replace the pushed values."""
         slots, values = self._checked(key, value)
         _, outs = self._targets(key, value if out is None else out)
-        tickets: list[Ticket] = []
-        for clock, indices in self._by_clock(slots):
-            tickets += self._send_push([slots[i] for i in indices], [values[i] for i in indices], clock, pull=True)
-        self._client.wait(tickets)
+        self._client.wait(self._wire.push(slots, values, pull=True))
         self._deliver(slots, outs)
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
@@ -205,7 +167,7 @@ class KVStore:
 
     def retire(self) -> None:
         """Push no more: from now on nobody waits for this worker, which may still pull and meet the others."""
-        self._settle()
+        self._wire.settle()
         self._to_all(Retire)
 
     def barrier(self) -> None:
@@ -214,19 +176,19 @@ class KVStore:
 
     def save_optimizer_states(self, path: str | Path) -> None:
         """Write the servers' optimizer state to a safetensors file, whole or not at all. Call it on one worker."""
-        self._settle()
-        states.save(Path(path), self._client, self._layout, self._spec())
+        self._wire.settle()
+        states.save(Path(path), self._client, self._wire.layout, self._spec())
 
     def load_optimizer_states(self, path: str | Path) -> None:
         """Give the servers the state that `save_optimizer_states` wrote. Call it on one worker, then a barrier."""
-        states.load(Path(path), self._client, self._layout, self._spec())
+        states.load(Path(path), self._client, self._wire.layout, self._spec())
 
     def close(self) -> None:
         """Wait for what is under way, say goodbye, let go. Harmless when done twice."""
         if not self._closed:
             self._closed = True
             try:
-                self._settle()
+                self._wire.settle()
             finally:
                 self._session.leave("it finished")
                 self._client.close()
@@ -246,7 +208,7 @@ class KVStore:
     def views(self, key: Key) -> tuple[Tensor, Tensor]:
         """A key's weights and gradient where the servers see them: using these copies nothing."""
         slot = self._slot(key)
-        return self._arena.weight(slot), self._arena.gradient(slot)
+        return self._wire.arena.weight(slot), self._wire.arena.gradient(slot)
 
     def key_number(self, key: Key) -> int:
         """The number a key goes by in `exchange`."""
@@ -259,8 +221,8 @@ class KVStore:
 
     def exchange(self, keys: Sequence[int], samples: float, lrs: list[float]) -> list[Ticket]:
         """Push the gradients that lie in `views`, ask for the weights there, and do not wait."""
-        slots = [self._layout.slots[key] for key in keys]
-        return self._send_push(slots, None, self._clocks[keys[0]], pull=True, samples=samples, lrs=lrs)
+        slots = [self._wire.layout.slots[key] for key in keys]
+        return self._wire.push(slots, None, pull=True, samples=samples, lrs=lrs)
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
         """Until an exchange is answered."""
@@ -279,8 +241,8 @@ class KVStore:
             slot = self._slot(f"{name}@{rank}")
             own = rank == self.rank
             if own:
-                self._arena.gradient(slot).copy_(vector)
-            tickets += self._send_push([slot], None, self._clocks[slot.key], pull=False, samples=float(own))
+                self._wire.arena.gradient(slot).copy_(vector)
+            tickets += self._wire.push([slot], None, pull=False, samples=float(own))
         self._client.wait(tickets)
         self.barrier()
         rows = torch.empty(len(self.workers), vector.numel())
@@ -294,129 +256,12 @@ class KVStore:
 
     # --- within
 
-    def _send_push(
-        self,
-        slots: Sequence[Slot],
-        values: Sequence[Tensor] | None,
-        clock: int,
-        *,
-        pull: bool,
-        samples: float | None = None,
-        lrs: list[float] | None = None,
-    ) -> list[Ticket]:
-        """`values` None: they are in place already."""
-        busy = values is not None and not self._free(slots)
-        if values is not None and not busy:
-            for slot, value in zip(slots, values, strict=True):
-                place = self._arena.gradient(slot)
-                if place.data_ptr() != value.data_ptr():
-                    place.copy_(value)
-        tickets = []
-        for route in self._route(slots):
-            framed = busy or self._framed[route.server]
-            frames: Sequence[Buffer] = ()
-            if busy and values is not None:
-                frames = self._copied(route, slots, values)
-            elif framed:
-                frames = [self._arena.mirrors[piece.segment].gradient_bytes(piece) for piece in route.pieces]
-            message = Push(
-                self._client.next_id(), self._session.view, clock, route.keys, samples, lrs or [], pull, framed
-            )
-            filler = self._filler(route.pieces, framed) if pull else None
-            tickets.append(self._client.send(route.server, message, frames, filler))
-        for slot in slots:
-            self._clocks[slot.key] = clock + 1
-            self._pushing[slot.key] = tickets
-        return tickets
-
-    def _free(self, slots: Sequence[Slot]) -> bool:
-        """Whether the servers have read what was pushed before from these places."""
-        return self._client.ready(self._pushes(slots))
-
-    def _pushes(self, slots: Sequence[Slot]) -> list[Ticket]:
-        """The last pushes of some keys, answered or not."""
-        return list({id(t): t for slot in slots for t in self._pushing.get(slot.key, ())}.values())
-
-    def _copied(self, route: _Route, slots: Sequence[Slot], values: Sequence[Tensor]) -> list[memoryview]:
-        """Values that cannot go through their place, because an earlier push still lies there."""
-        frames = empty_frames(route.pieces, [segment.dtype for segment in self._layout.segments])
-        for slot, value in zip(slots, values, strict=True):
-            flat = value.reshape(-1)
-            for piece in self._layout.pieces(slot, route.server):
-                stop = min(piece.stop, slot.start + slot.length)
-                if stop > piece.start:
-                    frames.view(slot.segment, piece.start, stop).copy_(
-                        flat[piece.start - slot.start : stop - slot.start]
-                    )
-        return frames.buffers()
-
-    def _filler(self, pieces: Sequence[Piece], framed: bool) -> Any:
-        """What to do with an answer's frames: put them where the weights live."""
-        if not framed:
-            return None
-
-        def fill(frames: Sequence[memoryview]) -> None:
-            for piece, frame in zip(pieces, frames, strict=True):
-                self._arena.mirrors[piece.segment].weight_bytes(piece)[:] = frame
-
-        return fill
-
     def _deliver(self, slots: Sequence[Slot], outs: Sequence[Sequence[Tensor]]) -> None:
         for slot, tensors in zip(slots, outs, strict=True):
-            weight = self._arena.weight(slot)
+            weight = self._wire.arena.weight(slot)
             for tensor in tensors:
                 if tensor.data_ptr() != weight.data_ptr():
                     tensor.detach().copy_(weight)
-
-    def _route(self, slots: Sequence[Slot]) -> list[_Route]:
-        keys = tuple(slot.key for slot in slots)
-        known = self._routes.get(keys)
-        if known is None:
-            known = []
-            for server in range(self._layout.num_servers):
-                parts = [(slot.key, self._layout.pieces(slot, server)) for slot in slots]
-                here = [key for key, pieces in parts if pieces]
-                if here:
-                    pieces = frame_pieces(list(itertools.chain.from_iterable(pieces for _, pieces in parts)))
-                    known.append(_Route(server, here, pieces))
-            if len(self._routes) >= _ROUTES:
-                self._routes.clear()
-            self._routes[keys] = known
-        return known
-
-    def _by_clock(self, slots: Sequence[Slot]) -> list[tuple[int, list[int]]]:
-        """Indices of slots that are at the same clock; one message has one clock."""
-        found: dict[int, list[int]] = {}
-        for index, slot in enumerate(slots):
-            found.setdefault(self._clocks[slot.key], []).append(index)
-        return list(found.items())
-
-    def _offer(self, mirror: Mirror) -> None:
-        """Let every server attach a new segment; one that cannot gets frames from now on."""
-        for server in range(self._layout.num_servers):
-            gradients, weights = mirror.gradient_block.descriptor, mirror.weight_block.descriptor
-            if not self._framed[server] and gradients:
-                request = Attach(self._client.next_id(), mirror.segment, gradients, weights)
-                try:
-                    self._client.call(server, request)
-                    continue
-                except UsageError:
-                    self.events.write("frames", server=server, why="the server cannot attach this worker's memory")
-            self._framed[server] = True
-
-    def _send_values(self, placed: Placed, values: Sequence[Tensor]) -> None:
-        for slot, value in zip(placed.slots, values, strict=True):
-            self._arena.weight(slot).copy_(value)
-        tickets = []
-        for route in self._route(placed.slots):
-            framed = self._framed[route.server]
-            slots = [self._layout.slots[key] for key in route.keys]
-            frames = (
-                [self._arena.mirrors[piece.segment].weight_bytes(piece) for piece in route.pieces] if framed else []
-            )
-            message = Init(self._client.next_id(), placed.segments, slots, framed)
-            tickets.append(self._client.send(route.server, message, frames))
-        self._client.wait(tickets)
 
     def _checked(self, key: Keys, value: Values) -> tuple[list[Slot], list[Tensor]]:
         if self.optimizer_spec is None and self._scheme != "dist_sync":
@@ -453,7 +298,7 @@ class KVStore:
             raise UsageError(f"worker {self.rank}: key {slot.spec.name!r} is {slot.spec}, but {given} was {what}")
 
     def _slot(self, key: Key) -> Slot:
-        slot = self._layout.find(key)
+        slot = self._wire.layout.find(key)
         if slot is None:
             self._check_names([key])
             raise UsageError(f"worker {self.rank}: key {key!r} is not initialised; call init before push or pull")
@@ -461,7 +306,7 @@ class KVStore:
 
     def _check_names(self, names: Sequence[Key]) -> None:
         """Ints or strings, not both: 3 and '3' would be two keys."""
-        kinds: set[type] = {type(slot.spec.name) for slot in itertools.islice(self._layout.slots.values(), 1)}
+        kinds: set[type] = {type(slot.spec.name) for slot in itertools.islice(self._wire.layout.slots.values(), 1)}
         for name in names:
             if not isinstance(name, str | int) or isinstance(name, bool):
                 raise UsageError(f"a key must be a string or an int, not {name!r}")
@@ -473,12 +318,6 @@ class KVStore:
         if len(set(names)) != len(names):
             raise UsageError(f"worker {self.rank}: a key stands twice in {names!r}")
 
-    def _settle(self) -> None:
-        """Wait for every push under way."""
-        tickets = {id(t): t for tickets in self._pushing.values() for t in tickets}
-        self._client.wait(list(tickets.values()))
-        self._pushing.clear()
-
     def _spec(self) -> OptimizerSpec:
         if self.optimizer_spec is None:
             raise UsageError(f"worker {self.rank}: there is no optimizer on the servers; call set_optimizer first")
@@ -487,5 +326,5 @@ class KVStore:
     def _to_all(self, make: Any) -> None:
         """What all servers must agree on, server 0 decides: what it refuses reaches no other."""
         self._client.call(0, make(self._client.next_id()))
-        others = range(1, self._layout.num_servers)
+        others = range(1, self._wire.layout.num_servers)
         self._client.wait([self._client.send(server, make(self._client.next_id())) for server in others])

@@ -153,18 +153,18 @@ class Exchange:
             frames = opened.output.buffers() if isinstance(opened.output, Framed) else ()
             self._finished(opened.worker, Done(opened.id, opened.version, opened.staleness), frames)
 
-    def _split(self, lane: int, keys: tuple[int, ...]) -> None:
-        """A lane parts: what was noted for it holds for each of its keys."""
-        self._optimization.split(lane, keys)
+    def _split(self, lane: int, parts: tuple[int, ...]) -> None:
+        """A lane parts: what was noted for it holds for each of its parts."""
+        self._optimization.split(lane, parts)
         for worker, _, clock in [place for place in self._pushed if place[1] == lane]:
             pushed = self._pushed.pop((worker, lane, clock))
-            self._pushed |= {(worker, key, clock): pushed for key in keys}
+            self._pushed |= {(worker, part, clock): pushed for part in parts}
         for worker, _, clock in [place for place in self._expected if place[1] == lane]:
             expected = self._expected.pop((worker, lane, clock))
-            self._expected |= {(worker, key, clock): list(expected) for key in keys}
+            self._expected |= {(worker, part, clock): list(expected) for part in parts}
         if unapplied := self._unapplied.pop(lane, None):
-            self._unapplied |= {key: list(unapplied) for key in keys}
+            self._unapplied |= {part: list(unapplied) for part in parts}
         for opened in itertools.chain.from_iterable(requests.values() for requests in self._open.values()):
             if lane in opened.waiting:
                 opened.waiting.remove(lane)
-                opened.waiting.update(keys)
+                opened.waiting.update(parts)

@@ -2,7 +2,7 @@
 
 A trainer pushes the same buckets every step; deciding once for a bucket instead of once a key makes the cost of a step
 independent of the number of keys. It is invisible: keys pushed together from the start have the same history, so one
-state stands for all, and the first request that treats them differently gives each its own copy of it.
+state stands for all. The first request that names only some of them parts the lane in two, each with a copy of it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Lanes:
                 return [lane]
         for lane in lanes:
             if not named.issuperset(self._members[lane]):
-                self._split(lane)
+                self._split(lane, named)
         return list(dict.fromkeys(self._lane_of[key] for key in request))
 
     def _is_fresh(self, lane: int) -> bool:
@@ -87,11 +87,16 @@ class Lanes:
         self._members[lane] = keys
         self._requests.clear()
 
-    def _split(self, lane: int) -> None:
+    def _split(self, lane: int, named: set[int]) -> None:
         keys = self._members.pop(lane)
-        self._engine.split(lane, keys)
-        for key in keys:
-            self._members[key] = (key,)
-            self._lane_of[key] = key
+        parts = [tuple(key for key in keys if key in named), tuple(key for key in keys if key not in named)]
+        numbers = []
+        for part in parts:
+            number = part[0] if len(part) == 1 else self._next
+            self._next -= len(part) > 1
+            self._members[number] = part
+            self._lane_of |= dict.fromkeys(part, number)
+            numbers.append(number)
+        self._engine.split(lane, numbers)
         self._requests.clear()
-        self._on_split(lane, keys)
+        self._on_split(lane, tuple(numbers))

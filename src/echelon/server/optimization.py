@@ -103,10 +103,10 @@ class Optimization:
             self._plans.pop(key, None)
         return True
 
-    def split(self, lane: int, keys: tuple[int, ...]) -> None:
-        """A lane parts."""
+    def split(self, lane: int, parts: tuple[int, ...]) -> None:
+        """A lane becomes several."""
         self._plans.pop(lane, None)
-        self.steps |= dict.fromkeys(keys, self.steps.pop(lane))
+        self.steps |= dict.fromkeys(parts, self.steps.pop(lane))
 
     def _rate(self, kernel: Kernel | None, group: int, lrs: Sequence[float]) -> float:
         if kernel is None:
