@@ -136,8 +136,11 @@ class Trainer:
             at += buffer.numel()
 
     def close(self) -> None:
-        """Finish what is under way and leave the job."""
+        """Finish what is under way and leave the job; the model keeps its weights and loses the hooks."""
         self.sync()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         self.report()
         self.kvstore.close()
 
@@ -173,15 +176,19 @@ class Trainer:
                     parameter.copy_(self._views[name][0])
 
     def _hook(self) -> None:
-        self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        self.model.register_state_dict_pre_hook(lambda *_: self.sync())  # type: ignore[no-untyped-call]
+        """Kept to be removed: a parameter's hooks are out of the garbage collector's sight, and hold the trainer."""
+        self._hooks = [
+            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            self.model.register_state_dict_pre_hook(lambda *_: self.sync()),  # type: ignore[no-untyped-call]
+        ]
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for module in self.model.modules():
             own = {self._bucket_of[names[id(p)]].index for p in module.parameters(recurse=False) if id(p) in names}
             if own:
-                module.register_forward_pre_hook(self._waiter(sorted(own)))
+                self._hooks.append(module.register_forward_pre_hook(self._waiter(sorted(own))))
         for name, parameter in self._parameters.items():
-            parameter.register_post_accumulate_grad_hook(self._grad_hook(name))  # type: ignore[no-untyped-call]
+            hook = parameter.register_post_accumulate_grad_hook(self._grad_hook(name))  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.ndim), None)
