@@ -68,6 +68,10 @@ class Trainer:
         self._check_finite = check_finite
         self._accumulating = False
         self._seen: int | None = None  # samples in the batch, as the forward pass saw it
+        self._carried = 0  # of these, samples of parts whose gradients were only accumulated
+        self._called: set[str] = set()  # parameters whose module was called since the last step
+        self._early: set[int] = set()  # buckets with parameters that are read without a call of their module
+        self._arrived: set[str] = set()  # gradients of the step that is being made
         self._parameters = _trainable(model, optimizer)
         self._names = list(self._parameters)
         self._buckets = make_buckets([p.numel() * p.element_size() for p in self._parameters.values()])
@@ -96,12 +100,14 @@ class Trainer:
             self._flying[bucket.index] = tickets
             self._sent[bucket.index] = None
             self._missing[bucket.index] = len(bucket.members)
+        self._arrived.clear()
+        self._called.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn unless step() was called
         self.clock += 1
         self.samples += samples
-        self._seen = None
+        self._seen, self._carried = None, 0
         if time.monotonic() - self._last_report >= REPORT_S:
             self.report()
 
@@ -114,6 +120,10 @@ class Trainer:
         """Forget gradients that were not pushed."""
         for parameter in self._parameters.values():
             parameter.grad = None
+        for bucket in self._buckets:
+            if self._sent[bucket.index] is None:
+                self._arrived -= {self._names[i] for i in bucket.members}
+                self._missing[bucket.index] = len(bucket.members)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -183,9 +193,9 @@ class Trainer:
         ]
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for module in self.model.modules():
-            own = {self._bucket_of[names[id(p)]].index for p in module.parameters(recurse=False) if id(p) in names}
+            own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
             if own:
-                self._hooks.append(module.register_forward_pre_hook(self._waiter(sorted(own))))
+                self._hooks.append(module.register_forward_pre_hook(self._waiter(own)))
         for name, parameter in self._parameters.items():
             hook = parameter.register_post_accumulate_grad_hook(self._grad_hook(name))  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
@@ -193,10 +203,17 @@ class Trainer:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.ndim), None)
         if first is not None and torch.is_grad_enabled() and module.training:
-            self._seen = first.shape[0] + ((self._seen or 0) if self._accumulating else 0)
+            self._seen = first.shape[0] + self._carried
+            if self._accumulating:
+                self._carried = self._seen
+        for index in self._early & self._flying.keys():
+            self._wait_for(index)
 
-    def _waiter(self, buckets: list[int]) -> Any:
+    def _waiter(self, names: list[str]) -> Any:
+        buckets = sorted({self._bucket_of[name].index for name in names})
+
         def wait(module: nn.Module, args: Any) -> None:
+            self._called.update(names)
             for index in buckets:
                 if index in self._flying:
                     self._wait_for(index)
@@ -207,9 +224,17 @@ class Trainer:
         bucket = self._bucket_of[name]
 
         def ready(parameter: Tensor) -> None:
+            if name not in self._called:  # as nn.MultiheadAttention does with its out_proj: wait before all of forward
+                self._early.add(bucket.index)
             if self._accumulating or not self._overlap or self._seen is None:
                 return
+            if name in self._arrived:
+                raise UsageError(
+                    f"worker {self.kvstore.rank}: a second backward before step(), and the first one's gradients leave "
+                    "as they come; use 'with trainer.accumulate():' for batches in parts, or Trainer(overlap=False)"
+                )
             self._take(name, parameter)
+            self._arrived.add(name)
             self._missing[bucket.index] -= 1
             if self._missing[bucket.index] == 0:
                 keys = [self._keys[self._names[i]] for i in bucket.members]
