@@ -1,0 +1,45 @@
+"""What training costs in memory, in real processes over shared memory."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from echelon.environment import Job
+from echelon.launch.local import run
+
+MB = 1 << 20
+SERVER_ALLOWANCE = 64 * MB
+SCRIPT = Path(__file__).with_name("memory_worker.py")
+
+
+def test_memory_stays_within_its_bounds() -> None:
+    """From a model in memory to three steps of it: a worker grows by at most twice the model, and a server to its
+    part of the weights and the optimizer's state (momentum: as much again) and 64 MB. See memory_worker.py for what
+    is counted."""
+    facts: list[dict[str, object]] = []
+
+    def take(name: str, text: str) -> None:
+        print(f"[{name}] {text}")
+        if name.startswith("worker") and text.startswith("{"):
+            facts.append(json.loads(text))
+
+    num_servers = 2
+    job = Job(num_workers=2, num_servers=num_servers, transport="shm", timeout_s=60.0)
+    assert run(job, [sys.executable, str(SCRIPT)], on_line=take) == 0
+    assert len(facts) == 2
+    for fact in facts:
+        model, worker, segments = fact["model"], fact["worker"], fact["segments"]
+        assert isinstance(model, int)
+        assert isinstance(worker, int)
+        assert isinstance(segments, int)
+        assert 48 * MB < model < 53 * MB
+        assert 2 * model <= segments < 2.1 * model, "gradients and weights, once each: nothing was shared?"
+        assert worker <= 2 * model, f"a worker grew by {worker / model:.2f} models"
+    [servers] = [fact["servers"] for fact in facts if fact["servers"]]
+    assert isinstance(servers, list)
+    assert len(servers) == num_servers
+    for server in servers:
+        stored = 2 * model / num_servers
+        assert stored * 0.9 < server <= stored + SERVER_ALLOWANCE, f"{server / MB:.0f} MB for {stored / MB:.0f} MB"
