@@ -176,8 +176,6 @@ def stripe_for(total: int, num_servers: int) -> int:
 
 def cut(segment: Segment, start: int, stop: int, server: int, num_servers: int) -> list[Piece]:
     """The parts of [start, stop) that one server owns. Stripe j of segment i belongs to server (i + j) mod S."""
-    if num_servers == 1:
-        return [Piece(segment.index, start, stop, start)]
     stripe = segment.stripe
     first = start // stripe
     first += (server - segment.index - first) % num_servers

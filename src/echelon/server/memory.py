@@ -43,12 +43,17 @@ def as_tensor(buffer: memoryview | bytearray, dtype: str) -> Tensor:
 
 
 def frame_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """How pieces travel: neighbours joined, cut to frames of a few megabytes. Both ends compute the same list."""
+    """How pieces travel: neighbours joined, cut to frames of a few megabytes. Both ends compute the same list.
+
+    Cuts are at multiples of FRAME_ELEMENTS, which every stripe divides: a piece, being of one stripe, is in one frame.
+    """
     frames = []
     for piece in join(pieces):
-        for start in range(piece.start, piece.stop, FRAME_ELEMENTS):
-            stop = min(piece.stop, start + FRAME_ELEMENTS)
+        start = piece.start
+        while start < piece.stop:
+            stop = min(piece.stop, (start // FRAME_ELEMENTS + 1) * FRAME_ELEMENTS)
             frames.append(Piece(piece.segment, start, stop, piece.local + start - piece.start))
+            start = stop
     return frames
 
 

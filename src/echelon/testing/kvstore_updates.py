@@ -48,7 +48,7 @@ def pushes_need_no_pull_between(trial: Trial) -> None:
     workers = trial.num_workers
 
     def program(kv: KVStore) -> None:
-        outs = [torch.empty(2, 3), torch.empty(SIZES[0])]
+        outs = [torch.empty(2, 3), torch.empty(BIG)]
         kv.init([3, 99], [torch.ones_like(out) for out in outs])
         kv.set_optimizer("sgd", lr=RATE, maximize=True)
         values = [torch.empty_like(out) for out in outs]
@@ -62,7 +62,8 @@ def pushes_need_no_pull_between(trial: Trial) -> None:
         for out in outs:
             equal("after three pushes", out, total(workers) * RATE * (1 + 2 + 3) + 1)
 
-    trial(program)
+    for servers in {1, trial.num_servers}:  # one server holds a big key in one piece
+        trial(program, num_servers=servers)
 
 
 def optimizers_do_what_torch_does(trial: Trial) -> None:
