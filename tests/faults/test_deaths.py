@@ -90,7 +90,8 @@ def check_applied_once(plan: Plan, result: Row) -> None:
     ],
 )
 def test_the_job_stops_when_a_server_or_the_scheduler_is_killed(tmp_path: Path, fault: Fault, num_servers: int) -> None:
-    with Job(tmp_path, Plan("dist_sync", 2, faults=[fault]), num_servers=num_servers) as job:
+    busy = Gate(1, 2, opened="never")  # one worker is not looking: the launcher ends it
+    with Job(tmp_path, Plan("dist_sync", 2, faults=[fault], gates=[busy]), num_servers=num_servers) as job:
         status = job.wait()
         ended = (tmp_path / "err").stat().st_mtime
     (death,) = job.fired()
@@ -103,9 +104,11 @@ def test_the_job_stops_when_a_server_or_the_scheduler_is_killed(tmp_path: Path, 
 @pytest.mark.parametrize("victim", ["server", "scheduler"])
 def test_without_a_launcher_the_others_stop_by_themselves(tmp_path: Path, victim: str) -> None:
     plan = json.dumps(asdict(Plan("dist_sync", 1, faults=[Fault(victim, 0, 2)])))
-    with ByHand(tmp_path, 1, 1, {"ECHELON_RANK": "0", "ECHELON_RUN_DIR": str(tmp_path)}) as job:
+    servers = ["server", "server 1"] if victim == "server" else ["server"]
+    with ByHand(tmp_path, 1, len(servers), {"ECHELON_RANK": "0", "ECHELON_RUN_DIR": str(tmp_path)}) as job:
         job.start("scheduler", [sys.executable, "-m", "echelon.scheduler"])
-        job.start("server", [sys.executable, "-m", "echelon.server"])
+        for rank, name in enumerate(servers):
+            job.start(name, [sys.executable, "-m", "echelon.server"], ECHELON_RANK=str(rank))
         job.start("worker", [sys.executable, str(TESTS / "faults" / "worker.py"), plan])
         statuses = job.statuses()
         ended = time.time()
@@ -118,6 +121,7 @@ def test_without_a_launcher_the_others_stop_by_themselves(tmp_path: Path, victim
     if victim == "server":
         why = f"server 0 (pid {dead} on 127.0.0.1) died: its connection closed"
         assert job.out("scheduler") == f"job stopped: {why}\n"
+        assert job.out("server 1") == f"server 1 stops: {why}\n"
     else:
         why = "the scheduler closed the connection"
         assert job.out("server") == f"server 0 stops: {why}\n"

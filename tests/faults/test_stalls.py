@@ -7,12 +7,12 @@ import re
 import signal
 import socket
 import struct
+from contextlib import closing
 from pathlib import Path
-
-import zmq
 
 from echelon.cluster.messages import Barrier, Failed, Halt, Push, decode_response, encode
 from echelon.transport.control import MAX_FRAME, frame
+from echelon.transport.tcp import TcpTransport
 from jobs import Fault, Gate, Job, Plan, Row, until
 from leaks import listening_ports
 
@@ -81,13 +81,14 @@ def disturb_server(port: int) -> None:
     """Bytes that are no protocol, messages that are none, and a good one from somebody who is nobody."""
     with socket.create_connection(("127.0.0.1", port)) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)))
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.connect(f"tcp://127.0.0.1:{port}")
-        stranger.send_multipart([b"\xff not a request", b"frame"])
-        stranger.send_multipart([b""])
-        stranger.send(encode(Push(7, 1, 0, [0, 1], None, [], True, False)))
-        assert stranger.poll(10_000), "a stranger gets an answer"
-        answer = decode_response(stranger.recv())
+    stranger = TcpTransport().connect("stranger", [f"tcp://127.0.0.1:{port}"])
+    with closing(stranger):
+        stranger.send(0, [b"\xff not a request", b"frame"])
+        stranger.send(0, [b""])
+        stranger.send(0, [encode(Push(7, 1, 0, [0, 1], None, [], True, False))])
+        received = stranger.recv(10)
+        assert received is not None, "a stranger gets an answer"
+        answer = decode_response(received[1][0])
     assert isinstance(answer, Failed)
     assert "not in the view" in answer.reason
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 from faulty import WHILE_WAITING, FaultyTransport, MessageFault
-from jobs import AFTER_PUSH, BEFORE_PUSH, IN_PULL, MARK, Fault, Gate, Plan, pid_of, until
 
 from echelon.cluster.messages import OptimizerSpec
 from echelon.environment import Job
 from echelon.kvstore import KVStore
 from echelon.kvstore.create import join
 from echelon.transport import by_name
+from jobs import AFTER_PUSH, BEFORE_PUSH, IN_PULL, MARK, Fault, Gate, Plan, pid_of, until
 from leaks import marked_processes, segments_of
 
 WIDE = 4096
