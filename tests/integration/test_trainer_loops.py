@@ -16,7 +16,6 @@ from plain_loops import (
     Loop,
     Net,
     State,
-    assert_close,
     assert_same_bits,
     batches,
     differs,
@@ -261,30 +260,50 @@ class Direct(nn.Module):
         return logits
 
 
-def test_parameters_read_without_their_modules_call_are_new_too() -> None:
-    """The other worker pushes only when this one has begun its forward pass, so the weights arrive late."""
-    model = seeded(Direct)
-    data = batches(6)
-    began = threading.Semaphore(0)
+@pytest.mark.parametrize("reader", ["forward", "state_dict", "sync"])
+@pytest.mark.parametrize("make", [Net, Direct])
+def test_late_weights_are_waited_for(make: Callable[[], nn.Module], reader: str) -> None:
+    """The other worker pushes only when this one is about to read, so the weights cannot be there yet."""
+    model = seeded(make)
+    data = batches(5)
+    reading = threading.Semaphore(0)
 
-    def program(kv: KVStore) -> State:
+    def read(mine: nn.Module, trainer: echelon.Trainer) -> Tensor:
+        if reader == "forward":
+            with torch.no_grad():
+                result: Tensor = mine(data[0][0])
+            return result
+        if reader == "state_dict":
+            return next(iter(snapshot(mine).values()))
+        reading.release()
+        trainer.sync()
+        return next(mine.parameters()).detach().clone()
+
+    def program(kv: KVStore) -> list[Tensor]:
         torch.set_num_threads(1)
         mine = copy.deepcopy(model)
-        if kv.rank == 0:
-            mine.register_forward_pre_hook(lambda *_: began.release())
+        if kv.rank == 0:  # these hooks come before the Trainer's
+            mine.register_forward_pre_hook(lambda module, _: None if torch.is_grad_enabled() else reading.release())
+            mine.register_state_dict_pre_hook(lambda *_: reading.release())
+        seen = []
         with echelon.Trainer(mine, momentum(mine), kv, overlap=kv.rank == 0) as trainer:
-            for number, batch in enumerate(data):
+            for batch in data:
                 loss_of(mine, batch).backward()
                 if kv.rank == 1:
-                    for _ in range(1 if 0 < number < len(data) - 1 else 2 * (number == 0)):
-                        began.acquire()  # until the other is in its next pass; before the first step, in its second
+                    reading.acquire()
                 trainer.step()
-            return snapshot(mine)
+                if kv.rank == 0:
+                    seen.append(read(mine, trainer))
+        return seen
 
-    found = run(program, "dist_sync", num_workers=2)
-    expected = Loop(model, momentum).plain(data)
-    for state in found:
-        assert_close(state, expected, 1e-5)
+    plain = copy.deepcopy(model)
+    optimizer = momentum(plain)
+    seen, _ = run(program, "dist_sync", num_workers=2)
+    for batch, found in zip(data, seen, strict=True):
+        plain_step(plain, optimizer, None, batch)
+        with torch.no_grad():
+            expected = plain(data[0][0]) if reader == "forward" else next(plain.parameters())
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 class ByKeyword(nn.Module):
@@ -463,11 +482,13 @@ def test_state_dict_and_eval_see_the_newest_weights(store: str) -> None:
     def step(model: nn.Module, optimizer: Optimizer, trainer: echelon.Trainer | None, batch: Batch) -> None:
         loss_of(model, batch).backward()
         end_step(optimizer, trainer)
-        outputs[trainer is not None].append(snapshot(model)["last.weight"])
         model.eval()
         with torch.no_grad():
             outputs[trainer is not None].append(model(batch[0]))
         model.train()
+        loss_of(model, batch).backward()
+        end_step(optimizer, trainer)
+        outputs[trainer is not None].append(snapshot(model)["last.weight"])
 
     both(seeded(Net), step, store=store)
     for found, expected in zip(outputs[True], outputs[False], strict=True):
