@@ -98,6 +98,13 @@ def test_the_checkpoint_is_the_model_that_was_scored(gsync: Run) -> None:
         assert json.loads(file.metadata()["echelon"])["accuracy"] == accuracy
 
 
+def test_the_final_weights_have_the_updates_of_those_who_finished_after_the_leader(gsync: Run) -> None:
+    lines = (gsync.directory / "events.jsonl").read_text().splitlines()
+    (final,) = [event for event in map(json.loads, lines) if event["event"] == "final"]
+    assert final["accuracy"] == gsync.summary["accuracy"]
+    assert final["loss"] != gsync.summary["validations"][-1]["loss"], "rank 0 has the smallest share and ends first"
+
+
 def test_what_came_out_is_printed(gsync: Run) -> None:
     facts = gsync.summary
     assert f"accuracy      {facts['accuracy']:.4f}\n" in gsync.out
