@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from zmq.utils.garbage import gc as zmq_keeper
 
 SETTLE_S = 2.0
 MARK = "ECHELON_TEST_ID"
@@ -37,7 +36,6 @@ class Picture:
 
     pids: frozenset[int]
     threads: frozenset[threading.Thread]
-    sockets_threads: frozenset[int]
     segments: frozenset[str]
     shm: frozenset[str]
     ports: frozenset[tuple[str, str]]
@@ -49,7 +47,6 @@ def picture() -> Picture:
     return Picture(
         pids=frozenset(all_pids()),
         threads=frozenset(threading.enumerate()),
-        sockets_threads=frozenset(_zmq_threads()),
         segments=frozenset(segments_of(os.getpid())),
         shm=frozenset(os.listdir(_SHM)) if _SHM.is_dir() else frozenset(),
         ports=frozenset(_own_ports()),
@@ -62,8 +59,6 @@ def leaks(before: Picture, mark: str) -> list[str]:
     now = picture()
     lines = [f"process {pid}: {command_of(pid)}" for pid in left_processes(before.pids, mark)]
     lines += [f"thread {t.name!r}" for t in now.threads - before.threads if t.is_alive() and not _dummy(t)]
-    if extra := now.sockets_threads - before.sockets_threads:
-        lines.append(f"an unclosed ZeroMQ context ({len(extra)} threads of it)")
     lines += [f"shared-memory segment {name}" for name in now.segments - before.segments]
     lines += [f"shared-memory file /dev/shm/{name}" for name in now.shm - before.shm if not _used_by_others(name)]
     lines += [f"listening port {address}" for address, _ in now.ports - before.ports]
@@ -101,7 +96,6 @@ def nothing_left(what: str) -> Iterator[None]:
 def marked_session() -> Iterator[None]:
     """Marks everything this session starts, and looks once more at the end."""
     os.environ[MARK] = f"{os.getpid()}-{secrets.token_hex(4)}"
-    _start_zmq_keeper()
     with nothing_left("the session"):
         yield
     del os.environ[MARK]
@@ -112,14 +106,6 @@ def leaves_nothing(marked_session: None) -> Iterator[None]:
     """Around every test and its function-scoped fixtures."""
     with nothing_left("the test"):
         yield
-
-
-def _start_zmq_keeper() -> None:
-    """pyzmq's own thread and context: the first send without a copy would start them, once a process, in some test."""
-    zmq_keeper.start()
-    end = time.monotonic() + SETTLE_S
-    while len(list(_zmq_threads())) < 2 and time.monotonic() < end:  # a thread names itself a moment after its start
-        time.sleep(0.001)
 
 
 # --- looking
@@ -192,14 +178,6 @@ def _own_ports() -> Iterator[tuple[str, str]]:
 def _parent(pid: int) -> int:
     stat = _read(pid, "stat")
     return int(stat.rsplit(b") ", 1)[1].split()[1]) if stat else 0
-
-
-def _zmq_threads() -> Iterator[int]:
-    """Native threads of ZeroMQ contexts: a context that nobody terminated."""
-    for task in os.listdir(_PROC / "self" / "task"):
-        with suppress(OSError):
-            if (_PROC / "self" / "task" / task / "comm").read_bytes().startswith(b"ZMQbg"):
-                yield int(task)
 
 
 def _used_by_others(name: str) -> bool:

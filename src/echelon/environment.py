@@ -5,6 +5,7 @@ The `DMLC_*` names are those of MXNet's launchers, so that scripts and clusters 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -57,9 +58,9 @@ class Job:
             staleness=_optional(env, "ECHELON_STALENESS"),
             groups=env.get("ECHELON_GROUPS") or None,
             run_dir=env.get("ECHELON_RUN_DIR") or None,
-            stall_seconds=float(env.get("ECHELON_STALL_SECONDS", "10")),
-            timeout_s=float(env.get("ECHELON_TIMEOUT", "600")),
-            heartbeat_timeout_s=float(env.get("PS_HEARTBEAT_TIMEOUT", "10")),
+            stall_seconds=_seconds(env, "ECHELON_STALL_SECONDS", 10.0),
+            timeout_s=_seconds(env, "ECHELON_TIMEOUT", 600.0),
+            heartbeat_timeout_s=_seconds(env, "PS_HEARTBEAT_TIMEOUT", 10.0),
             listen_fd=_optional(env, "ECHELON_LISTEN_FD"),
         )
 
@@ -69,7 +70,7 @@ class Job:
         return self.scheduler_port > 0
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that make `from_environment` return this job."""
+        """The variables that make `from_environment` return this job (but for a listening socket)."""
         values: dict[str, object | None] = {
             "DMLC_ROLE": self.role,
             "DMLC_PS_ROOT_URI": self.scheduler_host,
@@ -99,9 +100,20 @@ def _number(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name, "")
     if not text:
         return default
-    if not text.isdigit():
+    if not text.isdecimal():
         raise UsageError(f"{name} is {text!r}; it must be a whole number")
     return int(text)
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name, "")
+    try:
+        seconds = float(text or default)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{name} is {text!r}; it must be a number of seconds above 0")
+    return seconds
 
 
 def _optional(env: Mapping[str, str], name: str) -> int | None:

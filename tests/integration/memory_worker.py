@@ -7,7 +7,7 @@ segments are the worker's; a server maps them too, and there they are not counte
 The worker hands back what its allocator only keeps for reuse (malloc_trim) before each measure of itself: otherwise
 the memory of freed tensors, up to a few of the biggest layer's, would come and go in the figure.
 
-The first measure comes after a whole small job has run in this process, so that what torch and ZeroMQ load once is in
+The first measure comes after a whole small job has run in this process, so that what torch loads once is in
 it; the model exists by then, without gradients.
 """
 

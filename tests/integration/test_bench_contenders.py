@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from echelon.bench.contenders import Plan, gloo, mxnet, mxnet_pushpull
+from echelon.bench.contenders import Plan, gloo, mxnet, mxnet_tuned
 from echelon.bench.harness import Contender
 from echelon.bench.pushpull import compete
 from echelon.bench.shapes import shapes, write_shapes
@@ -51,7 +51,7 @@ def test_gloo_steps_and_its_result_is_written(plan: Plan, tmp_path: Path) -> Non
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("make", [mxnet, mxnet_pushpull])
+@pytest.mark.parametrize("make", [mxnet, mxnet_tuned])
 @pytest.mark.parametrize(("store", "transport"), [("dist_sync", "auto"), ("dist_async", "tcp")])
 def test_mxnet_steps_and_leaves_nothing(
     plan: Plan, make: Callable[[Plan], Contender], store: str, transport: str

@@ -568,3 +568,23 @@ def test_a_trainer_makes_its_store_by_name() -> None:
     assert trainer.kvstore.type == "local"
     assert trainer.facts()["clock"] == 2
     assert_same_bits(snapshot(model), expected)
+
+
+def test_changing_a_gradient_that_has_left_is_an_error() -> None:
+    """Clipping between backward and step would otherwise do nothing, silently."""
+    model = nn.Linear(4, 2)
+    trainer = echelon.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), "local")
+    model(torch.ones(3, 4)).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(UsageError, match=r"changed after it had left.*overlap=False"):
+        trainer.step(3)
+
+
+def test_a_schedule_of_anything_but_the_rate_is_an_error() -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = echelon.Trainer(model, optimizer, "local")
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.param_groups[0]["momentum"] = 0.8
+    with pytest.raises(UsageError, match=r"momentum went from 0.9 to 0.8"):
+        trainer.step(3)

@@ -119,6 +119,8 @@ class Layout:
                 self.segments.append(segment)
                 self._used.append(segment.capacity)
         for slot in slots:
+            if not 0 <= slot.segment < len(self.segments):
+                raise UsageError(f"key {slot.spec.name!r} lies in segment {slot.segment}, which nobody has heard of")
             self.slots[slot.key] = slot
             self._by_name[slot.spec.name] = slot.key
 

@@ -10,7 +10,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from echelon.cluster.messages import (
@@ -29,7 +29,6 @@ from echelon.kvstore.session import Session
 from echelon.observe.events import EventLog
 from echelon.transport.interface import Buffer, Endpoint, Peer
 
-Filled = Callable[[Sequence[memoryview]], None]
 ASK_AFTER_S = 2.0
 
 
@@ -40,7 +39,7 @@ class Ticket:
     id: int
     server: int
     frames: list[Buffer]
-    on_frames: Filled | None
+    places: Sequence[memoryview]  # where the answer's frames go
     sent_at: float
     response: Response | None = None
     told: bool = False  # its refusal was raised
@@ -73,17 +72,18 @@ class Client:
         self._status: dict[int, str] = {}
         self._lock = threading.RLock()
         self.malformed = 0
+        endpoint.placer = self._place
 
     def next_id(self) -> int:
         """A number for a request."""
         return next(self._ids)
 
     def send(
-        self, server: int, request: Request, frames: Sequence[Buffer] = (), on_frames: Filled | None = None
+        self, server: int, request: Request, frames: Sequence[Buffer] = (), places: Sequence[memoryview] = ()
     ) -> Ticket:
-        """Send a request; its frames must not change until it is answered. `on_frames` takes the answer's frames."""
+        """Send a request; its frames must not change until it is answered. `places`: where the answer's frames go."""
         with self._lock:
-            ticket = Ticket(request.id, server, [encode(request), *frames], on_frames, time.monotonic())
+            ticket = Ticket(request.id, server, [encode(request), *frames], places, time.monotonic())
             self._open[ticket.id] = ticket
             self._endpoint.send(server, ticket.frames)
         return ticket
@@ -145,11 +145,22 @@ class Client:
         ticket = self._open.pop(response.id, None)
         if ticket is None:
             return  # the answer to a request that was repeated, for the second time
-        if ticket.on_frames is not None and isinstance(response, Done):
-            ticket.on_frames(frames[1:])
+        if ticket.places and isinstance(response, Done):
+            for place, frame in zip(ticket.places, frames[1:], strict=True):
+                if frame is not place:
+                    place[:] = frame
         elif len(frames) > 1:
             ticket.frames = list(frames[1:])
         ticket.response = response
+
+    def _place(self, head: memoryview, sizes: list[int]) -> Sequence[memoryview] | None:
+        """Weights go straight to where they live: the endpoint reads them into the ticket's places."""
+        try:
+            response = decode_response(head)
+        except Malformed:
+            return None
+        ticket = self._open.get(response.id)
+        return ticket.places if ticket is not None and isinstance(response, Done) else None
 
     def _take_status(self, status: Status) -> None:
         ticket = self._open.get(status.about)

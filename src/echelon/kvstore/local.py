@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from echelon.cluster.messages import Response, decode_request, encode
 from echelon.server.shard import Shard
 from echelon.transport.in_process import InProcessTransport
-from echelon.transport.interface import Buffer, Peer
+from echelon.transport.interface import Buffer, Peer, Placer
 
 
 class Loopback:
     """An endpoint whose one server acts while `send` is called."""
 
     address = ""
+    placer: Placer | None = None
 
     def __init__(self, transport: InProcessTransport) -> None:
         self._answers: deque[list[memoryview]] = deque()

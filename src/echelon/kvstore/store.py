@@ -269,7 +269,7 @@ class KVStore:
                 f"worker {self.rank}: {self.type} needs an optimizer on the servers: call set_optimizer, on every "
                 "worker, before push"
             )
-        slots = [self._slot(name) for name in as_keys(key)]
+        slots = self._slots(key)
         values = []
         for slot, tensors in zip(slots, as_values(key, value), strict=True):
             for tensor in tensors:
@@ -285,7 +285,7 @@ class KVStore:
         return slots, values
 
     def _targets(self, key: Keys, out: Values) -> tuple[list[Slot], list[list[Tensor]]]:
-        slots = [self._slot(name) for name in as_keys(key)]
+        slots = self._slots(key)
         outs = as_values(key, out)
         for slot, tensors in zip(slots, outs, strict=True):
             for tensor in tensors:
@@ -296,6 +296,12 @@ class KVStore:
         if (tuple(tensor.shape), dtype_name(tensor)) != (slot.spec.shape, slot.spec.dtype):
             given = spec_of_value(slot.spec.name, tensor)
             raise UsageError(f"worker {self.rank}: key {slot.spec.name!r} is {slot.spec}, but {given} was {what}")
+
+    def _slots(self, key: Keys) -> list[Slot]:
+        names = as_keys(key)
+        if not names or len(set(names)) < len(names):
+            raise UsageError(f"worker {self.rank}: a call must name keys, each once, not {names!r}")
+        return [self._slot(name) for name in names]
 
     def _slot(self, key: Key) -> Slot:
         slot = self._wire.layout.find(key)

@@ -8,7 +8,7 @@ while the next is on its way, and what arrives is still in the cache when it is 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from echelon.kvstore.client import Client, Ticket
 from echelon.kvstore.session import Session
 from echelon.observe.events import EventLog
 from echelon.server.memory import empty_frames, frame_pieces
+from echelon.transport.allocator import keep_freed_memory
 from echelon.transport.interface import Buffer, Transport
 
 BATCH_BYTES = 4 << 20
@@ -104,7 +105,8 @@ class Wire:
             for route in self._route([slots[i] for i in indices]):
                 framed = self._framed[route.server]
                 message = Pull(self._client.next_id(), self._session.view, clock, route.keys, framed)
-                tickets.append(self._client.send(route.server, message, on_frames=self._filler(route.pieces, framed)))
+                places = self._places(route.pieces) if framed else ()
+                tickets.append(self._client.send(route.server, message, places=places))
         return tickets
 
     def pushes(self, slots: Sequence[Slot]) -> list[Ticket]:
@@ -129,7 +131,7 @@ class Wire:
         if values is not None and not busy:
             for slot, value in zip(slots, values, strict=True):
                 place = self.arena.gradient(slot)
-                if place.data_ptr() != value.data_ptr():
+                if place.data_ptr() != value.data_ptr() or not value.is_contiguous():
                     place.copy_(value)
         tickets = []
         for route in self._route(slots):
@@ -140,8 +142,8 @@ class Wire:
             elif framed:
                 frames = [self.arena.mirrors[piece.segment].gradient_bytes(piece) for piece in route.pieces]
             message = Push(self._client.next_id(), self._session.view, clock, route.keys, samples, lrs, pull, framed)
-            filler = self._filler(route.pieces, framed) if pull else None
-            tickets.append(self._client.send(route.server, message, frames, filler))
+            places = self._places(route.pieces) if pull and framed else ()
+            tickets.append(self._client.send(route.server, message, frames, places))
         for slot in slots:
             self._clocks[slot.key] = clock + 1
             self._pushing[slot.key] = tickets
@@ -179,16 +181,9 @@ class Wire:
                     frames.view(slot.segment, piece.start, stop).copy_(part)
         return frames.buffers()
 
-    def _filler(self, pieces: Sequence[Piece], framed: bool) -> Callable[[Sequence[memoryview]], None] | None:
-        """What to do with an answer's frames: put them where the weights live."""
-        if not framed:
-            return None
-
-        def fill(frames: Sequence[memoryview]) -> None:
-            for piece, frame in zip(pieces, frames, strict=True):
-                self.arena.mirrors[piece.segment].weight_bytes(piece)[:] = frame
-
-        return fill
+    def _places(self, pieces: Sequence[Piece]) -> list[memoryview]:
+        """Where the weights that come in an answer's frames live."""
+        return [self.arena.mirrors[piece.segment].weight_bytes(piece) for piece in pieces]
 
     def _route(self, slots: Sequence[Slot]) -> list[_Route]:
         keys = tuple(slot.key for slot in slots)
@@ -217,4 +212,6 @@ class Wire:
                     continue
                 except UsageError:
                     self._events.write("frames", server=server, why="the server cannot attach this worker's memory")
+            if self.memory_is_shared:
+                keep_freed_memory()
             self._framed[server] = True

@@ -67,7 +67,7 @@ class EventLog:
         self.close()
 
     def _drain(self) -> None:
-        encoder = msgspec.json.Encoder()
+        encoder = msgspec.json.Encoder(enc_hook=str)
         while True:
             stopping = self._stop.wait(FLUSH_S)
             lines = []
@@ -80,9 +80,18 @@ class EventLog:
                     encoder.encode({"at": time.time(), "who": self._where, "event": "dropped", "count": dropped})
                 )
             if lines:
-                os.write(self._file, b"\n".join(lines) + b"\n")
+                self._append(lines)
             if stopping:
                 return
+
+    def _append(self, lines: list[bytes]) -> None:
+        """One write, so that lines of different processes do not mix; a full disk costs facts, not the run."""
+        data = b"\n".join(lines) + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError:
+            self._dropped += len(lines)
 
 
 class EventReader:
@@ -91,6 +100,7 @@ class EventReader:
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE_NAME
         self._at = 0
+        self.torn = 0  # lines that a full disk or a crash cut
 
     def poll(self) -> list[dict[str, Any]]:
         """The events since the last call."""
@@ -101,4 +111,10 @@ class EventReader:
             data = file.read()
         end = data.rfind(b"\n") + 1
         self._at += end
-        return [msgspec.json.decode(line) for line in data[:end].splitlines()]
+        events = []
+        for line in data[:end].splitlines():
+            try:
+                events.append(msgspec.json.decode(line, type=dict[str, Any]))
+            except msgspec.DecodeError:
+                self.torn += 1
+        return events

@@ -20,7 +20,7 @@ def new_run(name: str | None, store: str, root: Path = ROOT) -> Path:
         while (root / name).exists():
             count += 1
             name = f"{name.removesuffix(f'.{count - 1}')}.{count}"
-    if not re.fullmatch(r"[\w.@+-]+", name) or name == "latest":
+    if not re.fullmatch(r"\w[\w.@+-]*", name) or name == "latest":
         raise UsageError(f"{name!r} cannot name a run; use letters, digits and . _ - + @")
     directory = root / name
     try:
@@ -28,6 +28,7 @@ def new_run(name: str | None, store: str, root: Path = ROOT) -> Path:
     except FileExistsError:
         raise UsageError(f"there is a run {directory} already; choose another --name") from None
     temporary = root / f".latest.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
     temporary.symlink_to(name)
     os.replace(temporary, root / "latest")
     return directory

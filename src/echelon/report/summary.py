@@ -86,7 +86,7 @@ class RunState:
     @property
     def seconds(self) -> float:
         """From the first worker's beginning to the last one's end."""
-        return max(0.0, (self.ended or 0.0) - (self.began or 0.0))
+        return max(0.0, self.ended - self.began) if self.ended and self.began else 0.0
 
     def histogram(self) -> dict[int, int]:
         """Steps by staleness, over all workers."""

@@ -106,6 +106,14 @@ class Engine:
         """The living."""
         return set().union(*self._members.values())
 
+    def lives(self, worker: int) -> bool:
+        """Whether a worker takes part."""
+        return worker in self._members.get(self.rules.group_of(worker), ())
+
+    def group_lives(self, worker: int) -> bool:
+        """Whether anybody of a worker's group takes part."""
+        return self.rules.group_of(worker) in self._members
+
     def add_key(self, key: int) -> None:
         """Start a key at version 0, clock 0."""
         state = self._keys[key] = _Key()

@@ -95,7 +95,11 @@ class Exchange:
             del self._expected[place]
         for lane, waiting in self._unapplied.items():
             self._unapplied[lane] = [opened for opened in waiting if opened.worker != worker]
-        return self.retire(worker)
+        reason = self.retire(worker)
+        if not self.engine.group_lives(worker):  # its incomplete rounds went with its group
+            for place in [place for place in self._pushed if place[0] == worker]:
+                del self._pushed[place]
+        return reason
 
     def _begin(self, opened: Opened, lanes: Sequence[int]) -> Opened:
         self._open.setdefault(opened.worker, {})[opened.id] = opened

@@ -192,4 +192,10 @@ def kernel_for(name: str, options: Options) -> Kernel:
     """The kernel behind an optimizer's name."""
     if name not in KERNELS:
         raise UsageError(f"no optimizer {name!r} runs on the servers; there are {', '.join(sorted(KERNELS))}")
-    return KERNELS[name](options)
+    try:
+        kernel = KERNELS[name](options)
+        float(options["lr"])
+        kernel.state_fills()
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"the settings of optimizer {name!r} are incomplete or wrong: {error!r}") from error
+    return kernel

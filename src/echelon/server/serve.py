@@ -29,6 +29,7 @@ from echelon.environment import Job
 from echelon.errors import JobError
 from echelon.observe.events import EventLog
 from echelon.server.shard import Shard
+from echelon.transport.allocator import keep_freed_memory
 from echelon.transport.enlist import enlist
 from echelon.transport.interface import Endpoint, Peer, Transport
 
@@ -38,6 +39,7 @@ POLL_S = 1.0
 def serve(job: Job, transport: Transport) -> int:
     """Serve until the job ends; 0 if it ended well."""
     torch.set_num_threads(1)  # usually there are as many servers as cores: one thread each, out of each other's way
+    keep_freed_memory(one_arena=True)
     inbox: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
     try:
         with enlist(job, SERVER, transport) as post, EventLog.open(job.run_dir, SERVER, post.rank) as events:

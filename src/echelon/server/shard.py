@@ -152,6 +152,8 @@ class Shard:
     def _push(self, worker: int, request: Push, frames: Sequence[memoryview]) -> None:
         exchange = self._running()
         self._check_keys(request.keys)
+        if not exchange.engine.lives(worker):
+            raise UsageError("this worker has retired: it can pull, but not push")
         scheme = exchange.engine.rules.name
         if scheme != "BSP" and not self._optimization.chosen:
             raise UsageError(f"{scheme} needs an optimizer on the servers: call set_optimizer before push")
@@ -194,6 +196,10 @@ class Shard:
 
     def _check_keys(self, keys: Sequence[int]) -> None:
         lanes = self._running().lanes
+        if not keys or len(set(keys)) < len(keys):
+            raise UsageError(
+                f"a request must name keys, each once; it names {len(keys)}, {len(set(keys))} different ones"
+            )
         for key in keys:
             if key not in lanes:
                 slot = self._layout.slots.get(key)
@@ -235,7 +241,8 @@ class Shard:
     def _put_states(self, request: PutStates, frames: Sequence[memoryview]) -> None:
         if not self._optimization.chosen:
             raise UsageError("set the optimizer before its states are loaded")
-        self._check_keys(list(request.steps))
+        if request.steps:
+            self._check_keys(list(request.steps))
         keys = dict.fromkeys(key for key, _ in request.entries)
         places = [state for key in keys for _, state in self._states(key)]
         if [state.nbytes for state in places] != [len(frame) for frame in frames]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from dataclasses import dataclass, field
@@ -59,6 +60,8 @@ def parse_slow(text: str) -> dict[int, float]:
     found: dict[int, float] = {}
     for part in text.split(","):
         rank, factor = _pair(part, "--slow", "RANK:FACTOR, for example 3:3")
+        if not rank.is_integer() or rank < 0 or int(rank) in found:
+            raise UsageError(f"--slow {text}: a rank is a whole number, named once; {rank:g} is not")
         found[int(rank)] = factor
     return found
 
@@ -76,6 +79,6 @@ def _pair(text: str, flag: str, form: str) -> tuple[float, float]:
         first, second = (float(word) for word in text.split(":"))
     except ValueError:
         raise UsageError(f"{flag} {text!r} is not {form}") from None
-    if second < 1:
+    if not (math.isfinite(second) and second >= 1):
         raise UsageError(f"{flag} {text}: the factor must be 1 or more")
     return first, second

@@ -91,6 +91,7 @@ class Trainer:
         if self._accumulating:
             return
         samples = self._samples(batch_size)
+        self._check_unchanged()
         for bucket in self._buckets:
             if self._sent[bucket.index] is None:
                 self._send_rest(bucket, samples)
@@ -120,6 +121,7 @@ class Trainer:
         """Forget gradients that were not pushed."""
         for parameter in self._parameters.values():
             parameter.grad = None
+        self._versions = {name: watched._version for name, watched in self._watched.items()}
         for bucket in self._buckets:
             if self._sent[bucket.index] is None:
                 self._arrived -= {self._names[i] for i in bucket.members}
@@ -171,8 +173,15 @@ class Trainer:
         self.kvstore.init(self._names, values)
         self._views = {name: self.kvstore.views(name) for name in self._names}
         self._keys = {name: self.kvstore.key_number(name) for name in self._names}
+        # The same memory as a tensor with a version counter of its own: it tells whether somebody wrote through it.
+        plain = {name: view for name, (_, view) in self._views.items() if view.dtype != torch.bfloat16}
+        self._watched = {name: torch.from_numpy(view.numpy()) for name, view in plain.items()}
+        self._versions = dict.fromkeys(self._watched, 0)
         spec = spec_of(self.optimizer, {id(parameter): name for name, parameter in self._parameters.items()})
         members = dict(spec.members)
+        fixed = ("momentum", "betas", "weight_decay", "alpha", "eps", "dampening", "nesterov", "lr_decay")
+        groups = self.optimizer.param_groups
+        self._settings = [{option: group[option] for option in fixed if option in group} for group in groups]
         if self._buffers:
             length = sum(buffer.numel() for buffer in self._buffers)
             members |= dict.fromkeys(self.kvstore.make_vectors(_BUFFERS, length), NO_OPTIMIZER)
@@ -255,7 +264,7 @@ class Trainer:
         if gradient.data_ptr() != place.data_ptr():
             place.copy_(gradient)
             if gradient.device.type == "cpu":
-                parameter.grad = place
+                parameter.grad = self._watched.get(name, place)
         if self._check_finite and not is_finite(place):
             raise UsageError(
                 f"worker {self.kvstore.rank}: the gradient of {name!r} at clock {self.clock} has NaN or infinity in it"
@@ -289,6 +298,24 @@ class Trainer:
                 parameter.data.copy_(self._views[name][0], non_blocking=True)
         if index == 0:
             self.staleness[max(t.response.staleness for t in tickets if isinstance(t.response, Done))] += 1
+
+    def _check_unchanged(self) -> None:
+        """What has been sent cannot be changed any more: say so instead of training with the old values."""
+        for name, watched in self._watched.items():
+            if watched._version != self._versions[name]:
+                self._versions[name] = watched._version
+                if self._sent[self._bucket_of[name].index] is not None:
+                    raise UsageError(
+                        f"the gradient of {name!r} was changed after it had left during backward (clipping?); "
+                        "use Trainer(overlap=False), which sends at step()"
+                    )
+        for group, sent in zip(self.optimizer.param_groups, self._settings, strict=True):
+            changed = next((option for option, value in sent.items() if group[option] != value), None)
+            if changed is not None:
+                raise UsageError(
+                    f"the optimizer's {changed} went from {sent[changed]} to {group[changed]}; only the learning rate "
+                    "can change during training (OneCycleLR: pass cycle_momentum=False)"
+                )
 
     def _samples(self, batch_size: int | None) -> int:
         if batch_size is None:

@@ -7,7 +7,7 @@ import queue
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from echelon.transport.interface import Buffer, Endpoint, Peer
+from echelon.transport.interface import Buffer, Endpoint, Peer, Placer
 from echelon.transport.tcp import private_memory
 
 _Mail = tuple[Peer, list[memoryview]] | None
@@ -18,6 +18,7 @@ class _Box:
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self.placer: Placer | None = None  # frames are handed over as they are
         self.mail: queue.SimpleQueue[_Mail] = queue.SimpleQueue()
         self.routes: dict[Peer, tuple[_Box, Peer]] = {}  # peer -> (its box, what it calls this box)
 

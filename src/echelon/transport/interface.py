@@ -7,15 +7,22 @@ and can be woken from another thread; nothing else of an endpoint is for two thr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 Buffer = bytes | bytearray | memoryview
 Peer = int | bytes
+Placer = Callable[[memoryview, list[int]], Sequence[memoryview] | None]
 
 
 class Endpoint(Protocol):
-    """One process's end."""
+    """One process's end.
+
+    `placer(first frame, sizes of the others)` may give the memory that the other frames of an incoming message go to,
+    or None; an endpoint may ignore it. Frames that were placed are those very memoryviews.
+    """
+
+    placer: Placer | None
 
     @property
     def address(self) -> str:

@@ -1,4 +1,4 @@
-"""On one machine: control over ZeroMQ, tensors in memory that both sides map.
+"""On one machine: messages over TCP, tensors in memory that both sides map.
 
 A segment is a memfd: it has no name to leave behind and is gone with the last process that maps it, kill -9 included.
 A peer of the same user opens it through /proc/PID/fd. Whether that reached the right file is not taken on trust: the

@@ -1,4 +1,4 @@
-"""Across machines: everything travels as frames over ZeroMQ."""
+"""Across machines: everything travels as frames over TCP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from echelon.transport.interface import Block, Endpoint
-from echelon.transport.zmq_sockets import ClientSockets, ServerSockets
+from echelon.transport.sockets import ClientSockets, ServerSockets
 
 
 @dataclass(slots=True)
