@@ -83,7 +83,7 @@ class ControlClient:
             try:
                 self._socket.sendall(frame(message))
             except OSError as error:
-                self.lost = self.lost or f"the scheduler's connection broke ({error})"
+                self.lost = self.lost or f"the scheduler is gone: {error}"
 
     def close(self) -> None:
         """Close the connection and end the thread."""
@@ -111,9 +111,9 @@ class ControlClient:
                     self._on_message(message)
                 self._beat_if_due()
         except (OSError, Malformed) as error:
-            self.lost = self.lost or str(error)
+            self.lost = self.lost or f"the scheduler is gone: {error}"
         if not self._closed:
-            self.lost = self.lost or "the scheduler closed the connection"
+            self.lost = self.lost or "the scheduler is gone: its connection closed"
             self._on_message(Heartbeat())  # wakes whoever waits, to find `lost`
 
     _last_beat = 0.0
