@@ -26,6 +26,7 @@ from leaks import marked_processes, read_environment
 TESTS = Path(__file__).parent
 PATHS = {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
 MARK = "ECHELON_TEST_JOB"
+PATIENCE_S = "60"  # on a busy machine a job may gather slowly; nobody should remark on it
 CLOCKS = 8
 BEFORE_PUSH, AFTER_PUSH, IN_PULL = "before push", "after push", "in pull"
 Row = dict[str, Any]
@@ -115,7 +116,8 @@ class Job:
         self._mark = secrets.token_hex(8)
         workers = plan.num_workers if plan is not None else num_workers
         program = command or [sys.executable, str(TESTS / "faults" / "worker.py"), json.dumps(asdict(plan))]  # type: ignore[call-overload]
-        arguments = ["launch", "-n", str(workers), "-s", str(num_servers), "--run-dir", str(self.run), *options]
+        arguments = ["launch", "-n", str(workers), "-s", str(num_servers), "--run-dir", str(self.run)]
+        arguments += ["--stall-seconds", PATIENCE_S, *options]
         self._out, self._err = folder / "out", folder / "err"
         self.began = time.monotonic()
         with self._out.open("wb") as out, self._err.open("wb") as err:
@@ -180,7 +182,7 @@ class Job:
 
 
 class ByHand:
-    """A job whose processes are started one by one, with nothing but the variables of MXNet's launchers."""
+    """A job whose processes are started one by one, with the variables of MXNet's launchers."""
 
     def __init__(self, folder: Path, num_workers: int, num_servers: int, environment: Mapping[str, str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -192,6 +194,7 @@ class ByHand:
             "DMLC_PS_ROOT_PORT": str(port),
             "DMLC_NUM_WORKER": str(num_workers),
             "DMLC_NUM_SERVER": str(num_servers),
+            "ECHELON_STALL_SECONDS": PATIENCE_S,
             MARK: self._mark,
             **environment,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from dataclasses import asdict
@@ -119,13 +120,13 @@ def test_without_a_launcher_the_others_stop_by_themselves(tmp_path: Path, victim
     assert statuses.pop(victim) == -9
     assert set(statuses.values()) == {1}
     if victim == "server":
-        why = f"server 0 (pid {dead} on 127.0.0.1) died: its connection closed"
-        assert job.out("scheduler") == f"job stopped: {why}\n"
-        assert job.out("server 1") == f"server 1 stops: {why}\n"
+        why = rf"server 0 \(pid {dead} on 127\.0\.0\.1\) died: its connection closed\n"
+        assert re.fullmatch(f"job stopped: {why}", job.out("scheduler"))
+        assert re.fullmatch(f"server 1 stops: {why}", job.out("server 1"))
     else:
-        why = "the scheduler closed the connection"
-        assert job.out("server") == f"server 0 stops: {why}\n"
-    assert job.out("worker").endswith(f"JobError: worker 0: the job is broken: {why}\n")
+        why = r"the scheduler is gone: (its connection closed|\[Errno \d+\] .*)\n"  # what a kernel says of it varies
+        assert re.fullmatch(f"server 0 stops: {why}", job.out("server"))
+    assert re.search(rf"JobError: worker 0: the job is broken: {why}\Z", job.out("worker"))
 
 
 def test_nothing_is_left_of_a_job_whose_launcher_is_killed(tmp_path: Path) -> None:
