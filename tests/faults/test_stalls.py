@@ -67,7 +67,8 @@ def test_a_stall_is_reported_and_nonsense_on_the_ports_harms_nobody(tmp_path: Pa
     )
     found = re.search(rf"^\[worker 0\] {line}$", job.out, re.MULTILINE)
     assert found is not None, job.out
-    assert float(found[1]) == round(stall["seconds"], 1) > 1
+    assert float(found[1]) == pytest.approx(stall["seconds"], abs=0.06)
+    assert stall["seconds"] > 1
     assert all("left: it finished" in view["reason"] for view in job.events("view"))
     assert all(row["halted"] is None for row in job.results().values()), "a stranger cannot halt the workers"
     assert {rank: row["table"] for rank, row in job.results().items()} == {0: plan.table(), 1: plan.table()}
