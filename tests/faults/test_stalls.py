@@ -10,6 +10,8 @@ import struct
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from echelon.cluster.messages import Barrier, Failed, Halt, Push, decode_response, encode
 from echelon.transport.control import MAX_FRAME, frame
 from echelon.transport.tcp import TcpTransport
