@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from echelon.errors import JobError
 from echelon.transport.interface import Buffer, Peer, Placer
 
 BUFFER_BYTES = 4 << 20
@@ -313,12 +314,15 @@ class ServerSockets(_Sockets):
         self._close([*self._clients.values(), *self._strangers])
 
     def _serve(self, source: Any) -> None:
-        if source is self._listener:
-            connection = _Connection(self._listener.accept()[0])
-            self._strangers.append(connection)
-            self._add(connection)
-        else:
+        if source is not self._listener:
             super()._serve(source)
+            return
+        try:
+            connection = _Connection(self._listener.accept()[0])
+        except OSError:
+            return  # it changed its mind
+        self._strangers.append(connection)
+        self._add(connection)
 
     def _take(self, connection: _Connection, frames: list[memoryview]) -> None:
         if connection.name is not None:
@@ -346,8 +350,12 @@ class ClientSockets(_Sockets):
         self._name = f"{name}.{secrets.token_hex(4)}".encode()
         self._addresses = list(addresses)
         self._servers: dict[Peer, _Connection] = {}
-        for server in range(len(addresses)):
-            self._connect(server, CONNECT_S)
+        for server, address in enumerate(addresses):
+            try:
+                self._connect(server, CONNECT_S)
+            except (OSError, _Broken) as error:
+                self.close()
+                raise JobError(f"server {server} cannot be reached at {address}: {error}") from error
 
     def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
         """Send a request to a server; if it cannot be reached now, the message is lost and may be repeated."""
