@@ -29,7 +29,7 @@ class Lanes:
         self._on_split = on_split
         self._members: dict[int, tuple[int, ...]] = {}
         self._lane_of: dict[int, int] = {}
-        self._requests: dict[tuple[int, ...], list[int]] = {}
+        self._requests: dict[tuple[bool, tuple[int, ...]], list[int]] = {}
         self._next = -1
 
     def add(self, key: int) -> None:
@@ -52,19 +52,16 @@ class Lanes:
     def resolve(self, keys: Sequence[int], *, pushed: bool) -> list[int]:
         """The lanes that a request's keys are, splitting lanes it names only a part of."""
         request = tuple(keys)
-        lanes = self._requests.get(request)
+        lanes = self._requests.get((pushed, request))
         if lanes is None:
             lanes = self._resolve(request, pushed)
             if len(self._requests) >= _REMEMBERED:
                 self._requests.clear()
-            self._requests[request] = lanes
+            self._requests[pushed, request] = lanes
         return lanes
 
     def _resolve(self, request: tuple[int, ...], pushed: bool) -> list[int]:
         lanes = list(dict.fromkeys(self._lane_of[key] for key in request))
-        if not pushed and all(len(self._members[lane]) == 1 for lane in lanes):
-            self._requests.clear()  # a later push of the same keys may still make them one lane
-            return lanes
         named = set(request)
         if pushed and len(lanes) > 1 and all(self._is_fresh(lane) for lane in lanes):
             lane, self._next = self._next, self._next - 1
