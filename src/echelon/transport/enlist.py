@@ -7,6 +7,7 @@ import os
 import queue
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -54,15 +55,25 @@ class Post:
 
 @contextmanager
 def enlist(job: Job, role: str, transport: Transport) -> Iterator[Post]:
-    """Register and wait until everybody is there."""
+    """Register and wait until everybody is there. PS_VERBOSE: 1 tells who is there, 2 every control message, too."""
     mail = _Mail()
+
+    def receive(message: ControlMessage) -> None:
+        if job.verbose >= 2:
+            print(f"{role} (pid {os.getpid()}) hears {message}", file=sys.stderr, flush=True)
+        mail.receive(message)
+
     connection = connect(job.scheduler_host, job.scheduler_port, job.timeout_s)
     host = own_host(job, connection)
     endpoint = transport.serve(host) if role == SERVER else None
-    control = ControlClient(connection, mail.receive)
+    control = ControlClient(connection, receive)
     try:
         control.send(Register(role, job.rank, host, os.getpid(), endpoint.address if endpoint else ""))
         rank, roster = _wait(job, role, control, mail.kept)
+        if job.verbose:
+            others = ", ".join(str(member) for member in roster.members)
+            where = f"{job.scheduler_host}:{job.scheduler_port}"
+            print(f"{role} {rank} at {host} joined the job of {where}: {others}", file=sys.stderr, flush=True)
         yield Post(rank, roster, control, endpoint, mail.listen)
     finally:
         control.close()
