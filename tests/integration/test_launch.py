@@ -68,7 +68,7 @@ def test_an_unknown_store_ends_the_job_with_the_names_that_there_are(tmp_path: P
 @pytest.fixture
 def by_hand(tmp_path: Path) -> Iterator[ByHand]:
     """Two workers and a server."""
-    with ByHand(tmp_path, 2, 1, {"PS_VERBOSE": "2", "DMLC_INTERFACE": "lo"}) as job:
+    with ByHand(tmp_path, 2, 1, {"PS_VERBOSE": "0", "DMLC_INTERFACE": "lo"}) as job:
         yield job
 
 
