@@ -68,8 +68,13 @@ def test_an_unknown_store_ends_the_job_with_the_names_that_there_are(tmp_path: P
 @pytest.fixture
 def by_hand(tmp_path: Path) -> Iterator[ByHand]:
     """Two workers and a server."""
-    with ByHand(tmp_path, 2, 1, {"PS_VERBOSE": "0", "DMLC_INTERFACE": "lo"}) as job:
+    with ByHand(tmp_path, 2, 1, {"PS_VERBOSE": "2", "DMLC_INTERFACE": "lo"}) as job:
         yield job
+
+
+def spoken(output: str) -> list[str]:
+    """What the script itself said, without PS_VERBOSE's lines."""
+    return [line for line in output.splitlines() if " hears " not in line and " joined the job of " not in line]
 
 
 def test_one_script_in_every_role_started_by_hand_in_any_order(by_hand: ByHand) -> None:
@@ -77,8 +82,10 @@ def test_one_script_in_every_role_started_by_hand_in_any_order(by_hand: ByHand) 
     for name in ("worker late", "worker early", "server", "scheduler"):
         by_hand.start(name, command)
     assert by_hand.statuses() == {"worker late": 0, "worker early": 0, "server": 0, "scheduler": 0}
-    assert by_hand.out("scheduler") == by_hand.out("server") == "imported\n", "they serve from create() and end there"
-    said = [by_hand.out(name).splitlines() for name in ("worker late", "worker early")]
+    assert by_hand.out("scheduler") == "imported\n", "it serves from create() and ends there"
+    assert spoken(by_hand.out("server")) == ["imported"], "it serves from create() and ends there"
+    assert "hears Finish()" in by_hand.out("server")
+    said = [spoken(by_hand.out(name)) for name in ("worker late", "worker early")]
     assert sorted(text[1] for text in said) == ["rank 0 of 2", "rank 1 of 2"]
     assert [text[2] for text in said] == ["result [3.0, 3.0]"] * 2
 

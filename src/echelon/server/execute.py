@@ -2,7 +2,7 @@
 
 A step touches gradients of every worker, the weights, the optimizer's state and every worker's copy of the weights.
 Doing all of it for one chunk that fits the cache before going to the next means each byte crosses the memory bus
-once; doing it array by array costs about twice the time for a model that exceeds the cache.
+once, instead of once for every array operation.
 
 Neighbouring keys that are treated alike form one *run*, so the cost does not grow with the number of keys.
 """

@@ -2,7 +2,7 @@
 
 All five are element-wise, so a piece of a key (or a run over many keys) can be updated by itself. The unfused forms
 give the same bits wherever a tensor is cut. torch's fused SGD does too as long as no element falls into the scalar
-tail of a call: pieces are multiples of ALIGN, so it serves for the unfused form as well, three times faster. With
+tail of a call: pieces are multiples of ALIGN, so it serves for the unfused form as well, in one pass. With
 `fused=True` the caller wants the fused form's own tails: `exact` asks for pieces that end where the key ends.
 
 `gamma` (GSP's staleness) divides the step: SGD divides gradient and decay, so that momentum remembers the small
