@@ -1,0 +1,125 @@
+"""Checkpoints over arbitrary tensors: what is saved is loaded, others can read it, and no damage is passed over."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from echelon.errors import DataError
+from echelon.train.snapshot_files import Snapshot, load, save
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Any type and shape, empty and of no dimension too, contiguous or turned, and any bits: NaNs of every kind."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    size = torch.Size(shape).numel()
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    if dtype is torch.bool:
+        flat = torch.randint(2, (size,), generator=generator).bool()
+    else:
+        flat = torch.randint(256, (size * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
+    whole = flat.reshape(shape)
+    return whole.permute(draw(st.permutations(range(len(shape))))) if shape else whole
+
+
+GROUPS = st.dictionaries(NAMES, tensors(), max_size=4)
+SNAPSHOTS = st.builds(Snapshot, GROUPS, GROUPS, GROUPS, st.dictionaries(NAMES, JSON, max_size=4))
+
+
+def bits(group: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    return {
+        name: (one.dtype, one.shape, one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        for name, one in group.items()
+    }
+
+
+@contextmanager
+def a_file() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder) / "x-0001.safetensors"
+
+
+@given(SNAPSHOTS)
+def test_what_is_saved_is_loaded(snapshot: Snapshot) -> None:
+    with a_file() as path:
+        save(path, snapshot)
+        loaded = load(path)
+        others = load_file(path)
+    assert bits(loaded.weights) == bits(snapshot.weights)
+    assert bits(loaded.optimizer) == bits(snapshot.optimizer)
+    assert bits(loaded.extra) == bits(snapshot.extra)
+    assert loaded.facts == snapshot.facts
+    named = {
+        f"{group}/{name}": tensor
+        for group in ("weights", "optimizer", "extra")
+        for name, tensor in getattr(snapshot, group).items()
+    }
+    assert bits(others) == bits(named)
+
+
+@given(SNAPSHOTS, st.data())
+def test_a_file_cut_off_anywhere_is_noticed(snapshot: Snapshot, draw: st.DataObject) -> None:
+    with a_file() as path:
+        save(path, snapshot)
+        whole = path.read_bytes()
+        size = draw.draw(st.integers(0, len(whole) - 1))
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataError, match=rf"x-0001\.safetensors is damaged: it is cut off at {size} "):
+            load(path)
+
+
+@given(SNAPSHOTS, st.data())
+def test_a_changed_byte_anywhere_is_noticed(snapshot: Snapshot, draw: st.DataObject) -> None:
+    with a_file() as path:
+        save(path, snapshot)
+        changed = bytearray(path.read_bytes())
+        at = draw.draw(st.integers(0, len(changed) - 1))
+        changed[at] ^= draw.draw(st.integers(1, 255))
+        path.write_bytes(changed)
+        with pytest.raises(DataError, match=r"x-0001\.safetensors is "):
+            load(path)
+
+
+@given(SNAPSHOTS, st.binary(min_size=1, max_size=9))
+def test_bytes_too_many_are_noticed(snapshot: Snapshot, more: bytes) -> None:
+    with a_file() as path:
+        save(path, snapshot)
+        size = path.stat().st_size
+        with path.open("ab") as stream:
+            stream.write(more)
+        with pytest.raises(DataError, match=f"it has {size + len(more)} bytes, and its header speaks of {size};"):
+            load(path)

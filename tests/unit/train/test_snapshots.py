@@ -1,0 +1,224 @@
+"""Checkpoint files: names, the newest good one, what is pruned, and what a crash in the middle of saving leaves."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.errors import DataError, UsageError
+from echelon.train import snapshots
+from echelon.train.snapshots import Snapshot, find, load, load_latest, locate, path_for, prune, save
+
+
+def snapshot(value: float) -> Snapshot:
+    return Snapshot({"w": torch.full((4,), value)}, facts={"value": value})
+
+
+def write(prefix: Path, *points: tuple[int, int, int]) -> None:
+    """Snapshots of (rank, epoch, batch), each with a value of its own."""
+    for rank, epoch, batch in points:
+        save(path_for(prefix, rank, epoch, batch), snapshot(rank * 10_000 + epoch * 100 + batch))
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_names() -> None:
+    assert path_for("a/x", 0, 12) == Path("a/x-0012.safetensors")
+    assert path_for("a/x", 3, 12) == Path("a/x-3-0012.safetensors")
+    assert path_for("a/x", 0, 12, 345) == Path("a/x-0012-b00345.safetensors")
+    assert path_for("a/x", 3, 12, 0) == Path("a/x-3-0012.safetensors")
+    assert path_for("x", 0, 12345, 678901) == Path("x-12345-b678901.safetensors")
+    with pytest.raises(UsageError, match="rank 0, epoch -1"):
+        path_for("x", 0, -1)
+
+
+def test_find_is_by_epoch_then_batch_and_sees_only_its_own(tmp_path: Path) -> None:
+    prefix = tmp_path / "x"
+    write(prefix, (0, 9999, 7), (0, 10000, 0), (0, 9999, 0), (0, 0, 12), (1, 3, 0), (12, 3, 4))
+    for stranger in ("x-0001.params", "y-0001.safetensors", "x-012.safetensors", "x-00012.safetensors", "xx-0001-b1"):
+        (tmp_path / stranger).touch()
+    assert [one.point for one in find(prefix)] == [(10000, 0), (9999, 7), (9999, 0), (0, 12)]
+    assert [(one.rank, one.point) for one in find(prefix, 12)] == [(12, (3, 4))]
+    assert find(prefix, 1)[0].path == path_for(prefix, 1, 3)
+    assert find(tmp_path / "nowhere" / "x") == []
+
+
+def test_the_last_good_file_is_used_and_bad_ones_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prefix = tmp_path / "x"
+    write(prefix, (0, 1, 0), (0, 2, 0), (0, 2, 5))
+    flip(path_for(prefix, 0, 2, 5))
+    os.truncate(path_for(prefix, 0, 2), 40)
+    with caplog.at_level(logging.WARNING):
+        found = load_latest(prefix)
+    assert found is not None
+    assert (found[0].facts["value"], found[1]) == (100, path_for(prefix, 0, 1))
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "x-0002-b00005.safetensors is damaged: the digest of tensor 'weights/w'" in first
+    assert "x-0002.safetensors is damaged: it is cut off at 40 bytes" in second
+    flip(path_for(prefix, 0, 1))
+    log = logging.getLogger("a.users")
+    assert load_latest(prefix, log=log) is None
+    assert caplog.records[-1].name == "a.users"
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        ([(0, 2, 0)], 200),  # none of its own
+        ([(0, 2, 0), (3, 2, 0)], 30_200),
+        ([(0, 2, 0), (3, 1, 0)], 200),  # its own is from an older run
+        ([(0, 2, 9), (3, 2, 7)], 30_207),  # stopped a little earlier in the same epoch
+        ([(0, 2, 0), (3, 2, 0), (3, 2, 7)], 30_207),
+    ],
+)
+def test_another_rank_prefers_its_own_of_the_newest_epoch(
+    tmp_path: Path, points: list[tuple[int, int, int]], expected: float
+) -> None:
+    write(tmp_path / "x", *points)
+    found = load_latest(tmp_path / "x", rank=3)
+    assert found is not None
+    assert found[0].facts["value"] == expected
+
+
+def test_locate_one_point(tmp_path: Path) -> None:
+    prefix = tmp_path / "x"
+    write(prefix, (0, 1, 0), (0, 1, 4), (2, 1, 0))
+    assert locate(prefix, 0, 1) == path_for(prefix, 0, 1)
+    assert locate(prefix, 2, 1) == path_for(prefix, 2, 1)
+    assert locate(prefix, 2, 1, 4) == path_for(prefix, 0, 1, 4)
+    with pytest.raises(DataError, match=r"x-2-0007\.safetensors or .*x-0007\.s.* x-0001-b00004\.s.*, x-0001\.s"):
+        locate(prefix, 2, 7)
+
+
+def test_prune_keeps_ends_of_epochs_and_the_newest_middles(tmp_path: Path) -> None:
+    prefix = tmp_path / "x"
+    write(prefix, (0, 11, 5), (0, 12, 0), (0, 12, 1), (0, 12, 2), (0, 12, 3), (1, 11, 5))
+    assert sorted(prune(prefix, keep=2)) == [path_for(prefix, 0, 11, 5), path_for(prefix, 0, 12, 1)]
+    assert [one.point for one in find(prefix)] == [(12, 3), (12, 2), (12, 0)]
+    write(prefix, (0, 13, 0))
+    prune(prefix, keep=2)
+    assert [one.point for one in find(prefix)] == [(13, 0), (12, 0)]
+    assert [one.point for one in find(prefix, 1)] == [(11, 5)]
+    with pytest.raises(UsageError, match="cannot keep -1"):
+        prune(prefix, keep=-1)
+
+
+def test_tied_weights_and_channels_last(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.one = nn.Linear(5, 5)
+            self.two = nn.Linear(5, 5)
+            self.two.weight = self.one.weight
+
+    model, other = Tied(), Tied()
+    save(tmp_path / "x-0001.safetensors", Snapshot(model.state_dict()))
+    loaded = load(tmp_path / "x-0001.safetensors").weights
+    assert all(tensor.is_contiguous() for tensor in loaded.values())
+    other.load_state_dict(loaded)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name])
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"weights/z, a torch.strided tensor of torch.complex64; it takes strided"):
+        save(tmp_path / "x-0001.safetensors", Snapshot({"z": torch.zeros(2, dtype=torch.complex64)}))
+    with pytest.raises(UsageError, match=r"extra/s, a torch.sparse_coo tensor"):
+        save(tmp_path / "x-0001.safetensors", Snapshot({}, extra={"s": torch.eye(2).to_sparse()}))
+    assert names(tmp_path) == set()
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "x-0001.safetensors"
+    with pytest.raises(DataError, match=r"there is no checkpoint .*x-0001\.safetensors"):
+        load(path)
+    torch.save({"a": torch.zeros(3)}, path)
+    with pytest.raises(DataError, match=r"x-0001\.safetensors is no checkpoint of Echelon's: expected"):
+        load(path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match="Is a directory"):
+        load(path)
+
+
+def test_the_folder_is_made(tmp_path: Path) -> None:
+    save(tmp_path / "new" / "folder" / "x-0001.safetensors", snapshot(1))
+    assert load(tmp_path / "new" / "folder" / "x-0001.safetensors").facts == {"value": 1}
+
+
+def test_a_failure_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "x-0001.safetensors"
+    save(path, snapshot(1))
+    tensors = {"a": torch.zeros(100), "b": torch.empty(100, device="meta")}
+    with pytest.raises(NotImplementedError):
+        save(path, Snapshot(tensors))  # b has no data: it fails after a is written
+    assert load(path).facts == {"value": 1}
+    assert names(tmp_path) == {path.name}
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "x-0001.safetensors"
+    save(path, snapshot(1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        with pytest.raises(DataError, match=r"cannot write the checkpoint .*x-0001\.safetensors: File too large"):
+            save(path, Snapshot({"w": torch.zeros(2**20)}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert load(path).facts == {"value": 1}
+    assert names(tmp_path) == {path.name}
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_kill_9_leaves_the_old_file(tmp_path: Path, call: str) -> None:
+    path = tmp_path / "x-0001.safetensors"
+    save(path, snapshot(1))
+    assert killed_at(call, lambda: save(path, snapshot(2)))
+    assert load(path).facts == {"value": 1}
+    assert [one.path for one in find(tmp_path / "x")] == [path]
+    save(path, snapshot(3))
+    assert load(path).facts == {"value": 3}
+
+
+def killed_at(call: str, action: Callable[[], None]) -> bool:
+    """Run the action in a child that is killed where it first calls a function of `os`."""
+    child = os.fork()
+    if not child:
+        setattr(os, call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        try:
+            action()
+        finally:
+            os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    path = tmp_path / "x-0001.safetensors"
+    torch.manual_seed(5)
+    torch.rand(3)
+    save(path, Snapshot({}, extra=snapshots.capture_rng()))
+    expected = torch.rand(3)
+    torch.manual_seed(6)
+    snapshots.restore_rng(load(path).extra)
+    assert torch.equal(torch.rand(3), expected)
+    snapshots.restore_rng({})
+    assert not torch.equal(torch.rand(3), expected)
