@@ -50,7 +50,7 @@ def echelon(plan: Plan) -> Contender:
     """Scheduler, servers and workers of Echelon, each `python -m echelon.bench.worker_pushpull` in its role."""
     worker = [sys.executable, "-m", "echelon.bench.worker_pushpull"]
     argv = [*worker, "--shapes", str(plan.shapes_file), "--kv-store", plan.kv_store]
-    return ProcessContender("echelon", _job_specs(_job(plan), argv), plan.work_dir)
+    return ProcessContender("echelon", job_specs(_job(plan), argv), plan.work_dir)
 
 
 def gloo(plan: Plan) -> Contender:
@@ -67,7 +67,7 @@ def echelon_copy(plan: Plan) -> Contender:
     """Echelon's plain API: the caller's own tensors, copied in and out within the step."""
     worker = [sys.executable, "-m", "echelon.bench.worker_pushpull", "--copy"]
     argv = [*worker, "--shapes", str(plan.shapes_file), "--kv-store", plan.kv_store]
-    return ProcessContender("echelon_copy", _job_specs(_job(plan), argv), plan.work_dir)
+    return ProcessContender("echelon_copy", job_specs(_job(plan), argv), plan.work_dir)
 
 
 def mxnet(plan: Plan) -> Contender:
@@ -87,7 +87,7 @@ def _mxnet(name: str, plan: Plan, env: Mapping[str, str], *options: str) -> Cont
     script = Path(__file__).with_name("peer_mxnet.py")
     # -I: the script's own folder must not shadow the standard library in there.
     argv = [str(mxnet_python()), "-I", str(script), "--shapes", str(plan.shapes_file), "--kv-store", plan.kv_store]
-    return ProcessContender(name, _job_specs(_job(plan), [*argv, *options], env), plan.work_dir)
+    return ProcessContender(name, job_specs(_job(plan), [*argv, *options], env), plan.work_dir)
 
 
 MAKERS: dict[str, Callable[[Plan], Contender]] = {
@@ -100,16 +100,21 @@ MAKERS: dict[str, Callable[[Plan], Contender]] = {
 
 
 def _job(plan: Plan) -> Job:
+    return local_job(plan.num_workers, plan.num_servers, plan.transport)
+
+
+def local_job(num_workers: int, num_servers: int, transport: str) -> Job:
+    """A job on loopback, with a port of its own."""
     return Job(
         scheduler_port=_free_port(),
-        num_workers=plan.num_workers,
-        num_servers=plan.num_servers,
+        num_workers=num_workers,
+        num_servers=num_servers,
         host="127.0.0.1",
-        transport=plan.transport,
+        transport=transport,
     )
 
 
-def _job_specs(job: Job, argv: Sequence[str], env: Mapping[str, str] | None = None) -> list[ProcessSpec]:
+def job_specs(job: Job, argv: Sequence[str], env: Mapping[str, str] | None = None) -> list[ProcessSpec]:
     """One process a role and rank, all with the same command line, told apart by their environment."""
     counts = {"scheduler": 1, "server": job.num_servers, "worker": job.num_workers}
     return [

@@ -147,6 +147,7 @@ class ProcessContender(Contender):
         self._step_timeout_s = step_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._members: list[Member] = []
+        self.answers: list[Times] = []  # to the last round, the driver's first
 
     @property
     def pids(self) -> list[int]:
@@ -170,7 +171,8 @@ class ProcessContender(Contender):
             for member in self._driven():
                 member.send(run_command(num_steps))
             timeout_s = self._step_timeout_s * (num_steps + 1)
-            times = self._collect(Times, f"do {num_steps} steps", timeout_s)[0]
+            self.answers = self._collect(Times, f"do {num_steps} steps", timeout_s)
+            times = self.answers[0]
             if len(times.step_s) != num_steps:
                 raise JobError(f"{self.name}: asked for {num_steps} steps, its driver timed {len(times.step_s)}")
         except BaseException:

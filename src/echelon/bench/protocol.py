@@ -3,7 +3,8 @@
     harness → process    run K      do K steps now, together with the other processes of the contender
                          quit       end; the end of the stream means the same, so nothing outlives a killed harness
     process → harness    {"ready": true}          once, when a first step could be done
-                         {"step_s": [0.1, …]}     after each `run K`: K times in seconds
+                         {"step_s": [0.1, …]}     after each `run K`: K times in seconds; training adds
+                                                  "losses": [2.3, …], one a step
 
 Between two lines a process blocks on its stdin and costs no CPU. Any other line it prints is kept for error messages;
 an answer may follow a prefix (a launcher's role and rank), so answers are looked for from the first brace on.
@@ -28,9 +29,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How long each step of one round took."""
+    """How long each step of one round took, and where there is a loss, what it was."""
 
     step_s: tuple[float, ...]
+    losses: tuple[float, ...] = ()
 
 
 Answer = Ready | Times
@@ -43,8 +45,10 @@ def run_command(num_steps: int) -> str:
 
 def encode_answer(answer: Answer) -> str:
     """The line `decode_answer` reads."""
-    body: dict[str, object] = {"ready": True} if isinstance(answer, Ready) else {"step_s": answer.step_s}
-    return json.dumps(body) + "\n"
+    if isinstance(answer, Ready):
+        return json.dumps({"ready": True}) + "\n"
+    losses = {"losses": answer.losses} if answer.losses else {}
+    return json.dumps({"step_s": answer.step_s, **losses}) + "\n"
 
 
 def decode_answer(line: str) -> Answer | None:
@@ -55,10 +59,14 @@ def decode_answer(line: str) -> Answer | None:
         if isinstance(body, dict) and body.get("ready") is True:
             return Ready()
         if isinstance(body, dict) and isinstance(body.get("step_s"), list):
-            return Times(tuple(float(value) for value in body["step_s"]))
+            return Times(_numbers(body["step_s"]), _numbers(body.get("losses", [])))
     except (ValueError, TypeError):
         pass
     return None
+
+
+def _numbers(values: Sequence[object]) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)  # type: ignore[arg-type]  # what is no number raises TypeError
 
 
 def commands() -> Iterator[int]:
@@ -78,11 +86,12 @@ def say(answer: Answer) -> None:
     sys.stdout.flush()
 
 
-def serve(run_round: Callable[[int], Sequence[float]]) -> None:
+def serve(run_round: Callable[[int], Sequence[float] | Times]) -> None:
     """The life of a driven process once it is set up: ready, then one round a command."""
     say(Ready())
     for num_steps in commands():
-        say(Times(tuple(run_round(num_steps))))
+        times = run_round(num_steps)
+        say(times if isinstance(times, Times) else Times(tuple(times)))
 
 
 def timed(step: Callable[[], None]) -> float:

@@ -32,15 +32,18 @@ def write_json(
     command: str | None = None,
 ) -> None:
     """Write one result file. `ratios` maps a name to a number; `ratio_spread` has the same over rounds."""
-    body: dict[str, object] = {
-        "settings": dict(settings),
+    write_body(path, {"settings": dict(settings), **figures(cases, ratios)}, command)
+
+
+def figures(cases: Sequence[Case], ratios: Sequence[Ratio]) -> dict[str, object]:
+    """Cases and ratios as a result file has them."""
+    return {
         "cases": [asdict(case) for case in cases],
         "ratios": {ratio.name: ratio.value for ratio in ratios},
         "ratio_spread": {
             ratio.name: {"low": ratio.low, "high": ratio.high, "rounds": ratio.rounds} for ratio in ratios
         },
     }
-    write_body(path, body, command)
 
 
 def write_body(path: Path, body: Mapping[str, object], command: str | None = None) -> None:

@@ -6,7 +6,13 @@ import argparse
 from importlib import import_module
 from importlib.util import find_spec
 
-BENCHMARKS = ("echelon.bench.pushpull", "echelon.bench.costs", "echelon.bench.schemes", "echelon.bench.io")
+BENCHMARKS = (
+    "echelon.bench.pushpull",
+    "echelon.bench.train",
+    "echelon.bench.costs",
+    "echelon.bench.schemes",
+    "echelon.bench.io",
+)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

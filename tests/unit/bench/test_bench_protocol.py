@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from echelon.bench.protocol import Ready, Times, commands, decode_answer, encode_answer, run_command, serve
 
-answers = st.one_of(
-    st.just(Ready()), st.lists(st.floats(0, 1e6, allow_nan=False)).map(lambda values: Times(tuple(values)))
-)
+numbers = st.lists(st.floats(0, 1e6, allow_nan=False)).map(tuple)
+answers = st.one_of(st.just(Ready()), st.builds(Times, numbers, numbers))
 
 
 @given(answers, st.sampled_from(["", "worker 0 | ", "[server 1] "]))
@@ -21,7 +20,19 @@ def test_an_answer_is_read_back_after_any_prefix(answer: Ready | Times, prefix: 
 
 
 @pytest.mark.parametrize(
-    "line", ["", "hello", "{", '{"ready": 1}', '{"step_s": 3}', '{"step_s": ["x"]}', '{"step_s": [[]]}', "{} {}", "[1]"]
+    "line",
+    [
+        "",
+        "hello",
+        "{",
+        '{"ready": 1}',
+        '{"step_s": 3}',
+        '{"step_s": ["x"]}',
+        '{"step_s": [[]]}',
+        '{"step_s": [1], "losses": 2}',
+        "{} {}",
+        "[1]",
+    ],
 )
 def test_anything_else_is_no_answer(line: str) -> None:
     assert decode_answer(line) is None
@@ -34,6 +45,14 @@ def test_serve_answers_each_command_until_quit(
     serve(lambda num_steps: [0.25] * num_steps)
     spoken = [decode_answer(line) for line in capsys.readouterr().out.splitlines()]
     assert spoken == [Ready(), Times((0.25, 0.25)), Times((0.25,))]
+
+
+def test_serve_tells_losses_where_there_are_some(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(run_command(1)))
+    serve(lambda num_steps: Times((0.25,), (2.5,)))
+    assert decode_answer(capsys.readouterr().out.splitlines()[-1]) == Times((0.25,), (2.5,))
 
 
 def test_the_end_of_the_stream_is_a_quit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,37 @@
+"""The real contenders of `echelon bench train` on small batches: they step together, learn, and are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from echelon.bench.train_contenders import TrainPlan, ddp, echelon, mxnet
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Iterator[TrainPlan]:
+    """What to do; afterwards, a check that no process is left of it."""
+    before = set(psutil.Process().children(recursive=True))
+    yield TrainPlan("resnet20", batch_size=8, threads=1, work_dir=tmp_path)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_echelon_and_ddp_do_the_same_training(plan: TrainPlan) -> None:
+    with echelon(plan) as first, ddp(plan) as second:
+        times = [first.run_round(6), second.run_round(6)]
+    assert [len(one) for one in times] == [6, 6]
+    assert first.losses == pytest.approx(second.losses, rel=1e-3)
+    assert first.losses[-1] < first.losses[0]
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("model", ["resnet20", "mlp25m"])
+@pytest.mark.parametrize("store", ["dist_sync", "dist_async"])
+def test_mxnet_learns_and_leaves_nothing(plan: TrainPlan, model: str, store: str) -> None:
+    with mxnet(replace(plan, model=model, kv_store=store)) as contender:
+        assert len(contender.run_round(8)) == 8
+    assert contender.losses[-1] < contender.losses[0]

@@ -1,0 +1,140 @@
+"""`echelon bench train`: its command line, its workloads, and what it makes of times and losses."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from echelon.bench.harness import ratios, summarise
+from echelon.bench.process import ProcessSpec
+from echelon.bench.train import PEERS, check_learning, fill_in, make_contenders, print_rates
+from echelon.bench.train_contenders import MAKERS, TrainContender
+from echelon.bench.workloads import WORKLOADS, Loop, make_batch, make_model, make_optimizer
+from echelon.cli.bench import add_parser
+from echelon.errors import JobError, UsageError
+
+ANSWER = "from echelon.bench.protocol import Times, serve\nserve(lambda n: Times(({},) * n, ({},) * {}))"
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    return parser.parse_args(["bench", "train", *arguments])
+
+
+def test_what_is_not_said_comes_from_the_model_and_the_machine() -> None:
+    args = parsed("--model", "mlp25m", "-n", "1000", "--peer", "ddp", "--peer", "mxnet", "--json", "out.json")
+    fill_in(args)
+    assert (args.num_servers, args.kv_store, args.peer, args.json) == (
+        2,
+        "dist_sync",
+        ["ddp", "mxnet"],
+        Path("out.json"),
+    )
+    assert (args.batch_size, args.threads) == (32, 1)
+    given = parsed("--batch-size", "7", "--threads", "3")
+    fill_in(given)
+    assert (given.model, given.batch_size, given.threads) == ("resnet20", 7, 3)
+
+
+def test_every_peer_has_a_maker_and_echelon_comes_first(tmp_path: Path) -> None:
+    assert set(MAKERS) == {"echelon", *PEERS}
+    args = parsed("--peer", "ddp")
+    fill_in(args)
+    assert [contender.name for contender in make_contenders(args, tmp_path)] == ["echelon", "ddp"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-s", "0"], "-s 0"),
+        (["--peer", "ddp", "--peer", "ddp"], "each --peer once"),
+        (["--batch-size", "0"], "batch and threads of at least 1; got 0"),
+        (["--kv-store", "dist_ssync", "--peer", "mxnet"], "MXNet has no 'dist_ssync'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(arguments: list[str], message: str) -> None:
+    args = parsed(*arguments)
+    with pytest.raises(UsageError, match=message):
+        args.run(args)
+
+
+@pytest.mark.parametrize(("name", "weights"), [("resnet20", 272_541), ("mlp25m", 25_203_722)])
+def test_a_workload_is_the_network_it_says_and_starts_the_same(name: str, weights: int) -> None:
+    first, second = make_model(name), make_model(name)
+    assert sum(parameter.numel() for parameter in first.parameters() if parameter.requires_grad) == weights
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    images, labels = make_batch(name, 2, rank=0)
+    assert first(images).shape == (2, 10)
+    assert labels.shape == (2,)
+    assert not torch.equal(images, make_batch(name, 2, rank=1)[0])
+
+
+def test_the_loop_times_every_step_and_waits_once_at_the_end() -> None:
+    model = make_model("resnet20")
+    optimizer = make_optimizer("resnet20", model)
+    calls: list[str] = []
+
+    def update() -> None:
+        calls.append("update")
+        optimizer.step()
+        optimizer.zero_grad()
+
+    batch = make_batch("resnet20", 4, rank=0)
+    loop = Loop(model, batch, lambda: calls.append("begin"), update, lambda: calls.append("finish"))
+    times = loop.run_round(3)
+    assert calls == ["begin", "update", "update", "update", "finish"]
+    assert len(times.step_s) == 3
+    assert all(step_s > 0 for step_s in times.step_s)
+    assert times.losses[-1] < times.losses[0]
+
+
+def contender(tmp_path: Path, *programs: str) -> TrainContender:
+    specs = [ProcessSpec(f"worker {i}", [sys.executable, "-c", code], driven=True) for i, code in enumerate(programs)]
+    return TrainContender("subject", specs, tmp_path)
+
+
+def test_times_and_losses_are_means_over_the_workers(tmp_path: Path) -> None:
+    with contender(tmp_path, ANSWER.format(0.25, 2.0, "n"), ANSWER.format(0.75, 1.0, "n")) as subject:
+        assert subject.run_round(2) == [0.5, 0.5]
+        assert subject.run_round(1) == [0.5]
+    assert subject.losses == [1.5, 1.5, 1.5]
+
+
+def test_a_worker_that_tells_no_loss_is_an_error(tmp_path: Path) -> None:
+    with (
+        pytest.raises(JobError, match=r"subject: 2 steps, \[0\] losses"),
+        contender(tmp_path, ANSWER.format(1, 1, 0)) as one,
+    ):
+        one.run_round(2)
+
+
+def test_the_table_has_the_rate_of_all_workers() -> None:
+    cases = summarise({"echelon": [[0.1, 0.1]], "ddp": [[0.25, 0.25]]})
+    console = Console(file=io.StringIO(), width=150)
+    print_rates("title", cases, ratios(cases), 64, {"echelon": [2.5, 1.5], "ddp": [2.5, 1.25]}, console)
+    assert isinstance(console.file, io.StringIO)
+    rows = {line.split("│")[1].strip(): line for line in console.file.getvalue().splitlines() if "│" in line}
+    assert "640 " in rows["echelon"]
+    assert "2.500 → 1.500" in rows["echelon"]
+    assert "256 " in rows["ddp"]
+    assert "2.50 ×" in rows["ddp"]
+
+
+def test_a_rate_without_learning_is_an_error() -> None:
+    check_learning({"echelon": [2.0, 2.5, 2.0, 1.9, 1.8, 1.7, 1.6]})
+    with pytest.raises(JobError, match=r"ddp did not learn: its loss went from 2.0000 to 2.0000"):
+        check_learning({"echelon": [2.0, 1.0], "ddp": [2.0] * 20})
+    with pytest.raises(JobError, match="mxnet did not learn"):
+        check_learning({"mxnet": [2.0] * 10 + [float("nan")] * 10})
+
+
+def test_the_workloads_are_what_the_command_offers() -> None:
+    for name in WORKLOADS:
+        assert parsed("--model", name).model == name
