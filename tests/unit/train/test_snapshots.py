@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import resource
@@ -156,6 +157,25 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     path.mkdir()
     with pytest.raises(DataError, match="Is a directory"):
         load(path)
+
+
+def test_a_cut_in_the_last_tensor_is_told_in_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "x-0001.safetensors"
+    save(path, snapshot(1))
+    size = path.stat().st_size
+    os.truncate(path, size - 3)
+    with pytest.raises(DataError, match=rf"x-0001\.s.* is damaged: it is cut off at {size - 3} of {size} bytes"):
+        load(path)
+
+
+def test_tensors_are_aligned_for_readers_that_map_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "x-0001.safetensors"
+    odd = {"a": torch.zeros(3, dtype=torch.uint8), "b": torch.zeros(3, dtype=torch.float64), "c": torch.zeros(1).half()}
+    save(path, Snapshot(odd))
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    entries = json.loads(path.read_bytes()[8 : 8 + length])
+    starts = {name: 8 + length + entries[f"weights/{name}"]["data_offsets"][0] for name in odd}
+    assert [starts[name] % odd[name].element_size() for name in odd] == [0, 0, 0]
 
 
 def test_the_folder_is_made(tmp_path: Path) -> None:
