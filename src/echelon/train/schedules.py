@@ -1,0 +1,206 @@
+"""Learning rates as a pure function of the update: MXNet's steps, poly and cosine, and warm-up for any optimizer.
+
+An update is one step of one worker. Updates count from 1 over the whole training and go on counting when it is resumed
+(MXNet begins at 1 again and shifts its steps; the rates are the same). So nothing here has a state, and two workers, or
+a run and its resumption, agree without talking. The rate is MXNet's at every update: the first one that uses a lower
+rate is the one after `epoch_size * step`, and poly's last update has rate 0.
+
+Two warm-ups. The usual one goes from `warmup_begin_lr` to `lr`, and decay begins after it. With `warmup_scale` above 1
+it is lbsgd's: the rate of the schedule is multiplied by 1 at first, by the scale after the warm-up and from then on.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from echelon.errors import UsageError
+
+KINDS = ("step", "poly", "cosine", "constant")
+WARMUPS: dict[str, Callable[[float], float]] = {  # from 0 to 1 as the warm-up goes from 0 to 1
+    "linear": lambda done: done,
+    "constant": lambda done: 0.0,
+    "power2": lambda done: done * done,
+    "sqrt": math.sqrt,
+}
+_POWER = 2.0  # of poly, when no "pow" says another
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Times `factor` after each of `updates`; with none, the rate is constant."""
+
+    factor: float = 1.0
+    updates: tuple[float, ...] = ()
+
+    def passed(self, update: float) -> int:
+        return bisect_left(self.updates, update)
+
+    def rate(self, lr: float, passed: int) -> float:
+        for _ in range(passed):  # one after the other, as MXNet does: a power would round differently
+            lr *= self.factor
+        return lr
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """From the full rate at update `begin` to `final_lr` at `end`, and that for ever; `shape` goes from 1 to 0."""
+
+    begin: float
+    end: float
+    final_lr: float
+    shape: Callable[[float], float]
+
+    def rate(self, lr: float, update: int) -> float:
+        if update >= self.end:
+            return self.final_lr
+        return self.final_lr + (lr - self.final_lr) * self.shape((update - self.begin) / (self.end - self.begin))
+
+
+@dataclass(frozen=True, slots=True)
+class Warmup:
+    """`updates` of growing rate; `shape` goes from 0 to 1."""
+
+    updates: float
+    begin_lr: float
+    scale: float
+    shape: Callable[[float], float]
+
+    @property
+    def multiplies(self) -> bool:
+        return self.scale > 1
+
+    def replaces(self, update: float) -> bool:
+        """Whether this update's rate is the warm-up's own."""
+        return update < self.updates and not self.multiplies
+
+    def rate(self, lr: float, update: int) -> float:
+        return self.begin_lr + (lr - self.begin_lr) * self.shape(update / self.updates)
+
+    def multiplier(self, update: int) -> float:
+        if not self.multiplies or update >= self.updates:
+            return self.scale
+        return 1 + (self.scale - 1) * self.shape(update / self.updates)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The rate of every update, and MXNet's lines about its changes. Made by `make_schedule`."""
+
+    lr: float
+    epoch_size: int
+    begin_epoch: float
+    warmup: Warmup
+    steps: Steps
+    curve: Curve | None = None
+
+    def rate(self, update: int) -> float:
+        """The learning rate of this update; the first is 1."""
+        if self.warmup.replaces(update):
+            return self.warmup.rate(self.lr, update)
+        if self.curve is not None:
+            return self.curve.rate(self.lr, update) * self.warmup.multiplier(update)
+        return self.steps.rate(self.lr, self._passed(update)) * self.warmup.multiplier(update)
+
+    def changes(self, update: int) -> str | None:
+        """MXNet's line if this is the first update after a step. Steps up to `begin_epoch` are told by `adjustment`."""
+        told = bisect_right(self.steps.updates, self.begin_epoch * self.epoch_size)
+        if self._passed(update) <= max(self._passed(update - 1), told):
+            return None
+        return f"Update[{update}]: Change learning rate to {self.rate(update):0.5e}"
+
+    def adjustment(self, begin_epoch: float | None = None) -> str | None:
+        """MXNet's line if training begins at an epoch with steps behind it; without an argument, at its own one."""
+        epoch = self.begin_epoch if begin_epoch is None else begin_epoch
+        passed = bisect_right(self.steps.updates, epoch * self.epoch_size)
+        if not passed or self.warmup.replaces(epoch * self.epoch_size + 1):
+            return None
+        rate = self.steps.rate(self.lr, passed)
+        return f"Adjust learning rate to {rate:e} for epoch {int(epoch)}"
+
+    def _passed(self, update: int) -> int:
+        return 0 if self.warmup.replaces(update) else self.steps.passed(update)
+
+
+def make_schedule(
+    *,
+    lr: float,
+    factor: float,
+    step_epochs: str,
+    kind: str = "step",
+    epoch_size: int,
+    num_epochs: int,
+    begin_epoch: float = 0,
+    warmup_epochs: float = 0,
+    warmup_strategy: str = "linear",
+    warmup_begin_lr: float = 0.0,
+    warmup_scale: float = 1.0,
+    final_lr: float = 0.0,
+) -> Schedule:
+    """The schedule of the flags; `epoch_size` is in updates of one worker.
+
+    `kind` step: times `factor` at each of `step_epochs` ("30,60"; parts of an epoch may be given), or poly if that is
+    "pow2"; with a factor of 1 or more, or without steps, constant. poly, cosine: from lr to `final_lr` over all epochs.
+    """
+    _check_name("--lr-schedule", kind, KINDS)
+    _check_name("--warmup-strategy", warmup_strategy, WARMUPS)
+    for what, value in (("--lr", lr), ("--lr-factor", factor), ("--warmup-epochs", warmup_epochs)):
+        _check_least(what, value, 0)
+    for what, value in (("updates in an epoch:", epoch_size), ("scale of the warm-up:", warmup_scale)):
+        _check_least(what, value, 1)
+    warmup = Warmup(warmup_epochs * epoch_size, warmup_begin_lr, warmup_scale, WARMUPS[warmup_strategy])
+    steps, shape = Steps(), _shape(kind, factor, step_epochs)
+    if kind == "step" and shape is None and factor < 1:
+        steps = Steps(factor, tuple(epoch_size * epoch for epoch in _epochs(step_epochs)))
+    curve = None
+    if shape is not None:
+        begin = 0.0 if warmup.multiplies else warmup.updates
+        curve = Curve(begin, num_epochs * epoch_size, final_lr, shape)
+    return Schedule(lr, epoch_size, begin_epoch, warmup, steps, curve)
+
+
+def _shape(kind: str, factor: float, step_epochs: str) -> Callable[[float], float] | None:
+    """The curve from 1 to 0, if this is one."""
+    if kind == "cosine":
+        return lambda done: (1 + math.cos(math.pi * done)) / 2
+    power = _power(step_epochs)
+    if kind == "poly" or (kind == "step" and power is not None and factor < 1):
+        exponent = _POWER if power is None else power
+        return lambda done: float((1 - done) ** exponent)
+    return None
+
+
+def _power(step_epochs: str) -> float | None:
+    """The 2 of pow2, pow-2 and "pow 2"; None for a list of epochs."""
+    if "pow" not in step_epochs:
+        return None
+    found = re.fullmatch(r"\s*pow[- ]*(\d+\.?\d*|\.\d+)\s*", step_epochs)
+    if found is None or not float(found[1]):
+        raise UsageError(f"--lr-step-epochs {step_epochs!r}: a power is written like pow2, with a number above 0")
+    return float(found[1])
+
+
+def _epochs(step_epochs: str) -> list[float]:
+    if not step_epochs.strip():
+        return []
+    try:
+        epochs = [float(part) for part in step_epochs.split(",")]
+    except ValueError:
+        raise UsageError(f"--lr-step-epochs {step_epochs!r} is no list of epochs such as 30,60, nor a pow2") from None
+    if not (epochs[0] >= 0 and all(one < other for one, other in pairwise(epochs))):
+        raise UsageError(f"--lr-step-epochs {step_epochs!r}: an epoch must be 0 or more, and later than the one before")
+    return epochs
+
+
+def _check_name(what: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise UsageError(f"{what} {name!r}: use one of {', '.join(known)}")
+
+
+def _check_least(what: str, value: float, least: float) -> None:
+    if not (math.isfinite(value) and value >= least):
+        raise UsageError(f"{what} {value:g}: give a number of {least:g} or more")
