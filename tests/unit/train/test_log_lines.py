@@ -1,0 +1,130 @@
+"""Log lines: MXNet's text to the character, the values as its parse_log finds them, and when a speed line is due."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from echelon.errors import UsageError
+from echelon.train.log_lines import (
+    Speedometer,
+    io_line,
+    loaded_line,
+    resize_line,
+    saved_line,
+    speed_line,
+    start_line,
+    time_line,
+    train_line,
+    validation_line,
+)
+
+EPOCH = (  # in the order in which an epoch prints them
+    speed_line(0, 0, 20, 1234.567, {"accuracy": 0.25, "top_k_accuracy_5": 0.75}),
+    speed_line(0, 20, 40, 1200.0, {"accuracy": 0.5, "top_k_accuracy_5": 0.875}),
+    train_line(0, "accuracy", 0.538261),
+    train_line(0, "top_k_accuracy_5", 0.9),
+    time_line(0, 70.6139),
+    saved_line("models/cifar-0001.params"),
+    validation_line(0, "accuracy", 0.666992),
+    validation_line(0, "top_k_accuracy_5", 0.95),
+)
+GOLDEN = """\
+Epoch[0] Batch [0-20]\tSpeed: 1234.57 samples/sec\taccuracy=0.250000\ttop_k_accuracy_5=0.750000
+Epoch[0] Batch [20-40]\tSpeed: 1200.00 samples/sec\taccuracy=0.500000\ttop_k_accuracy_5=0.875000
+Epoch[0] Train-accuracy=0.538261
+Epoch[0] Train-top_k_accuracy_5=0.900000
+Epoch[0] Time cost=70.614
+Saved checkpoint to "models/cifar-0001.params"
+Epoch[0] Validation-accuracy=0.666992
+Epoch[0] Validation-top_k_accuracy_5=0.950000"""
+
+
+def test_an_epoch() -> None:
+    assert "\n".join(EPOCH) == GOLDEN
+
+
+def test_what_stands_around_the_epochs() -> None:
+    assert resize_line(196) == "Resizing training data to 196 batches per machine"
+    assert loaded_line("models/cifar", 7) == "Loaded model models/cifar_0007.params"
+    assert io_line(19, 2125.0) == "Batch [19]\tSpeed: 2125.00 samples/sec"
+    assert speed_line(3, 0, 20, 10.0, {}) == "Epoch[3] Batch [0-20]\tSpeed: 10.00 samples/sec"
+    options = {"network": "mlp", "gpus": None, "lr": 0.05, "num_epochs": 20}
+    expected = "start with arguments Namespace(network='mlp', gpus=None, lr=0.05, num_epochs=20)"
+    assert start_line(options) == expected
+
+
+def parse_log(lines: list[str]) -> list[tuple[str, int, float]]:
+    """What the patterns of MXNet's parse_log find for the metric accuracy, the first that fits a line."""
+    patterns = {
+        "train": r".*Epoch\[(\d+)\] Train-accuracy.*=([.\d]+)",
+        "validation": r".*Epoch\[(\d+)\] Validation-accuracy.*=([.\d]+)",
+        "time": r".*Epoch\[(\d+)\] Time.*=([.\d]+)",
+    }
+    found = []
+    for line in lines:
+        matches = ((kind, re.match(pattern, line)) for kind, pattern in patterns.items())
+        found += [(kind, int(match[1]), float(match[2])) for kind, match in matches if match][:1]
+    return found
+
+
+def test_parse_log_finds_the_values_and_nothing_else() -> None:
+    lines = [f"INFO:root:{line}" for line in (start_line({"lr": 0.1}), *EPOCH)]
+    assert parse_log(lines) == [("train", 0, 0.538261), ("time", 0, 70.614), ("validation", 0, 0.666992)]
+
+
+class Clock:
+    """Time that passes when told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def drive(meter: Speedometer, clock: Clock, epoch: int, batches: range, seconds: float) -> list[tuple[int, int, float]]:
+    """Batches of equal length; the lines that came due."""
+    lines = []
+    for index in batches:
+        clock.now += seconds
+        if (line := meter.tick(epoch, index)) is not None:
+            lines.append(line)
+    return lines
+
+
+def test_a_line_at_every_period_but_not_at_the_first_batch() -> None:
+    clock = Clock()
+    meter = Speedometer(batch_size=128, every=20, clock=clock)
+    assert drive(meter, clock, 0, range(50), 0.5) == [(0, 20, 256.0), (20, 40, 256.0)]
+
+
+def test_a_new_epoch_starts_the_clock_again() -> None:
+    clock = Clock()
+    meter = Speedometer(batch_size=10, every=4, clock=clock)
+    assert drive(meter, clock, 0, range(7), 1.0) == [(0, 4, 10.0)]
+    clock.now += 1000  # validation
+    assert drive(meter, clock, 1, range(7), 0.5) == [(0, 4, 20.0)]
+
+
+def test_epochs_of_one_batch_have_no_speed() -> None:
+    clock = Clock()
+    meter = Speedometer(batch_size=10, every=1, clock=clock)
+    assert [drive(meter, clock, epoch, range(1), 1.0) for epoch in range(3)] == [[], [], []]
+
+
+def test_a_start_in_mid_epoch_is_not_taken_for_a_whole_period() -> None:
+    clock = Clock()
+    meter = Speedometer(batch_size=10, every=20, clock=clock)
+    assert drive(meter, clock, 2, range(15, 45), 0.5) == [(15, 20, 20.0), (20, 40, 20.0)]
+
+
+def test_no_time_at_all_is_an_infinite_speed() -> None:
+    clock = Clock()
+    assert drive(Speedometer(1, 1, clock), clock, 0, range(2), 0.0) == [(0, 1, float("inf"))]
+
+
+def test_the_period_must_be_one() -> None:
+    with pytest.raises(UsageError, match=re.escape("--disp-batches 0: give a number of 1 or more")):
+        Speedometer(128, 0)
