@@ -1,0 +1,172 @@
+"""`echelon score`: how good a checkpoint is on a validation set, every image counted once.
+
+Prints what MXNet's score.py prints: the speed, and a tuple for each metric. The network, the shape of its images and
+their mean and std come from the checkpoint, unless flags say otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.data.datasets import DataOptions, dataset_names, make_loader, open_dataset
+from echelon.data.order import Sampling
+from echelon.data.pipeline import Batches
+from echelon.data.progress import Advance, bar
+from echelon.data.sources import FolderSource, RecordSource, Source
+from echelon.errors import DataError, UsageError
+from echelon.train.metrics import Metrics
+from echelon.train.predict import model_of, preprocessing_of
+from echelon.train.snapshots import Snapshot, load, load_latest, locate
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `score`."""
+    parser = subparsers.add_parser("score", help="measure a checkpoint on a validation set", description=__doc__)
+    parser.add_argument("--model", required=True, metavar="PREFIX|FILE", help="a checkpoint, or the prefix of several")
+    parser.add_argument("--load-epoch", type=int, metavar="K", help="PREFIX-000K (default: the newest good one)")
+    data = parser.add_mutually_exclusive_group(required=True)
+    data.add_argument("--data-val", metavar="FILE|FOLDER", help="a .rec file, or a folder with one folder a class")
+    data.add_argument("--data", metavar="NAME", help=f"the validation part of {', '.join(dataset_names())}")
+    parser.add_argument("--data-dir", default="data", help="where the files of --data are (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--gpus", default="", metavar="ID", help="the GPU to use (default: none)")
+    parser.add_argument("--data-nthreads", type=int, default=4, help="threads that decode (%(default)s)")
+    parser.add_argument("--top-k", type=int, default=5, help="also: the right class is among the K best; 0: not")
+    parser.add_argument("--rgb-mean", metavar="R,G,B", help="default: the checkpoint's")
+    parser.add_argument("--rgb-std", metavar="R,G,B", help="default: the checkpoint's")
+    parser.add_argument("--image-shape", metavar="C,H,W", help="default: the checkpoint's")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Score the checkpoint that the command line names."""
+    metrics, device = Metrics(top_k=options.top_k), device_of(options.gpus)
+    snapshot, path = find_snapshot(options.model, options.load_epoch)
+    preprocessing = preprocessing_of(with_flags(snapshot, options), path)
+    model = model_of(snapshot, path).to(device).eval()
+    check_shape(model, preprocessing.shape, device)
+    num_classes = snapshot.facts["num_classes"]
+    source = source_of(options, num_classes)
+    sampling = Sampling(len(source), options.batch_size, shuffle=False)
+    threads = options.data_nthreads
+    with (
+        bar(path.name, len(source)) as advance,
+        closing(make_loader(source, preprocessing, sampling, threads=threads, exact=True)) as loader,
+    ):
+        start = time.perf_counter()
+        values = metrics.means(sums_of(model, loader, metrics, num_classes, device, advance))
+        seconds = time.perf_counter() - start
+    print(f"Finished with {len(source) / seconds:f} images per second")
+    for pair in values.items():
+        print(pair)
+    return 0
+
+
+def sums_of(
+    model: nn.Module, loader: Batches, metrics: Metrics, num_classes: int, device: torch.device, advance: Advance
+) -> Tensor:
+    """The metrics' sums over an epoch, in float64: float32 counts no further than 16 million."""
+    total = torch.zeros(len(metrics.names) + 1, dtype=torch.float64, device=device)
+    with torch.inference_mode():
+        for images, labels in loader:
+            check_labels(labels, num_classes)
+            total += metrics.measure(model(images.to(device)), labels.to(device))
+            advance(len(images))
+    return total
+
+
+def check_labels(labels: Tensor, num_classes: int) -> None:
+    """A set with other classes would silently score as wrong predictions."""
+    if labels.dim() != 1:
+        raise DataError(f"the images have {labels.shape[1]} labels each; a score needs one class number an image")
+    lowest, highest = int(labels.min()), int(labels.max())
+    if lowest < 0 or highest >= num_classes:
+        wrong = lowest if lowest < 0 else highest
+        raise DataError(f"an image has the label {wrong}, but the network has the classes 0 to {num_classes - 1}")
+
+
+def check_shape(model: nn.Module, shape: tuple[int, int, int], device: torch.device) -> None:
+    """Whether the network takes images of this shape, before any are read."""
+    try:
+        with torch.inference_mode():
+            model(torch.zeros(1, *shape, device=device))
+    except RuntimeError as error:
+        given = ",".join(map(str, shape))
+        raise UsageError(f"the network takes no images of {given}: {error}; leave --image-shape out") from error
+
+
+def find_snapshot(model: str, load_epoch: int | None) -> tuple[Snapshot, Path]:
+    """The checkpoint of that name, or of that prefix."""
+    if Path(model).is_file():
+        if load_epoch is not None:
+            raise UsageError(f"--model {model} is one file; --load-epoch {load_epoch} goes with a prefix")
+        return load(model), Path(model)
+    if load_epoch is not None:
+        path = locate(model, 0, load_epoch)
+        return load(path), path
+    found = load_latest(model)
+    if found is None:
+        raise DataError(f"there is no good checkpoint {model} or {model}-0001.safetensors, 0002, …; check --model")
+    return found
+
+
+def with_flags(snapshot: Snapshot, options: argparse.Namespace) -> Snapshot:
+    """The snapshot as if the training had had the flags given here."""
+    given: dict[str, Any] = {}
+    for name, kind in (("rgb_mean", float), ("rgb_std", float), ("image_shape", int)):
+        text = getattr(options, name)
+        if text is not None:
+            given[name] = numbers(text, kind, "--" + name.replace("_", "-"))
+    trained = snapshot.facts.get("options") or {}
+    return replace(snapshot, facts={**snapshot.facts, "options": {**trained, **given}})
+
+
+def numbers(text: str, kind: type[int] | type[float], flag: str) -> list[int | float]:
+    """`3,224,224`: one or three numbers are what a flag takes."""
+    try:
+        found: list[int | float] = [kind(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) not in ((3,) if kind is int else (1, 3)):
+        example = "3,224,224" if kind is int else "123.68,116.779,103.939"
+        raise UsageError(f"{flag} {text!r} is not a list like {example}")
+    return found
+
+
+def source_of(options: argparse.Namespace, num_classes: int) -> Source:
+    """The validation images."""
+    if options.data is not None:
+        dataset = open_dataset(options.data, DataOptions(data_dir=options.data_dir))
+        if dataset.validation is None:
+            raise UsageError(f"--data {options.data} has no validation part in {options.data_dir}; give --data-val")
+        return dataset.validation
+    path = Path(options.data_val)
+    if not path.is_dir() or list(path.glob("*.rec")):
+        return RecordSource(options.data_val)
+    folders = FolderSource.from_classes(path)
+    if len(folders.classes) != num_classes:
+        raise DataError(
+            f"{path} has folders of {len(folders.classes)} classes, the network has {num_classes}; they are numbered "
+            "by the order of their folders, so make an empty one for a class without images"
+        )
+    return folders
+
+
+def device_of(gpus: str) -> torch.device:
+    """`0` or nothing."""
+    if not gpus:
+        return torch.device("cpu")
+    if not gpus.isdigit():
+        raise UsageError(f"--gpus {gpus}: a score uses one GPU; give one number, for example --gpus 0")
+    count = torch.cuda.device_count()
+    if int(gpus) >= count:
+        raise UsageError(f"--gpus {gpus}: this machine shows {count} GPUs, from 0; leave it out for the processor")
+    return torch.device("cuda", int(gpus))

@@ -1,0 +1,142 @@
+"""A predictor sees an image as validation did, in whatever form it comes."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from echelon import models
+from echelon.data.augment_config import AugmentConfig
+from echelon.data.datasets import make_loader
+from echelon.data.order import Sampling
+from echelon.data.sources import FolderSource
+from echelon.errors import DataError, UsageError
+from echelon.train.predict import Predictor, model_of
+from echelon.train.snapshots import Snapshot, load, save
+
+CLASSES = 7
+
+
+def picture(seed: int, height: int = 30, width: int = 41) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def write_checkpoint(path: Path, shape: tuple[int, int, int] = (3, 16, 20)) -> Path:
+    torch.manual_seed(1)
+    model = models.build("digits-cnn", num_classes=CLASSES, image_shape=shape)
+    options = {"image_shape": None, "rgb_mean": (120, 110.5, 100)[: shape[0]], "rgb_std": (50, 60, 70)[: shape[0]]}
+    facts = {"network": "digits-cnn", "num_classes": CLASSES, "image_shape": shape, "options": options}
+    save(path, Snapshot(model.state_dict(), facts=facts))
+    return path
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "x-0001.safetensors")
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> list[Path]:
+    paths = []
+    for seed, suffix in enumerate(("png", "jpg", "bmp", "jpg")):
+        paths.append(tmp_path / "photos" / f"class{seed % 2}" / f"{seed}.{suffix}")
+        paths[-1].parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture(seed)).save(paths[-1])
+    return sorted(paths)
+
+
+def test_as_validation_has_it(checkpoint: Path, photos: list[Path]) -> None:
+    predict = Predictor.load(checkpoint)
+    config = AugmentConfig(
+        (3, 16, 20), random_crop=True, pad_size=4, rgb_mean=(120, 110.5, 100), rgb_std=(50, 60, 70)
+    ).for_validation()
+    source = FolderSource.from_classes(photos[0].parents[1])
+    sampling = Sampling(len(photos), len(photos), shuffle=False)
+    with closing(make_loader(source, config, sampling, exact=True)) as loader:
+        (batch,) = [images.clone() for images, _ in loader]
+    assert torch.equal(predict.prepare(source.files), batch)
+    assert predict(photos) == predict(batch)
+
+
+def test_one_image_in_every_form(checkpoint: Path, photos: list[Path]) -> None:
+    predict = Predictor.load(checkpoint)
+    pixels = picture(0)
+    path = next(path for path in photos if path.name == "0.png")
+    ranking = predict(path)
+    assert predict(str(path)) == predict(Image.fromarray(pixels)) == predict(pixels) == ranking
+    assert predict(predict.prepare([pixels])) == [ranking]
+    both = predict([str(path), pixels])  # a batch of another size is summed in another order
+    assert [[number for number, _ in one] for one in both] == [[number for number, _ in ranking]] * 2
+    assert predict.prepare([str(path), pixels]).unique(dim=0).shape[0] == 1
+    assert predict([]) == []
+
+
+def test_the_ranking(checkpoint: Path) -> None:
+    predict = Predictor.load(checkpoint)
+    every = predict(picture(3), top_k=100)
+    assert sorted(number for number, _ in every) == list(range(CLASSES))
+    shares = [share for _, share in every]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) == pytest.approx(1)
+    assert predict(picture(3)) == every[:5]
+    with torch.no_grad():
+        logits = predict.model(predict.prepare([picture(3)]))[0]
+    assert every[0] == (int(logits.argmax()), pytest.approx(float(logits.softmax(0).max())))
+
+
+def test_a_grey_network_takes_any_picture(tmp_path: Path) -> None:
+    predict = Predictor.load(write_checkpoint(tmp_path / "x-0001.safetensors", (1, 16, 20)))
+    image = Image.fromarray(picture(0))
+    grey = np.asarray(image.convert("L"))
+    image.save(tmp_path / "colour.png")
+    assert predict(image) == predict(grey) == predict(grey[..., None]) == predict(tmp_path / "colour.png")
+
+
+def test_a_photograph_is_resized_where_asked(checkpoint: Path) -> None:
+    flat = np.zeros((160, 200, 3), np.uint8)
+    flat[:50] = 255
+    cropped = Predictor.load(checkpoint).prepare([flat])
+    resized = Predictor.load(checkpoint, resize=16).prepare([flat])
+    assert cropped[0, 0, 0, 0] == pytest.approx(-120 / 50)  # the middle is black
+    assert resized[0, 0, 0, 0] == pytest.approx((255 - 120) / 50)
+
+
+def test_loading_draws_no_random_numbers(checkpoint: Path) -> None:
+    before = torch.get_rng_state()
+    Predictor.load(checkpoint)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_no_image(checkpoint: Path, tmp_path: Path) -> None:
+    predict = Predictor.load(checkpoint)
+    with pytest.raises(UsageError, match=r"expected a uint8 array \(height, width, 3\), got uint8 \(30, 41\)"):
+        predict(picture(0)[..., 0])
+    with pytest.raises(UsageError, match=r"got float64 \(30, 41, 3\)"):
+        predict(picture(0) / 255)
+    with pytest.raises(UsageError, match=r"a float tensor \(N, 3, 16, 20\), got torch.float32 \(3, 16, 20\)"):
+        predict(torch.zeros(3, 16, 20))
+    with pytest.raises(UsageError, match=r"got torch.uint8 \(1, 3, 16, 20\)"):
+        predict(torch.zeros(1, 3, 16, 20, dtype=torch.uint8))
+    with pytest.raises(UsageError, match="top_k is 0"):
+        predict(picture(0), top_k=0)
+    with pytest.raises(DataError, match=r"nowhere\.jpg: cannot be read: No such file"):
+        predict([picture(0), tmp_path / "nowhere.jpg"])
+    (tmp_path / "text.jpg").write_text("a text")
+    with pytest.raises(DataError, match=r"text\.jpg: "):
+        predict(tmp_path / "text.jpg")
+
+
+def test_a_checkpoint_that_does_not_say_enough(checkpoint: Path) -> None:
+    snapshot = load(checkpoint)
+    with pytest.raises(DataError, match=r"(?s)x-0001.* other weights than its network 'mlp'.*Missing key"):
+        model_of(replace(snapshot, facts={**snapshot.facts, "network": "mlp"}), checkpoint)
+    save(checkpoint, replace(snapshot, facts={**snapshot.facts, "options": {}}))
+    with pytest.raises(DataError, match=r"x-0001.*missing required field `rgb_mean`; it has image_shape, network"):
+        Predictor.load(checkpoint)

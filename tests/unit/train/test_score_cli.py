@@ -1,0 +1,174 @@
+"""`echelon score` as a user types it: what it counts, what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from echelon import models
+from echelon.cli.main import main
+from echelon.data.digits import load_digits
+from echelon.data.recordio import Header, IndexedWriter, pack
+from echelon.train.snapshots import Snapshot, path_for, save
+
+COUNT = 23
+
+
+class Brightest(nn.Module):
+    """Class k where channel k is the brightest; one weight, so that checkpoints can differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.mean((2, 3)) * self.scale
+
+
+def brightest(*, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    assert num_classes == image_shape[0]
+    return Brightest()
+
+
+def write_model(path: Path, scale: float = 1.0, mean: tuple[float, ...] = (0, 0, 0)) -> Path:
+    facts = {
+        "network": f"{__name__}:brightest",
+        "num_classes": 3,
+        "image_shape": (3, 8, 8),
+        "options": {"rgb_mean": mean, "rgb_std": (1, 1, 1)},
+    }
+    save(path, Snapshot({"scale": torch.tensor(scale)}, facts=facts))
+    return path
+
+
+def pixels(number: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Channel number % 3 is the brightest."""
+    image = np.zeros((10, 12, 3), np.uint8)
+    image[..., number % 3] = 100 + number
+    return image
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    write_model(path_for(tmp_path / "x", 0, 1), -1.0)
+    write_model(path_for(tmp_path / "x", 0, 2), 1.0)
+    return tmp_path / "x"
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    """Every label is the brightest channel, but for the first five images."""
+    with IndexedWriter(tmp_path / "val.rec") as writer:
+        for number in range(COUNT):
+            Image.fromarray(pixels(number)).save(tmp_path / "one.png")
+            label = (number + (number < 5)) % 3
+            writer.write(number, pack(Header(float(label), number), (tmp_path / "one.png").read_bytes()))
+    return tmp_path / "val.rec"
+
+
+def score(*words: str | Path) -> int:
+    return main(["score", *map(str, words)])
+
+
+def test_what_it_prints(prefix: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With batches of 4 the last is of 3, and counts as 3."""
+    assert score("--model", prefix, "--data-val", record, "--batch-size", "4", "--top-k", "2") == 0
+    speed, accuracy, top, *rest = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"Finished with \d+\.\d{6} images per second", speed)
+    assert accuracy == f"('accuracy', {18 / 23})"
+    assert top.startswith("('top_k_accuracy_2', ")
+    assert rest == []
+
+
+def test_a_file_an_epoch_or_the_newest(prefix: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = path_for(prefix, 0, 1), path_for(prefix, 0, 2)
+    accuracies = []
+    for words in (["--model", first], ["--model", prefix, "--load-epoch", "1"], ["--model", prefix]):
+        assert score(*words, "--data-val", record, "--top-k", "0") == 0
+        accuracies.append(capsys.readouterr().out.splitlines()[1:])
+    assert accuracies[0] == accuracies[1] != accuracies[2]
+    second.write_bytes(second.read_bytes()[:-1])
+    assert score("--model", prefix, "--data-val", record, "--top-k", "0") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == accuracies[0]
+
+
+def test_class_folders(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(6):
+        folder = tmp_path / "val" / "abc"[number % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels(number)).save(folder / f"{number}.png")
+    assert score("--model", prefix, "--data-val", tmp_path / "val") == 0
+    assert "('accuracy', 1.0)" in capsys.readouterr().out
+    (tmp_path / "val" / "d").mkdir()
+    assert score("--model", prefix, "--data-val", tmp_path / "val") == 2
+    assert "has folders of 4 classes, the network has 3" in capsys.readouterr().err
+
+
+def test_the_mean_is_the_checkpoints_unless_given(
+    tmp_path: Path, record: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mean of 1000 in channel 0 makes it the darkest always."""
+    model = write_model(tmp_path / "y-0001.safetensors", mean=(1000, 0, 0))
+    right = sum(number % 3 > 0 for number in range(5, COUNT)) + 2  # images 0 and 3 have label 1, and look like it
+    found = []
+    for words in ([], ["--rgb-mean", "0,0,0", "--rgb-std", "2,2,2", "--image-shape", "3,4,4"]):
+        assert score("--model", model, "--data-val", record, *words) == 0
+        found.append(capsys.readouterr().out.splitlines()[1])
+    assert found == [f"('accuracy', {right / COUNT})", f"('accuracy', {18 / COUNT})"]
+
+
+def test_a_dataset_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(3)
+    model = models.build("digits-cnn", num_classes=10, image_shape=(1, 8, 8))
+    options = {"rgb_mean": (4.8,), "rgb_std": (8.0,)}
+    facts = {"network": "digits-cnn", "num_classes": 10, "image_shape": (1, 8, 8), "options": options}
+    save(tmp_path / "d-0001.safetensors", Snapshot(model.state_dict(), facts=facts))
+    assert score("--model", tmp_path / "d", "--data", "digits", "--top-k", "3") == 0
+    _, (images, labels) = load_digits()
+    with torch.no_grad():
+        best = model.eval()(images).topk(3).indices
+    accuracy = float((best[:, 0] == labels).double().mean())
+    top = float((best == labels[:, None]).any(1).double().mean())
+    printed = capsys.readouterr().out.splitlines()[1:]
+    assert printed == [f"('accuracy', {accuracy})", f"('top_k_accuracy_3', {top})"]
+    assert score("--model", tmp_path / "d", "--data", "digits", "--image-shape", "1,12,12") == 2
+    assert "the network takes no images of 1,12,12: mat1 and mat2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--load-epoch", "9"], r"no checkpoint .*x-0009\.safetensors; the newest of this prefix: x-0002\.safetensors"),
+        (["--gpus", "0,1"], "a score uses one GPU"),
+        (["--gpus", "99"], r"this machine shows \d+ GPUs"),
+        (["--image-shape", "3,8"], "--image-shape '3,8' is not a list like 3,224,224"),
+        (["--rgb-mean", "red"], "--rgb-mean 'red' is not a list like 123.68"),
+        (["--top-k", "1"], "--top-k 1"),
+    ],
+)
+def test_what_it_refuses(
+    prefix: Path, record: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert score("--model", prefix, "--data-val", record, *words) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_no_checkpoint(prefix: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert score("--model", f"{prefix}y", "--data-val", record) == 2
+    assert "there is no good checkpoint" in capsys.readouterr().err
+    assert score("--model", path_for(prefix, 0, 1), "--load-epoch", "1", "--data-val", record) == 2
+    assert "is one file; --load-epoch 1 goes with a prefix" in capsys.readouterr().err
+
+
+def test_labels_of_another_set(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with IndexedWriter(tmp_path / "other.rec") as writer:
+        Image.fromarray(pixels(0)).save(tmp_path / "one.png")
+        writer.write(0, pack(Header(7.0, 0), (tmp_path / "one.png").read_bytes()))
+    assert score("--model", prefix, "--data-val", tmp_path / "other.rec") == 2
+    assert "an image has the label 7, but the network has the classes 0 to 2" in capsys.readouterr().err
