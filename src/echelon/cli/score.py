@@ -52,8 +52,7 @@ def run(options: argparse.Namespace) -> int:
     snapshot, path = find_snapshot(options.model, options.load_epoch)
     preprocessing = preprocessing_of(with_flags(snapshot, options), path)
     model = model_of(snapshot, path).to(device).eval()
-    check_shape(model, preprocessing.shape, device)
-    num_classes = snapshot.facts["num_classes"]
+    num_classes = count_classes(model, preprocessing.shape, device)
     source = source_of(options, num_classes)
     sampling = Sampling(len(source), options.batch_size, shuffle=False)
     threads = options.data_nthreads
@@ -93,11 +92,11 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
         raise DataError(f"an image has the label {wrong}, but the network has the classes 0 to {num_classes - 1}")
 
 
-def check_shape(model: nn.Module, shape: tuple[int, int, int], device: torch.device) -> None:
-    """Whether the network takes images of this shape, before any are read."""
+def count_classes(model: nn.Module, shape: tuple[int, int, int], device: torch.device) -> int:
+    """What the network tells apart; refuses a shape it cannot take before any image is read."""
     try:
         with torch.inference_mode():
-            model(torch.zeros(1, *shape, device=device))
+            return int(model(torch.zeros(1, *shape, device=device)).shape[1])
     except RuntimeError as error:
         given = ",".join(map(str, shape))
         raise UsageError(f"the network takes no images of {given}: {error}; leave --image-shape out") from error

@@ -42,6 +42,7 @@ class _Network(msgspec.Struct):
     num_classes: int
     image_shape: tuple[int, int, int]
     num_layers: int | None = None
+    network_options: dict[str, Any] = {}  # msgspec makes a new one each time
 
 
 class _Preprocessing(msgspec.Struct):
@@ -134,10 +135,14 @@ class Predictor:
 
 def model_of(snapshot: Snapshot, path: str | os.PathLike[str]) -> nn.Module:
     """The network a snapshot is of, with its weights, on the processor; `path` is for messages."""
-    facts = _typed(snapshot.facts, _Network, path)
+    facts = _typed({**_options(snapshot), **snapshot.facts}, _Network, path)
     with torch.random.fork_rng(devices=[]):  # building draws initial weights, which are not used
         model = models.build(
-            facts.network, num_classes=facts.num_classes, image_shape=facts.image_shape, num_layers=facts.num_layers
+            facts.network,
+            num_classes=facts.num_classes,
+            image_shape=facts.image_shape,
+            num_layers=facts.num_layers,
+            **facts.network_options,
         )
     try:
         model.load_state_dict(snapshot.weights)
@@ -148,10 +153,13 @@ def model_of(snapshot: Snapshot, path: str | os.PathLike[str]) -> nn.Module:
 
 def preprocessing_of(snapshot: Snapshot, path: str | os.PathLike[str], resize: int = -1) -> AugmentConfig:
     """What validation did to an image before the network got it; the training's options say it, or else the facts."""
-    options = snapshot.facts.get("options") or {}
-    given = {name: value for name, value in options.items() if value is not None}
-    facts = _typed({**snapshot.facts, **given}, _Preprocessing, path)
+    facts = _typed({**snapshot.facts, **_options(snapshot)}, _Preprocessing, path)
     return AugmentConfig(shape=facts.image_shape, resize=resize, rgb_mean=facts.rgb_mean, rgb_std=facts.rgb_std)
+
+
+def _options(snapshot: Snapshot) -> dict[str, Any]:
+    """What the training was told, without what it was left to find out."""
+    return {name: value for name, value in (snapshot.facts.get("options") or {}).items() if value is not None}
 
 
 def _typed(facts: dict[str, Any], kind: type[_Kind], path: str | os.PathLike[str]) -> _Kind:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -18,6 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from echelon.data.atomic import PARTIAL_SUFFIX
 from echelon.errors import DataError, UsageError
 from echelon.train.snapshot_files import Snapshot, load, save
 
@@ -39,6 +40,7 @@ Prefix: TypeAlias = str | os.PathLike[str]
 
 SUFFIX = ".safetensors"
 _POINT = re.compile(r"-(\d{4,})(?:-b(\d{5,}))?" + re.escape(SUFFIX))
+_UNFINISHED = re.compile(_POINT.pattern + r"\.(\d+)-[0-9a-f]+" + re.escape(PARTIAL_SUFFIX))
 _CPU_RNG, _CUDA_RNG = "rng.cpu", "rng.cuda"
 
 
@@ -69,13 +71,10 @@ def find(prefix: Prefix, rank: int = 0) -> list[SnapshotName]:
     """A worker's files that are there, newest first; whether they are good is not looked at."""
     own = Path(_own_prefix(prefix, rank))
     found = []
-    for name in os.listdir(own.parent) if own.parent.is_dir() else ():
-        match = _POINT.fullmatch(name.removeprefix(own.name)) if name.startswith(own.name) else None
-        if match is not None:
-            epoch, batch = int(match[1]), int(match[2] or 0)
-            one = SnapshotName(path_for(prefix, rank, epoch, batch), rank, epoch, batch)
-            if one.path.name == name:  # with needless zeros it is none of ours
-                found.append(one)
+    for path, match in _matching(own.parent, own.name, _POINT):
+        epoch, batch = int(match[1]), int(match[2] or 0)
+        if path == path_for(prefix, rank, epoch, batch):  # with needless zeros it is none of ours
+            found.append(SnapshotName(path, rank, epoch, batch))
     return sorted(found, key=lambda one: one.point, reverse=True)
 
 
@@ -104,14 +103,17 @@ def load_latest(prefix: Prefix, rank: int = 0, log: logging.Logger | None = None
 
 
 def prune(prefix: Prefix, keep: int = 1, rank: int = 0) -> list[Path]:
-    """Delete a worker's mid-epoch files from before its newest end of an epoch, and all but `keep` after it."""
+    """Delete a worker's mid-epoch files from before its newest end of an epoch, and all but `keep` after it.
+
+    What a process left that was killed while it saved is deleted too.
+    """
     if keep < 0:
         raise UsageError(f"cannot keep {keep} checkpoints; give 0 or more")
     names = find(prefix, rank)
     newest_end = max((one.epoch for one in names if not one.batch), default=-1)
     middles = [one for one in names if one.batch]
     needed = [one for one in middles if one.epoch >= newest_end][:keep]
-    gone = [one.path for one in middles if one not in needed]
+    gone = [one.path for one in middles if one not in needed] + _left_unfinished(prefix, rank)
     for path in gone:
         path.unlink(missing_ok=True)
     return gone
@@ -135,6 +137,21 @@ def restore_rng(states: Mapping[str, Tensor], device: torch.device | str = "cpu"
 
 def _own_prefix(prefix: Prefix, rank: int) -> str:
     return f"{os.fspath(prefix)}-{rank}" if rank else os.fspath(prefix)
+
+
+def _matching(folder: Path, start: str, rest: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+    """The files of a folder whose name is `start` and then as the pattern has it."""
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        match = rest.fullmatch(name, len(start)) if name.startswith(start) else None
+        if match is not None:
+            yield folder / name, match
+
+
+def _left_unfinished(prefix: Prefix, rank: int) -> list[Path]:
+    """A worker's temporary files that another process, its predecessor, began."""
+    own = Path(_own_prefix(prefix, rank))
+    found = _matching(own.parent, f".{own.name}", _UNFINISHED)
+    return [path for path, match in found if int(match[3]) != os.getpid()]
 
 
 def _candidates(prefix: Prefix, rank: int) -> list[SnapshotName]:

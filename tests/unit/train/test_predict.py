@@ -108,6 +108,17 @@ def test_a_photograph_is_resized_where_asked(checkpoint: Path) -> None:
     assert resized[0, 0, 0, 0] == pytest.approx((255 - 120) / 50)
 
 
+def test_the_networks_own_options(tmp_path: Path) -> None:
+    shape = (1, 28, 28)
+    model = models.build("lenet", num_classes=CLASSES, image_shape=shape, add_stn=True)
+    options = {"rgb_mean": [0], "rgb_std": [255], "network_options": {"add_stn": True}}
+    facts = {"network": "lenet", "num_classes": CLASSES, "image_shape": shape, "options": options}
+    save(tmp_path / "x-0001.safetensors", Snapshot(model.state_dict(), facts=facts))
+    predict = Predictor.load(tmp_path / "x-0001.safetensors")
+    assert predict.model.state_dict().keys() == model.state_dict().keys()
+    assert not predict.model.training
+
+
 def test_loading_draws_no_random_numbers(checkpoint: Path) -> None:
     before = torch.get_rng_state()
     Predictor.load(checkpoint)
