@@ -38,26 +38,27 @@ class Augmenter:
         config = self._config
         height, width = config.shape[1:]
         if isinstance(payload, np.ndarray):
-            image, shrink = payload, 1
+            part = decode.Part(payload)
             geometry = plan(payload.shape[0], payload.shape[1], config, draws)
         else:
             info = decode.inspect(payload)
             geometry = plan(info.height, info.width, config, draws)
             shrink = geometry.shrink(height, width)
-            image = self._decoder.decode(payload, info, shrink, max(1, int(geometry.box[3]) + 2))
-            if image.shape[1] == info.width:
-                shrink = 1
-        pixels = sample(image, geometry, shrink, (height, width), config.fill_value)
+            part = self._decoder.decode_part(payload, info, shrink, geometry.reach(shrink))
+        pixels = sample(part, geometry, (height, width), config.fill_value)
         if config.changes_colour:
             pixels = recolour(pixels, config, draws)
         return pixels[:, ::-1] if geometry.mirror else pixels
 
 
-def sample(image: Pixels, geometry: Geometry, shrink: int, size: tuple[int, int], fill: int) -> Pixels:
-    """Return the pixels of the output from a source decoded at 1/shrink."""
+def sample(part: decode.Part, geometry: Geometry, size: tuple[int, int], fill: int) -> Pixels:
+    """Return the pixels of the output from the part of the source that was decoded."""
+    image, shrink = part.pixels, part.shrink
     if geometry.matrix is not None:
-        return _sample_turned(image, tuple(value / shrink for value in geometry.matrix), size, fill)
+        a, b, c, d, e, f = (value / shrink for value in geometry.matrix)
+        return _sample_turned(image, (a, b, c - part.left, d, e, f - part.top), size, fill)
     left, top, right, bottom = (round(edge / shrink) for edge in geometry.box)
+    left, right, top, bottom = left - part.left, right - part.left, top - part.top, bottom - part.top
     right, bottom = max(right, left + 1), max(bottom, top + 1)
     if left < 0 or top < 0 or right > image.shape[1] or bottom > image.shape[0]:
         return _sample_beyond(image, (left, top, right, bottom), size, fill)

@@ -74,6 +74,13 @@ class Geometry:
             shrink *= 2
         return shrink
 
+    def reach(self, shrink: int) -> tuple[int, int, int, int]:
+        """Return the whole pixels of the source that are looked at when it is sampled at 1/shrink."""
+        left, top, right, bottom = self.box
+        beyond = shrink if self.matrix is not None else 0  # what bilinear interpolation looks at
+        first = math.floor(left) - beyond, math.floor(top) - beyond
+        return *first, math.floor(right) + 1 + beyond, math.floor(bottom) + 1 + beyond
+
 
 class _Canvas:
     """An image that exists only as its size and the map from its points to the source's."""

@@ -14,6 +14,11 @@ from echelon.errors import DataError
 PICTURE = picture(1, 70, 90)
 
 
+def rows(stop: int) -> tuple[int, int, int, int]:
+    """The box of the first rows."""
+    return 0, 0, 90, stop
+
+
 @pytest.mark.parametrize(
     ("payload", "expected"),
     [
@@ -29,8 +34,8 @@ def test_the_size_is_known_before_decoding(payload: bytes, expected: Info) -> No
 
 def test_an_exact_jpeg_is_what_the_library_decodes() -> None:
     payload = jpeg(PICTURE)
-    pixels = Decoder().decode(memoryview(payload), inspect(payload), num_rows=5)
-    assert np.array_equal(pixels, simplejpeg.decode_jpeg(payload))
+    part = Decoder().decode_part(memoryview(payload), inspect(payload), 1, rows(5))
+    assert np.array_equal(part.pixels, simplejpeg.decode_jpeg(payload))
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 32, 69, 70, 300])
@@ -38,14 +43,15 @@ def test_an_exact_jpeg_is_what_the_library_decodes() -> None:
 def test_a_fast_jpeg_has_the_rows_asked_for(num_rows: int, restarts: int) -> None:
     payload = encoded(PICTURE, "JPEG", quality=95, restart_marker_rows=restarts)
     whole = simplejpeg.decode_jpeg(payload, fastupsample=True)
-    pixels = Decoder(fast=True).decode(payload, inspect(payload), num_rows=num_rows)
-    assert pixels.shape[0] == min(num_rows, 70)
-    assert np.array_equal(pixels, whole[:num_rows])
+    part = Decoder(fast=True).decode_part(payload, inspect(payload), 1, rows(num_rows))
+    assert part.pixels.shape[0] == min(num_rows, 70)
+    assert np.array_equal(part.pixels, whole[:num_rows])
 
 
 def test_a_progressive_jpeg_is_never_cut() -> None:
     payload = encoded(PICTURE, "JPEG", progressive=True)
-    assert Decoder(fast=True).decode(payload, inspect(payload), num_rows=10).shape == (70, 90, 3)
+    part = Decoder(fast=True).decode_part(payload, inspect(payload), 1, rows(10))
+    assert part.pixels.shape == (70, 90, 3)
 
 
 @pytest.mark.parametrize("shrink", [2, 4, 8])
@@ -68,7 +74,9 @@ def test_a_fraction_of_a_pixel_counts_as_one(shrink: int, shape: tuple[int, ...]
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
 def test_lossless_formats_come_back_exactly(kind: str) -> None:
     payload = encoded(PICTURE, kind, lossless=True)
-    assert np.array_equal(Decoder().decode(payload, inspect(payload), 2, 10), PICTURE)
+    part = Decoder().decode_part(payload, inspect(payload), 2, rows(10))
+    assert part.shrink == 1
+    assert np.array_equal(part.pixels, PICTURE)
 
 
 def test_grey_colour_palette_and_cmyk() -> None:
@@ -115,7 +123,7 @@ def test_a_cut_off_image_is_seen_when_fast(num_rows: int) -> None:
     payload = jpeg(picture(2, 320, 240))
     cut = payload[: len(payload) // 2]
     with pytest.raises(DataError, match="Premature end"):
-        Decoder(fast=True).decode(cut, inspect(cut), num_rows=num_rows)
+        Decoder(fast=True).decode_part(cut, inspect(cut), 1, (0, 0, 240, num_rows))
 
 
 def test_bytes_too_many_are_no_error() -> None:
