@@ -1,0 +1,130 @@
+"""The monitor: every tensor of a monitored batch in MXNet's form, and no trace of it in any other."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import UsageError
+from echelon.train.monitor import Monitor, monitor_line, size_of
+
+
+class Pair(nn.Module):
+    """Returns two tensors, and something that is none."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor], str]:
+        return x, [2 * x], "no tensor"
+
+
+def small() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+        model[0].bias.zero_()
+    return model.eval()
+
+
+def test_the_line_is_mxnets() -> None:
+    assert monitor_line(20, "fc1.weight", 0.125) == "Batch:      20 fc1.weight                     0.125"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "size"),
+    [
+        (torch.full((4, 5), -2.0), 2.0),
+        (torch.tensor([3.0, 4.0, 0.0, 0.0]), 2.5),
+        (torch.tensor(7), 7.0),
+        (torch.full((1000,), 300.0, dtype=torch.float16), 300.0),  # whose squares a float16 cannot hold
+        (torch.zeros(0), 0.0),
+    ],
+)
+def test_the_size_of_a_tensor(tensor: Tensor, size: float) -> None:
+    assert float(size_of(tensor)) == pytest.approx(size)
+
+
+def test_outputs_parameters_and_buffers_of_a_batch() -> None:
+    model = small()
+    monitor = Monitor(model, every=1)
+    assert monitor.begin()
+    model(torch.tensor([[1.0, 0.0]]))
+    lines = [re.fullmatch(r"Batch:       1 (\S+) +(\S+)", line) for line in monitor.end()]
+    assert [(line[1], float(line[2])) for line in lines if line] == [
+        ("0.output", pytest.approx(3 / 2**0.5)),
+        ("1.output", pytest.approx(3 / 2**0.5, rel=1e-4)),  # batch norm's epsilon
+        ("output", pytest.approx(3 / 2**0.5, rel=1e-4)),
+        ("0.weight", 2.5),
+        ("0.bias", 0.0),
+        ("1.weight", 1.0),
+        ("1.bias", 0.0),
+        ("1.running_mean", 0.0),
+        ("1.running_var", 1.0),
+        ("1.num_batches_tracked", 0.0),
+    ]
+
+
+def test_each_nth_batch_from_the_first_on() -> None:
+    model = small()
+    monitor = Monitor(model, every=3)
+    told = []
+    for _ in range(8):
+        due = monitor.begin()
+        assert due == any(module._forward_hooks for module in model.modules())
+        model(torch.ones(1, 2))
+        lines = monitor.end()
+        assert bool(lines) == due
+        told += [int(line.split()[1]) for line in lines[:1]]
+        assert not any(module._forward_hooks for module in model.modules())
+    assert told == [1, 4, 7]
+
+
+def test_the_parameters_are_those_after_the_update() -> None:
+    model = small()
+    monitor = Monitor(model, every=1)
+    monitor.begin()
+    model(torch.ones(1, 2)).sum().backward()
+    with torch.no_grad():
+        model[0].weight.fill_(5.0)
+    assert any(re.search(r"0\.weight +5$", line) for line in monitor.end())
+
+
+def test_several_outputs_are_numbered_and_other_things_left_out() -> None:
+    model = Pair()
+    monitor = Monitor(model, every=1)
+    monitor.begin()
+    model(torch.ones(3))
+    assert [line.split()[2:] for line in monitor.end()] == [["output.0", "1"], ["output.1.0", "2"]]
+
+
+def test_a_module_used_twice_is_shown_twice() -> None:
+    model = nn.ReLU()
+    monitor = Monitor(model, every=1)
+    monitor.begin()
+    model(torch.ones(1))
+    model(torch.full((1,), 2.0))
+    assert [line.split()[-1] for line in monitor.end()] == ["1", "2"]
+
+
+def test_nothing_to_show() -> None:
+    monitor = Monitor(nn.ReLU(), every=1)
+    assert monitor.begin()
+    assert monitor.end() == []
+
+
+def test_a_batch_that_failed_leaves_nothing_to_the_next() -> None:
+    model = small()
+    monitor = Monitor(model, every=1)
+    monitor.begin()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(1, 3))
+    monitor.begin()
+    model(torch.ones(1, 2))
+    assert len(monitor.end()) == 10
+    assert not model[0]._forward_hooks
+
+
+def test_the_period_must_be_one_or_more() -> None:
+    with pytest.raises(UsageError, match=re.escape("--monitor 0: give a number of 1 or more")):
+        Monitor(small(), 0)
