@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from echelon.bench.harness import Case, Contender
 
 PEERS = ("mxnet",)
-SETTINGS = ("rec", "images", "batch_size", "threads", "step_batches", "rounds", "steps", "warmup")
+SETTINGS = ("rec", "images", "restart_interval", "batch_size", "threads", "step_batches", "rounds", "steps", "warmup")
 CACHED_IMAGES, CACHED_BATCH = 50_000, 128
 MEMORY_BATCHES = 30
 
@@ -35,6 +36,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("io", help="time record files to augmented batches, beside MXNet")
     parser.add_argument("--rec", metavar="FILE", help="record file of images; without it one is made for the run")
     parser.add_argument("--images", type=int, default=1000, metavar="N", help="images in the file that is made")
+    parser.add_argument(
+        "--restart-interval", type=int, default=4, metavar="N", help="of that file, as in `data im2rec` (%(default)s)"
+    )
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2, help="decoding threads of each contender")
     parser.add_argument("--peer", action="append", choices=PEERS, default=[], help="run it too")
@@ -63,7 +67,7 @@ def compete(args: argparse.Namespace, folder: Path) -> None:
     from echelon.bench.harness import alternate, ratios, summarise
     from echelon.bench.results import print_table, write_json
 
-    rec = args.rec or make_file(folder, args.images)
+    rec = args.rec or make_file(folder, args.images, args.restart_interval)
     besides: dict[str, float] = {}
     if args.cached:
         besides["cached_cifar_images_per_s"] = cached_images_per_s()
@@ -83,11 +87,12 @@ def compete(args: argparse.Namespace, folder: Path) -> None:
         write_json(args.json, cases, ratios(cases), {**settings, **per_s, **besides})
 
 
-def make_file(folder: Path, count: int) -> str:
+def make_file(folder: Path, count: int, restart_interval: int) -> str:
     """Make the record file of a run."""
-    from echelon.bench.io_images import write_photographs
+    from echelon.bench.io_images import ENCODING, write_photographs
 
-    return str(write_photographs(folder / "photographs.rec", count))
+    encoding = replace(ENCODING, restart_interval=restart_interval)
+    return str(write_photographs(folder / "photographs.rec", count, encoding=encoding))
 
 
 def make_contenders(args: argparse.Namespace, rec: str, folder: Path) -> list[Contender]:

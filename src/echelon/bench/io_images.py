@@ -3,7 +3,8 @@
 How long decoding takes depends on how many bits a block has, so the images imitate a photograph's spectrum: noise at
 octaves of size, the finer the fainter, mostly of brightness and a little of colour. Compared with 160 real photographs
 at that size and quality: 2.9 bits a pixel (theirs: mean 2.8, from 2.0 to 3.9), 9 % of them for colour (8 %). A hundred
-are drawn; the rest are those, moved around, which gives other blocks and other bits.
+are drawn; the rest are those, moved around, which gives other blocks and other bits. They are encoded as by `echelon
+data im2rec`: with restart markers, unless told otherwise.
 """
 
 from __future__ import annotations
@@ -11,27 +12,28 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
+from echelon.data.im2rec import Encoding, save
 from echelon.data.recordio import Header, IndexedWriter, pack
 
-HEIGHT, WIDTH, QUALITY = 360, 480, 95
+HEIGHT, WIDTH = 360, 480
+ENCODING = Encoding(quality=95)
 FINE, COLOUR = 1.7, 0.23
 _DRAWN = 100
 _OCTAVES = (4, 8, 16, 32, 64, 128)
 
 
-def write_photographs(path: Path, count: int, seed: int = 0) -> Path:
+def write_photographs(path: Path, count: int, seed: int = 0, encoding: Encoding = ENCODING) -> Path:
     """Write `count` images with labels 0 ... 9, and their index."""
     generator = np.random.default_rng(seed)
     drawn = [_photograph(generator) for _ in range(min(count, _DRAWN))]
     with IndexedWriter(path) as writer:
         for number in range(count):
             moved = np.roll(drawn[number % _DRAWN], (7 * number, 13 * number), (0, 1))
-            encoded = simplejpeg.encode_jpeg(np.ascontiguousarray(moved), QUALITY, colorsubsampling="420")
-            writer.write(number, pack(Header(float(number % 10), number), encoded))
+            payload = save(Image.fromarray(moved), encoding)
+            writer.write(number, pack(Header(float(number % 10), number), payload))
     return path
 
 

@@ -112,6 +112,13 @@ def _add_im2rec(commands: Commands) -> None:
         "--color", type=int, choices=(-1, 0, 1), default=1, help="1 colour, 0 grey, -1 as it is (%(default)s)"
     )
     images.add_argument("--pass-through", action="store_true", help="store the files as they are")
+    images.add_argument(
+        "--restart-interval",
+        type=int,
+        default=im2rec.Encoding.restart_interval,
+        metavar="N",
+        help="restart markers in JPEGs about every N MCUs, for loading crops quickly; 0 for none (%(default)s)",
+    )
     images.add_argument("--pack-label", action="store_true", help="store all labels of a list, not only the first")
     _add_encoding(images, ".jpg")
 
@@ -121,7 +128,7 @@ def _add_convert(commands: Commands) -> None:
     command = _command(commands, "convert", data_run.run_convert, about)
     command.add_argument("source", metavar="FOLDER", help="where the published files are, unpacked")
     command.add_argument("prefix", metavar="PREFIX")
-    command.set_defaults(resize=0, center_crop=False, color=im2rec.COLOUR, pass_through=False)
+    command.set_defaults(resize=0, center_crop=False, color=im2rec.COLOUR, pass_through=False, restart_interval=0)
     _add_encoding(command, ".png")
 
 

@@ -78,7 +78,9 @@ def _encoding(args: argparse.Namespace) -> im2rec.Encoding:
         raise UsageError(f"--num-thread {args.num_thread}: expected 1 or more")
     suffix = args.encoding if args.encoding.startswith(".") else f".{args.encoding}"
     quality = args.quality if args.quality is not None else (6 if suffix == ".png" else 95)
-    return im2rec.Encoding(suffix, quality, args.resize, args.center_crop, args.color, args.pass_through)
+    return im2rec.Encoding(
+        suffix, quality, args.resize, args.center_crop, args.color, args.pass_through, args.restart_interval
+    )
 
 
 def _find_lists(prefix: Path) -> list[Path]:

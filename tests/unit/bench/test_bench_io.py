@@ -13,6 +13,7 @@ from echelon.bench import io
 from echelon.bench.io_echelon import make_loader
 from echelon.bench.io_images import write_photographs
 from echelon.data.decode import inspect
+from echelon.data.jpeg_cut import cut
 from echelon.data.sources import RecordSource
 from echelon.errors import UsageError
 
@@ -35,6 +36,11 @@ def test_the_images_have_a_photographs_size(photographs: Path) -> None:
     infos = [inspect(source.read(number).payload) for number in range(len(source))]
     assert {(info.height, info.width) for info in infos} == {(360, 480)}
     assert 40_000 < photographs.stat().st_size / len(source) < 90_000
+
+
+def test_the_images_can_be_cut_unless_told_otherwise(photographs: Path, tmp_path: Path) -> None:
+    for rec, is_cut in ((photographs, True), (Path(io.make_file(tmp_path, 1, 0)), False)):
+        assert (cut(RecordSource(rec).read(0).payload, (100, 100, 324, 324)) is not None) == is_cut
 
 
 def test_the_figures_and_their_file(tmp_path: Path) -> None:

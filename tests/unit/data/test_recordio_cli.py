@@ -62,6 +62,16 @@ def test_im2rec_by_lists_gives_the_same_files(photos: Path, tmp_path: Path) -> N
         assert (tmp_path / f"a_{name}").read_bytes() == (tmp_path / f"b_{name}").read_bytes()
 
 
+@pytest.mark.parametrize(("words", "count"), [([], 4), (["--restart-interval", "0"], 0), (["--pass-through"], 0)])
+def test_im2rec_puts_restart_markers_in_jpegs(tmp_path: Path, words: list[str], count: int) -> None:
+    folder = tmp_path / "wide"
+    folder.mkdir()
+    for number in range(4):
+        Image.new("RGB", (400, 20), (number, 0, 0)).save(folder / f"{number}.jpg")
+    echelon_data("im2rec", tmp_path / "x", folder, *words)
+    assert (tmp_path / "x.rec").read_bytes().count(b"\xff\xdd\x00\x04\x00\x05") == count
+
+
 def test_im2rec_packs_no_strangers_lists(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "xylophone.lst").write_text("nonsense")
     echelon_data("im2rec", tmp_path / "x", photos)

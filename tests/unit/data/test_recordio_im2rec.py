@@ -12,6 +12,7 @@ from PIL import Image
 from echelon.data import im2rec, imagelist
 from echelon.data.im2rec import Encoding, ImageError, encode_image, pack_list
 from echelon.data.imagelist import Entry
+from echelon.data.jpeg_cut import cut
 from echelon.data.recordio import IndexedReader, unpack
 from echelon.errors import DataError, UsageError
 
@@ -158,6 +159,27 @@ def test_colours_and_encodings() -> None:
     assert low < high
 
 
+@pytest.mark.parametrize(
+    ("across", "wanted", "expected"),
+    [(30, 4, 3), (25, 4, 5), (24, 4, 4), (23, 4, 1), (8, 4, 4), (7, 4, 0), (30, 15, 15), (30, 16, 0), (30, 0, 0)],
+)
+def test_a_restart_interval_divides_a_row(across: int, wanted: int, expected: int) -> None:
+    assert im2rec.fit_interval(across, wanted) == expected
+
+
+@pytest.mark.parametrize(("color", "expected"), [(im2rec.COLOUR, (160, 64)), (im2rec.GREY, (80, 56))])
+def test_jpegs_can_be_cut_and_are_the_same_pixels(color: int, expected: tuple[int, int]) -> None:
+    data = photo((400, 300))
+    marked = encode_image(data, Encoding(color=color))
+    plain = encode_image(data, Encoding(color=color, restart_interval=0))
+    assert b"\xff\xdd\x00\x04\x00\x05" in marked
+    assert b"\xff\xdd\x00\x04" not in plain
+    assert decoded(marked).tobytes() == decoded(plain).tobytes()
+    smaller = cut(marked, (200, 100, 250, 150))
+    assert smaller is not None
+    assert decoded(smaller.payload).size == expected
+
+
 def test_a_photograph_on_its_side_is_turned_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -174,6 +196,7 @@ def test_a_photograph_on_its_side_is_turned_upright() -> None:
         {"quality": 101},
         {"suffix": ".png", "quality": 95},
         {"resize": -1},
+        {"restart_interval": -1},
         {"color": 2},
         {"pass_through": True, "resize": 9},
     ],
