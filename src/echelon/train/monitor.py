@@ -75,7 +75,8 @@ class Monitor:
 
 def size_of(tensor: Tensor) -> Tensor:
     """The norm over the root of the number of elements, in float32; 0 for none."""
-    return torch.linalg.vector_norm(tensor.detach().float()) / math.sqrt(max(tensor.numel(), 1))
+    size: Tensor = torch.linalg.vector_norm(tensor.detach().float()) / math.sqrt(max(tensor.numel(), 1))
+    return size
 
 
 def monitor_line(batch: int, name: str, value: float) -> str:
