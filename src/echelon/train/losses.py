@@ -66,5 +66,5 @@ def draw_weight(alpha: float, seed: int, epoch: int, counter: int) -> float:
 
 
 def _before(batch: Tensor) -> Tensor:
-    """Every sample's predecessor. Not torch.roll, which on a GPU turns channels-last images into contiguous ones."""
+    """Every sample's predecessor; putting slices together keeps the layout (channels-last) of the images."""
     return torch.cat([batch[-1:], batch[:-1]])
