@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 from dataclasses import replace
 
 import numpy as np
@@ -189,6 +190,28 @@ def test_hue_lightness_saturation() -> None:
     numbers[Lane.HLS + 2] = numbers[Lane.HLS + 3] = 1.0
     lighter = recolour(PICTURE, replace(PLAIN, max_random_l=50), numbers)
     assert lighter.mean() > PICTURE.mean() + 30
+
+
+def test_hues_are_those_of_the_standard_library() -> None:
+    config = replace(PLAIN, max_random_h=30, max_random_l=40, max_random_s=60)
+    numbers = list(MIDDLE)
+    numbers[Lane.HLS : Lane.HLS + 6] = [0.75, 0.75, 0.25, 0.25, 0.75, 0.75]  # by 15 of 180, -20 and 30 of 255
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 1, 3), np.uint8)
+    shifted = recolour(pixels, config, numbers)
+    for before, after in zip(pixels[:, 0] / 255, shifted[:, 0], strict=True):
+        hue, light, saturation = colorsys.rgb_to_hls(*before)
+        held = min(hue + 15 / 180, 1), max(light - 20 / 255, 0), min(saturation + 30 / 255, 1)
+        assert after.tolist() == pytest.approx([255 * one for one in colorsys.hls_to_rgb(*held)], abs=0.51)
+
+
+def test_hues_are_shifted_as_if_jitters_had_been_done_before() -> None:
+    grey = np.repeat(np.arange(256, dtype=np.uint8), 3).reshape(16, 16, 3)  # where a rounding error makes a hue
+    jitter = replace(PLAIN, brightness=0.4, contrast=0.4, saturation=0.4)
+    shift = {"max_random_h": 60, "max_random_l": 60, "max_random_s": 200}
+    numbers = uniforms(1, 1, np.arange(1), Lane.TRIES)[0].tolist()
+    for pixels in (grey, PICTURE):
+        together = recolour(pixels, replace(jitter, **shift), numbers)
+        assert np.array_equal(together, recolour(recolour(pixels, jitter, numbers), replace(PLAIN, **shift), numbers))
 
 
 def test_pca_noise_moves_all_pixels_alike() -> None:
