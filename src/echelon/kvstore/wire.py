@@ -21,7 +21,7 @@ from echelon.kvstore.client import Client, Ticket
 from echelon.kvstore.session import Session
 from echelon.observe.events import EventLog
 from echelon.server.memory import empty_frames, frame_pieces
-from echelon.transport.allocator import keep_freed_memory
+from echelon.transport.allocator import BLOCK_BYTES, LARGEST_INT, keep_freed_memory
 from echelon.transport.interface import Buffer, Transport
 
 BATCH_BYTES = 4 << 20
@@ -64,11 +64,14 @@ class Wire:
         self.layout.adopt(placed.segments, placed.slots)
         for mirror in self.arena.grow(self.layout.segments):
             self._offer(mirror)
+        # A gradient may be as large as a segment, and a step's activations come back with the next step.
+        largest = max(len(mirror.gradient_block.buffer) for mirror in self.arena.mirrors)
+        keep_freed_memory(max(BLOCK_BYTES, largest), LARGEST_INT)
         self._clocks |= {slot.key: 0 for slot in placed.slots}
         return placed.slots
 
-    def init(self, slots: Sequence[Slot], values: Sequence[Tensor]) -> None:
-        """Give the servers the first values of keys."""
+    def init(self, slots: Sequence[Slot], values: Sequence[Tensor], *, overwrite: bool = False) -> None:
+        """Give the servers the first values of keys, or others."""
         for slot, value in zip(slots, values, strict=True):
             self.arena.weight(slot).copy_(value)
         tickets = []
@@ -77,7 +80,7 @@ class Wire:
             mirrors = self.arena.mirrors
             frames = [mirrors[piece.segment].weight_bytes(piece) for piece in route.pieces] if framed else []
             here = [self.layout.slots[key] for key in route.keys]
-            message = Init(self._client.next_id(), self.layout.segments, here, framed)
+            message = Init(self._client.next_id(), self.layout.segments, here, framed, overwrite)
             tickets.append(self._client.send(route.server, message, frames))
         self._client.wait(tickets)
 
@@ -212,6 +215,4 @@ class Wire:
                     continue
                 except UsageError:
                     self._events.write("frames", server=server, why="the server cannot attach this worker's memory")
-            if self.memory_is_shared:
-                keep_freed_memory()
             self._framed[server] = True

@@ -1,0 +1,32 @@
+"""A worker that says how many pages the kernel had to bring in during three steps, after some to warm up."""
+
+from __future__ import annotations
+
+import json
+import resource
+
+import torch
+
+from echelon import Trainer, kvstore
+
+BATCH = 256
+
+
+def main() -> None:
+    """Weights, gradients and activations of about 64 MB each: more than malloc keeps by itself."""
+    store = kvstore.create("dist_sync")
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 65536), torch.nn.ReLU(), torch.nn.Linear(65536, 1))
+    images = torch.rand(BATCH, 256)
+    with Trainer(model, torch.optim.SGD(model.parameters(), lr=1e-6), store) as trainer:
+        counts = []
+        for _ in range(6):
+            model(images).mean().backward()
+            trainer.step()
+            trainer.sync()
+            counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+    print(json.dumps({"faults": counts[-1] - counts[-4], "page_bytes": resource.getpagesize()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
