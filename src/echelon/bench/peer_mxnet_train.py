@@ -20,7 +20,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 
 EPS = 2e-5
-LEARNING_RATES = {"resnet20": 0.05, "mlp25m": 0.005}
+LEARNING_RATES = {"resnet20": 0.05, "mlp25m": 0.001}
 INPUT_SHAPES = {"resnet20": (3, 28, 28), "mlp25m": (3072,)}
 
 

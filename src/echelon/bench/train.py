@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from echelon.bench.harness import Case, Ratio
     from echelon.bench.train_contenders import TrainContender
 
-PEERS = ("ddp", "mxnet")
+PEERS = ("ddp", "ddp_tuned", "mxnet")
 STORES = ("dist_sync", "dist_async", "dist_ssync")
 TRANSPORTS = ("auto", "shm", "tcp")
 SETTINGS = (

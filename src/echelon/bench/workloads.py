@@ -58,7 +58,7 @@ def _mlp25m() -> nn.Module:
 
 WORKLOADS = {
     "resnet20": Workload(IMAGE_SHAPE, 128, 0.05, _resnet20),
-    "mlp25m": Workload(MLP_WIDTHS[:1], 32, 0.005, _mlp25m),
+    "mlp25m": Workload(MLP_WIDTHS[:1], 32, 0.001, _mlp25m),
 }
 
 
