@@ -36,6 +36,11 @@ class Job:
     timeout_s: float = 600.0
     heartbeat_timeout_s: float = 10.0
     listen_fd: int | None = None
+    device_index: int = 0  # of the devices that this worker has, one process each
+    num_devices: int = 1
+    device_port: int | None = None  # where the devices of one worker meet, on its own machine
+    device_fd: int | None = None
+    meeting_hosted: bool = False  # torchrun has a store at the address already
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> Job:
@@ -44,7 +49,7 @@ class Job:
         role = env.get("DMLC_ROLE", "worker")
         if role not in ROLES:
             raise UsageError(f"DMLC_ROLE is {role!r}; it must be one of {', '.join(ROLES)}")
-        return cls(
+        job = cls(
             role=role,
             scheduler_host=env.get("DMLC_PS_ROOT_URI", "127.0.0.1"),
             scheduler_port=_number(env, "DMLC_PS_ROOT_PORT", 0),
@@ -62,7 +67,13 @@ class Job:
             timeout_s=_seconds(env, "ECHELON_TIMEOUT", 600.0),
             heartbeat_timeout_s=_seconds(env, "PS_HEARTBEAT_TIMEOUT", 10.0),
             listen_fd=_optional(env, "ECHELON_LISTEN_FD"),
+            device_index=_number(env, "ECHELON_DEVICE_INDEX", 0),
+            num_devices=_number(env, "ECHELON_NUM_DEVICES", 1),
+            device_port=_optional(env, "ECHELON_DEVICE_PORT"),
+            device_fd=_optional(env, "ECHELON_DEVICE_FD"),
+            meeting_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
+        return _as_torchrun_says(job, env) if not job.distributed and env.get("WORLD_SIZE") else job
 
     @property
     def distributed(self) -> bool:
@@ -70,7 +81,7 @@ class Job:
         return self.scheduler_port > 0
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that make `from_environment` return this job (but for a listening socket)."""
+        """The variables that make `from_environment` return this job (but for listening sockets)."""
         values: dict[str, object | None] = {
             "DMLC_ROLE": self.role,
             "DMLC_PS_ROOT_URI": self.scheduler_host,
@@ -88,12 +99,30 @@ class Job:
             "ECHELON_STALL_SECONDS": self.stall_seconds,
             "ECHELON_TIMEOUT": self.timeout_s,
             "PS_HEARTBEAT_TIMEOUT": self.heartbeat_timeout_s,
+            "ECHELON_DEVICE_INDEX": self.device_index,
+            "ECHELON_NUM_DEVICES": self.num_devices,
+            "ECHELON_DEVICE_PORT": self.device_port,
+            "TORCHELASTIC_USE_AGENT_STORE": self.meeting_hosted or None,
         }
         return {name: str(value) for name, value in values.items() if value is not None}
 
     def as_role(self, role: str, rank: int) -> Job:
         """The same job seen by another of its processes."""
         return replace(self, role=role, rank=rank)
+
+
+def _as_torchrun_says(job: Job, env: Mapping[str, str]) -> Job:
+    """torchrun's nodes are workers, and its processes on a node their devices."""
+    devices = _number(env, "LOCAL_WORLD_SIZE", 1)
+    return replace(
+        job,
+        scheduler_host=env.get("MASTER_ADDR", job.scheduler_host),
+        scheduler_port=_number(env, "MASTER_PORT", 0),
+        num_workers=_number(env, "WORLD_SIZE", 1) // devices,
+        rank=_number(env, "RANK", 0) // devices,
+        device_index=_number(env, "LOCAL_RANK", 0) if devices > 1 else 0,
+        num_devices=devices,
+    )
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:

@@ -128,8 +128,7 @@ def test_two_backwards_need_accumulate() -> None:
             trainer.step()
             return str(caught.value)
 
-    for store in ("local", "dist_sync"):
-        assert "accumulate" in on_one_worker(program, store)
+    assert "accumulate" in on_one_worker(program, "dist_sync")
 
 
 def test_two_backwards_are_fine_without_overlap() -> None:
@@ -207,7 +206,7 @@ def test_frozen_parameters_stay_and_are_not_sent(store: str) -> None:
     def keys(kv: KVStore) -> str:
         mine = copy.deepcopy(model)
         with echelon.Trainer(mine, momentum(mine), kv), pytest.raises(UsageError) as caught:
-            kv.views("middle.weight")
+            kv.pull("middle.weight", torch.empty(1111, 27))
         return str(caught.value)
 
     assert "'middle.weight' is not initialised" in on_one_worker(keys, store)
@@ -548,7 +547,7 @@ def test_trainers_that_cannot_be() -> None:
         for optimizer, options, words in (
             (momentum(stranger), {}, "2 parameters that are not the model's"),
             (momentum(model), {"staleness": 3}, "go with a store's name"),
-            (torch.optim.LBFGS(model.parameters()), {}, "LBFGS cannot run on the servers"),
+            (torch.optim.LBFGS(model.parameters()), {}, "LBFGS needs a closure"),
         ):
             with pytest.raises(UsageError, match=words):
                 echelon.Trainer(model, optimizer, kv, **options)
@@ -556,6 +555,15 @@ def test_trainers_that_cannot_be() -> None:
         echelon.Trainer(model, momentum(model), "dist_sink")
     with pytest.raises(UsageError, match="dist_ssync needs a scheduler"):
         echelon.Trainer(model, momentum(model), "dist_ssync", staleness=3)
+
+
+def test_optimizers_that_servers_do_not_have() -> None:
+    def program(kv: KVStore) -> None:
+        model = seeded(Net)
+        with pytest.raises(UsageError, match="Adamax cannot run on the servers"):
+            echelon.Trainer(model, torch.optim.Adamax(model.parameters()), kv)
+
+    on_one_worker(program, "dist_sync")
 
 
 def test_a_trainer_makes_its_store_by_name() -> None:
@@ -572,19 +580,57 @@ def test_a_trainer_makes_its_store_by_name() -> None:
 
 def test_changing_a_gradient_that_has_left_is_an_error() -> None:
     """Clipping between backward and step would otherwise do nothing, silently."""
-    model = nn.Linear(4, 2)
-    trainer = echelon.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), "local")
-    model(torch.ones(3, 4)).sum().backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    with pytest.raises(UsageError, match=r"changed after it had left.*overlap=False"):
-        trainer.step(3)
+
+    def program(kv: KVStore) -> None:
+        model = nn.Linear(4, 2)
+        trainer = echelon.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), kv)
+        model(torch.ones(3, 4)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(UsageError, match=r"changed after it had left.*overlap=False"):
+            trainer.step(3)
+
+    on_one_worker(program, "dist_sync")
 
 
-def test_a_schedule_of_anything_but_the_rate_is_an_error() -> None:
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    trainer = echelon.Trainer(model, optimizer, "local")
-    model(torch.ones(3, 4)).sum().backward()
-    optimizer.param_groups[0]["momentum"] = 0.8
-    with pytest.raises(UsageError, match=r"momentum went from 0.9 to 0.8"):
-        trainer.step(3)
+def test_a_schedule_of_anything_but_the_rate_is_an_error_on_servers() -> None:
+    def program(kv: KVStore) -> None:
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        trainer = echelon.Trainer(model, optimizer, kv)
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.param_groups[0]["momentum"] = 0.8
+        with pytest.raises(UsageError, match=r"momentum went from 0.9 to 0.8"):
+            trainer.step(3)
+
+    on_one_worker(program, "dist_sync")
+
+
+# --- alone there is nobody to be careful for
+
+
+def test_alone_clipping_and_any_schedule_are_plain_pytorch() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, trainer: echelon.Trainer | None, batch: Batch) -> None:
+        loss_of(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.param_groups[0]["momentum"] *= 0.9
+        end_step(optimizer, trainer)
+
+    for optimizer in (momentum, lambda model: torch.optim.Adamax(model.parameters())):
+        if optimizer is momentum:
+            assert_same_bits(*both(seeded(Net), step, optimizer, "local"))
+        assert_same_bits(*both(seeded(Net), plain_step, optimizer, "device"))
+
+
+def test_alone_a_step_comes_in_two_parts_for_who_captures_it() -> None:
+    model = seeded(Net)
+    expected = Loop(model, momentum).plain(batches(2))
+    with echelon.Trainer(model, momentum(model), "device") as trainer:
+        assert trainer.capturable
+        for batch in batches(2):
+            loss_of(model, batch).backward()
+            trainer.update()
+            trainer.zero_grad()
+            trainer.count(6)
+        assert (trainer.clock, trainer.samples) == (2, 12)
+        assert next(model.parameters()).grad is None
+    assert_same_bits(snapshot(model), expected)

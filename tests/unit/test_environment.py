@@ -27,6 +27,11 @@ LAUNCHED = {  # what seed 002's nodes export, with what an Echelon launcher adds
     "ECHELON_TIMEOUT": "60",
     "PS_HEARTBEAT_TIMEOUT": "5",
     "ECHELON_LISTEN_FD": "11",
+    "ECHELON_DEVICE_INDEX": "1",
+    "ECHELON_NUM_DEVICES": "2",
+    "ECHELON_DEVICE_PORT": "9092",
+    "ECHELON_DEVICE_FD": "12",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 JOB = Job(
     role="server",
@@ -46,6 +51,11 @@ JOB = Job(
     timeout_s=60.0,
     heartbeat_timeout_s=5.0,
     listen_fd=11,
+    device_index=1,
+    num_devices=2,
+    device_port=9092,
+    device_fd=12,
+    meeting_hosted=True,
 )
 
 
@@ -66,8 +76,10 @@ def test_nothing_said_is_a_process_on_its_own() -> None:
     "job",
     [
         Job(),
-        dataclasses.replace(JOB, listen_fd=None),
-        dataclasses.replace(JOB, listen_fd=None, rank=0, staleness=0, verbose=0, stall_seconds=0.1, timeout_s=1e9),
+        dataclasses.replace(JOB, listen_fd=None, device_fd=None),
+        dataclasses.replace(
+            JOB, listen_fd=None, device_fd=None, rank=0, staleness=0, verbose=0, stall_seconds=0.1, timeout_s=1e9
+        ),
         Job(role="scheduler", scheduler_port=1, num_servers=0),
     ],
 )
@@ -76,8 +88,25 @@ def test_a_job_survives_the_environment(job: Job) -> None:
     assert Job.from_environment(job.to_environment()) == job
 
 
-def test_the_listening_socket_is_not_handed_on() -> None:
-    assert "ECHELON_LISTEN_FD" not in JOB.to_environment()
+def test_listening_sockets_are_not_handed_on() -> None:
+    assert not {"ECHELON_LISTEN_FD", "ECHELON_DEVICE_FD"} & JOB.to_environment().keys()
+
+
+def test_torchruns_nodes_are_workers_and_its_processes_their_devices() -> None:
+    launched = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    job = Job.from_environment({**launched, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29500"})
+    assert (job.scheduler_host, job.scheduler_port, job.num_servers) == ("10.0.0.9", 29500, 0)
+    assert (job.rank, job.num_workers, job.device_index, job.num_devices) == (1, 2, 1, 4)
+    assert not job.meeting_hosted
+
+
+def test_ranks_by_hand_are_workers() -> None:
+    job = Job.from_environment({"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "head", "MASTER_PORT": "1234"})
+    assert (job.rank, job.num_workers, job.device_index, job.num_devices) == (2, 3, 0, 1)
+
+
+def test_mxnets_variables_outrank_torchruns() -> None:
+    assert Job.from_environment({**LAUNCHED, "RANK": "7", "WORLD_SIZE": "8", "MASTER_PORT": "1"}) == JOB
 
 
 def test_what_is_not_set_is_not_exported() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from echelon import kvstore
 from echelon.bench.shapes import read_shapes
+from echelon.kvstore.server_store import ServerStore
 
 
 def anonymous(pid: int) -> int:
@@ -52,6 +53,7 @@ def main() -> None:
     torch.set_num_threads(1)
     shapes = read_shapes(Path(sys.argv[1]))
     with kvstore.create("dist_sync") as store:
+        assert isinstance(store, ServerStore)
         store.init("small", torch.zeros(1))
         store.set_optimizer("sgd", lr=0.1, momentum=0.9, weight_decay=1e-4)
         store.pushpull("small", torch.zeros(1))

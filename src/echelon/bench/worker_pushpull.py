@@ -17,6 +17,7 @@ import torch
 from echelon import kvstore
 from echelon.bench.protocol import serve, timed
 from echelon.bench.shapes import read_shapes
+from echelon.kvstore.server_store import ServerStore
 
 SETTINGS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 
@@ -24,7 +25,7 @@ SETTINGS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 class Model:
     """A model's tensors in a store."""
 
-    def __init__(self, store: kvstore.KVStore, shapes: list[tuple[int, ...]], copy: bool) -> None:
+    def __init__(self, store: ServerStore, shapes: list[tuple[int, ...]], copy: bool) -> None:
         self._store = store
         self._copy = copy
         generator = torch.Generator().manual_seed(store.rank)
@@ -63,6 +64,7 @@ def main() -> None:
     torch.set_num_threads(1)
     staleness = 3 if args.kv_store == "dist_ssync" else None
     with kvstore.create(args.kv_store, staleness=staleness) as store:
+        assert isinstance(store, ServerStore)
         model = Model(store, [tuple(shape) for shape in read_shapes(args.shapes)], args.copy)
 
         def run_round(num_steps: int) -> list[float]:

@@ -156,6 +156,7 @@ class Init(_Message, frozen=True):
     segments: list[Segment]
     slots: list[Slot]
     framed: bool
+    overwrite: bool = False  # known keys take the values, too
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True):

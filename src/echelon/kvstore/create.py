@@ -1,32 +1,36 @@
-"""Making a store by name, and what happens in a process whose role is to serve."""
+"""Making a store by name: of servers or of collectives; and what happens in a process whose role is to serve."""
 
 from __future__ import annotations
 
 import atexit
 import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from echelon.cluster.shares import inline_groups, parse_groups
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore.client import Client
-from echelon.kvstore.local import Loopback
-from echelon.kvstore.session import Alone, Joined
+from echelon.kvstore.collective import SHARDED, CollectiveStore
+from echelon.kvstore.group import Group, Meeting
+from echelon.kvstore.server_store import ServerStore
+from echelon.kvstore.session import Joined
 from echelon.kvstore.store import KVStore
 from echelon.observe.events import EventLog
 from echelon.schemes import SCHEMES, rules_for
 from echelon.transport import by_name
-from echelon.transport.in_process import InProcessTransport
 from echelon.transport.interface import Transport
 
 GROUPS_FILE = "groups"  # read from the working directory when nothing else is said, as MXNet-G does
-LOCAL = ("local", "device")
-NAMES = (*LOCAL, *SCHEMES)
+ONE_WORKER = ("local", "device", "nccl_allreduce", SHARDED)  # collectives between the devices of a worker
+ALL_WORKERS = ("dist_device_sync", "dist_sync_device")  # and between those of all workers
+NAMES = (*ONE_WORKER, *SCHEMES, *ALL_WORKERS)
 Groups = str | Path | Sequence[Iterable[int]]
 
 
@@ -37,9 +41,12 @@ def create(
     groups: Groups | None = None,
     check_finite: bool = False,
     transport: str | None = None,
+    device: torch.device | str = "cpu",
     job: Job | None = None,
 ) -> KVStore:
     """The store `name`. Arguments outrank what the launcher's environment says.
+
+    `device` is where a store without servers keeps its values: NCCL moves them between GPUs, Gloo between CPUs.
 
     In a process whose `DMLC_ROLE` is server or scheduler this call serves until the job ends and then exits: the same
     script can be started in every role.
@@ -50,8 +57,8 @@ def create(
         job = replace(job, transport=transport)
     if job.role != "worker":
         serve_and_exit(job)
-    if name in LOCAL:
-        return _local(name, check_finite)
+    if is_collective(name, job):
+        return _collective(name, job, torch.device(device), check_finite, staleness, groups)
     if not job.distributed:
         raise UsageError(
             f"{name} needs a scheduler and servers: start this program with 'echelon launch -n WORKERS -s SERVERS "
@@ -59,7 +66,20 @@ def create(
         )
     if job.num_servers < 1:
         raise UsageError(f"{name} needs at least one server; the job has {job.num_servers} (launch with -s 1 or more)")
+    if job.num_devices > 1:
+        raise UsageError(
+            f"{name} with {job.num_devices} devices a worker: with servers a worker has one device; start more workers "
+            f"(-n {job.num_workers * job.num_devices}), or use dist_device_sync"
+        )
     return join(name, job, by_name(job.transport), staleness=staleness, groups=groups, check_finite=check_finite)
+
+
+def is_collective(name: str, job: Job | None = None) -> bool:
+    """Whether a store of this name, in this job, is one without servers."""
+    if name == "dist_sync":
+        job = job or Job.from_environment()
+        return job.distributed and job.num_servers == 0
+    return name in ONE_WORKER or name in ALL_WORKERS
 
 
 def join(
@@ -90,7 +110,7 @@ def join(
         listed = _groups(groups, session.hosts)
         rules_for(name, staleness, listed)
         client = Client(endpoint, session, events, job.stall_seconds, job.timeout_s)
-        store = KVStore(
+        store = ServerStore(
             name,
             session,
             client,
@@ -103,9 +123,7 @@ def join(
             check_finite=check_finite,
         )
         undo.pop_all()
-    at_exit = partial(_at_exit, store, session)
-    atexit.register(at_exit)
-    store.on_closed = partial(atexit.unregister, at_exit)
+    _close_at_exit(store, session.abandon)
     return store
 
 
@@ -130,13 +148,46 @@ def serve_and_exit(job: Job) -> None:
     sys.exit(serve_server(job, by_name(job.transport)))
 
 
-def _local(name: str, check_finite: bool) -> KVStore:
-    transport = InProcessTransport()
-    session = Alone()
-    job = Job.from_environment()
-    events = EventLog.open(job.run_dir, "worker", 0)
-    client = Client(Loopback(transport), session, events, 60.0, 600.0)
-    return KVStore(name, session, client, 1, transport, events, scheme="dist_sync", check_finite=check_finite)
+def _collective(
+    name: str, job: Job, device: torch.device, check_finite: bool, staleness: int | None, groups: Groups | None
+) -> CollectiveStore:
+    if staleness is not None or groups is not None:
+        given = "staleness" if staleness is not None else "groups"
+        raise UsageError(f"{name} has no {given}: its workers go in lock-step")
+    if name not in ONE_WORKER and not job.distributed:
+        raise UsageError(
+            f"{name} needs a job: start this program with 'echelon launch -n WORKERS -s 0 python …', with torchrun, or "
+            "set DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER and ECHELON_RANK"
+        )
+    group = Group(device, meeting_of(name, job))
+    store = CollectiveStore(name, group, EventLog.open(job.run_dir, "worker", group.rank), check_finite=check_finite)
+    _close_at_exit(store, store.abandon)
+    return store
+
+
+def meeting_of(name: str, job: Job) -> Meeting | None:
+    """Where the group of a store without servers meets: a worker's own devices, or everybody's. None: it is alone."""
+    devices, everybody = job.num_devices, name not in ONE_WORKER
+    workers = range(job.num_workers) if everybody else [job.rank or 0]
+    if len(workers) * devices == 1:
+        return None
+    if job.rank is None and everybody:
+        raise UsageError(f"{name}: this worker does not know its rank; set ECHELON_RANK, 0 to {job.num_workers - 1}")
+    own_meeting = not everybody and job.device_port is not None
+    port = job.device_port if own_meeting else job.scheduler_port
+    if not port:
+        raise UsageError(f"{name}: {devices} devices need a port to meet at; set ECHELON_DEVICE_PORT")
+    suffix = [f", device {index}" for index in range(devices)] if devices > 1 else [""]
+    return Meeting(
+        rank=(job.rank or 0) * devices * everybody + job.device_index,
+        size=len(workers) * devices,
+        host="127.0.0.1" if own_meeting else job.scheduler_host,
+        port=port,
+        names=[f"worker {worker}{device}" for worker in workers for device in suffix],
+        listen_fd=job.device_fd if own_meeting else job.listen_fd,
+        hosted=job.meeting_hosted and not own_meeting,
+        timeout_s=job.timeout_s,
+    )
 
 
 def _groups(groups: Groups | None, hosts: dict[int, str]) -> list[list[int]] | None:
@@ -153,9 +204,14 @@ def _groups(groups: Groups | None, hosts: dict[int, str]) -> list[list[int]] | N
     return [list(group) for group in parse_groups(text, hosts)]
 
 
-def _at_exit(store: KVStore, session: Joined) -> None:
+def _close_at_exit(store: ServerStore | CollectiveStore, abandon: Callable[[], None]) -> None:
     """A script that ends well leaves in order; one that ends by an exception is seen to die."""
-    if getattr(sys, "last_value", None) is not None:
-        session.abandon()
-    else:
-        store.close()
+
+    def at_exit() -> None:
+        if getattr(sys, "last_value", None) is not None:
+            abandon()
+        else:
+            store.close()
+
+    atexit.register(at_exit)
+    store.on_closed = partial(atexit.unregister, at_exit)

@@ -61,6 +61,14 @@ def spec_by_name(name: str, settings: Mapping[str, Any]) -> OptimizerSpec:
     return spec_of(made, {})
 
 
+def make_optimizer(spec: OptimizerSpec, parameter: torch.nn.Parameter) -> Optimizer:
+    """The torch optimizer that a spec describes, for one key."""
+    options: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in spec.groups[0].items()}
+    kind: Any = _CLASSES[spec.name]
+    made: Optimizer = kind([parameter], **options)
+    return made
+
+
 def learning_rates(optimizer: Optimizer) -> list[float]:
     """The rates of all groups now, as a schedule has set them."""
     return [float(group["lr"]) for group in optimizer.param_groups]

@@ -1,38 +1,28 @@
-"""The servers' optimizer state in a file: one tensor a (key, state), names readable, digests by safetensors' reader."""
+"""The servers' optimizer state, put together from their pieces and taken apart again; by torch.optim's names."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from collections.abc import Mapping
 
-import msgspec
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from echelon.cluster.messages import GetStates, OptimizerSpec, PutStates, States
 from echelon.cluster.placement import Layout, Slot
-from echelon.errors import DataError, UsageError
+from echelon.errors import UsageError
 from echelon.kvstore.client import Client
+from echelon.kvstore.state_files import by_key, check_fit, state_names
 from echelon.server.memory import master_dtype
 
-
-def save(path: Path, client: Client, layout: Layout, spec: OptimizerSpec) -> None:
-    """Gather the state from all servers and write it, whole or not at all."""
-    tensors, steps = gather(client, layout)
-    metadata = {"optimizer": msgspec.json.encode(spec).decode(), "steps": msgspec.json.encode(steps).decode()}
-    temporary = path.with_name(path.name + ".part")
-    save_file(tensors, temporary, metadata)
-    os.replace(temporary, path)
+_UNCOUNTED = "sgd"  # torch's SGD keeps no step; the servers only ask whether it is the first
+_WITH_A_STATE = 1
 
 
-def gather(client: Client, layout: Layout) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Every key's states, put together from the servers' pieces, and its step count."""
+def gather(client: Client, layout: Layout, spec: OptimizerSpec) -> dict[str, Tensor]:
+    """Every key's states from all servers, `<key>/<state>`. A key that was never updated has none."""
     tickets = [client.send(server, GetStates(client.next_id())) for server in range(layout.num_servers)]
     client.wait(tickets)
-    tensors: dict[str, Tensor] = {}
-    steps: dict[str, int] = {}
+    found: dict[str, Tensor] = {}
     for ticket in tickets:
         answer = ticket.response
         assert isinstance(answer, States)
@@ -42,66 +32,48 @@ def gather(client: Client, layout: Layout) -> tuple[dict[str, Tensor], dict[str,
             counts[key] = max(counts.get(key, 0), index + 1)
         for key, step in answer.steps.items():
             slot = layout.slots[key]
-            steps[str(slot.spec.name)] = step
+            names = state_names(spec, str(slot.spec.name)) if step else []
+            if step and spec.name != _UNCOUNTED and names:
+                found[f"{slot.spec.name}/step"] = torch.tensor(float(step))
             for piece in layout.pieces(slot, ticket.server):
+                stop = min(piece.stop, slot.start + slot.length)
                 for index in range(counts.get(key, 0)):
-                    flat = tensors.setdefault(_name(slot, index), _empty(slot)).view(-1)
-                    stop = min(piece.stop, slot.start + slot.length)
-                    received = torch.frombuffer(bytearray(next(frames)), dtype=flat.dtype)
-                    flat[piece.start - slot.start : stop - slot.start] = received[: stop - piece.start]
-    return tensors, steps
+                    frame = next(frames)
+                    if index < len(names):
+                        flat = found.setdefault(f"{slot.spec.name}/{names[index]}", _empty(slot)).view(-1)
+                        received = torch.frombuffer(bytearray(frame), dtype=flat.dtype)
+                        flat[piece.start - slot.start : stop - slot.start] = received[: stop - piece.start]
+    return found
 
 
-def load(path: Path, client: Client, layout: Layout, spec: OptimizerSpec) -> None:
-    """Read a file and hand each server its pieces; a file that does not fit is refused before anything changes."""
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:
-        raise DataError(f"{path}: no optimizer states can be read from it ({error})") from error
-    saved = msgspec.json.decode(metadata.get("optimizer", "null"), type=OptimizerSpec | None)
-    if saved is None or saved.name != spec.name:
-        raise UsageError(f"{path} has states of {saved.name if saved else 'no optimizer'}; the servers run {spec.name}")
-    steps: dict[str, int] = msgspec.json.decode(metadata["steps"])
-    scatter(path, client, layout, tensors, steps)
-
-
-def scatter(path: Path, client: Client, layout: Layout, tensors: dict[str, Tensor], steps: dict[str, int]) -> None:
-    """Hand each server its pieces of every key's states."""
-    slots = [slot for slot in layout.slots.values() if str(slot.spec.name) in steps]
-    unknown = sorted(steps.keys() - {str(slot.spec.name) for slot in slots})
-    if unknown or not slots:
-        raise UsageError(f"{path} has states for key {unknown[:1]}, which this job does not have: another model's?")
+def scatter(source: str, client: Client, layout: Layout, spec: OptimizerSpec, states: Mapping[str, Tensor]) -> None:
+    """Hand each server its pieces of every key's states; what does not fit is refused before anything changes."""
+    given = by_key(states)
+    slots = {str(slot.spec.name): slot for slot in layout.slots.values()}
+    if unknown := sorted(given.keys() - slots.keys()):
+        raise UsageError(f"{source} has states for key {unknown[:1]}, which this job does not have: another model's?")
+    for name, kinds in given.items():
+        check_fit(source, spec, slots[name].spec, kinds)
+    ordered = {name: [kinds[kind] for kind in state_names(spec, name)] for name, kinds in given.items()}
     requests = []
     for server in range(layout.num_servers):
         entries: list[tuple[int, int]] = []
         frames: list[memoryview] = []
         here: dict[int, int] = {}
-        for slot in slots:
+        for name, tensors in ordered.items():
+            slot = slots[name]
             pieces = layout.pieces(slot, server)
             if pieces:
-                here[slot.key] = steps[str(slot.spec.name)]
+                here[slot.key] = int(given[name].get("step", torch.tensor(_WITH_A_STATE)))
             for piece in pieces:
-                index = 0
-                while (state := tensors.get(_name(slot, index))) is not None:
-                    if state.numel() != slot.length:
-                        raise UsageError(
-                            f"{path}: state {index} of key {slot.spec.name!r} has {state.numel()} elements, "
-                            f"the key has {slot.length}"
-                        )
-                    part = torch.zeros(piece.stop - piece.start, dtype=state.dtype)
+                for index, state in enumerate(tensors):
+                    part = torch.zeros(piece.stop - piece.start, dtype=master_dtype(slot.spec.dtype))
                     stop = min(piece.stop, slot.start + slot.length)
-                    part[: stop - piece.start] = state.view(-1)[piece.start - slot.start : stop - slot.start]
+                    part[: stop - piece.start] = state.reshape(-1)[piece.start - slot.start : stop - slot.start]
                     entries.append((slot.key, index))
                     frames.append(part.numpy().data)
-                    index += 1
         requests.append((server, PutStates(client.next_id(), here, entries), frames))
     client.wait([client.send(server, request, frames) for server, request, frames in requests])
-
-
-def _name(slot: Slot, index: int) -> str:
-    return f"{slot.spec.name}/{index}"
 
 
 def _empty(slot: Slot) -> Tensor:

@@ -70,8 +70,8 @@ class Wire:
         self._clocks |= {slot.key: 0 for slot in placed.slots}
         return placed.slots
 
-    def init(self, slots: Sequence[Slot], values: Sequence[Tensor]) -> None:
-        """Give the servers the first values of keys."""
+    def init(self, slots: Sequence[Slot], values: Sequence[Tensor], *, overwrite: bool = False) -> None:
+        """Give the servers the first values of keys, or others."""
         for slot, value in zip(slots, values, strict=True):
             self.arena.weight(slot).copy_(value)
         tickets = []
@@ -80,7 +80,7 @@ class Wire:
             mirrors = self.arena.mirrors
             frames = [mirrors[piece.segment].weight_bytes(piece) for piece in route.pieces] if framed else []
             here = [self.layout.slots[key] for key in route.keys]
-            message = Init(self._client.next_id(), self.layout.segments, here, framed)
+            message = Init(self._client.next_id(), self.layout.segments, here, framed, overwrite)
             tickets.append(self._client.send(route.server, message, frames))
         self._client.wait(tickets)
 

@@ -145,7 +145,8 @@ class Shard:
         for key in fresh:
             lanes.add(key)
             self._optimization.add(key)
-        self._store.run([Task(fresh, Update((Part(window, 1.0),), None, 0, 0.0, 1), ())])
+        keys = tuple(slot.key for slot in request.slots) if request.overwrite else fresh
+        self._store.run([Task(keys, Update((Part(window, 1.0),), None, 0, 0.0, 1), ())])
 
     # --- push and pull
 

@@ -23,5 +23,6 @@ def save(directory: Path, model: nn.Module, kvstore: KVStore, facts: dict[str, A
     temporary = path.with_name(path.name + ".part")
     save_file(tensors, temporary, {"echelon": msgspec.json.encode(facts).decode()})
     os.replace(temporary, path)
-    kvstore.save_optimizer_states(directory / OPTIMIZER)
+    if kvstore.optimizer_spec is not None:  # with collectives the Trainer has the state
+        kvstore.save_optimizer_states(directory / OPTIMIZER)
     return path

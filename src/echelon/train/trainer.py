@@ -6,17 +6,16 @@
         loss.backward()
         trainer.step(len(images))
 
-Parameters move into the store's memory. A gradient is copied to its place there as soon as autograd has finished it,
-and when a bucket is complete it leaves, while backward goes on. The optimizer itself runs on the servers; the one
-given here only says which, with what settings, and (as its schedule moves) at what rate. `step` does not wait: the
-next forward pass waits for each module's weights when it reaches the module, and so does `sync`.
+What happens in between is the store's matter: with servers (`server_trainer.py`) gradients are pushed and weights come
+back; without (`collective_trainer.py`) gradients are summed and the optimizer runs here. `Trainer(…)` picks the one
+that fits the store.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -25,21 +24,30 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from echelon.cluster.messages import Done, OptimizerSpec
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
-from echelon.kvstore.arguments import is_finite
-from echelon.kvstore.client import Ticket
-from echelon.kvstore.create import Groups
-from echelon.kvstore.optimizers import learning_rates, spec_of
-from echelon.server.optimization import NO_OPTIMIZER
-from echelon.train.buckets import Bucket, make_buckets
+from echelon.kvstore.collective import CollectiveStore
+from echelon.kvstore.create import Groups, is_collective
 
 REPORT_S = 0.25
 
 
 class Trainer:
-    """Keeps a model in step with the servers."""
+    """Keeps a model in step with the others."""
+
+    def __new__(
+        cls, model: nn.Module, optimizer: Optimizer, kvstore: str | KVStore = "local", **options: Any
+    ) -> Trainer:
+        """The kind that fits the store."""
+        if cls is not Trainer:
+            return super().__new__(cls)
+        if is_collective(kvstore) if isinstance(kvstore, str) else isinstance(kvstore, CollectiveStore):
+            from echelon.train.collective_trainer import CollectiveTrainer
+
+            return super().__new__(CollectiveTrainer)
+        from echelon.train.server_trainer import ServerTrainer
+
+        return super().__new__(ServerTrainer)
 
     def __init__(
         self,
@@ -53,8 +61,11 @@ class Trainer:
         average_buffers: bool = False,
         check_finite: bool = False,
     ) -> None:
+        self._parameters = _trainable(model, optimizer)
+        self._names = list(self._parameters)
         if isinstance(kvstore, str):
-            kvstore = create(kvstore, staleness=staleness, groups=groups)
+            device = self._parameters[self._names[0]].device
+            kvstore = create(kvstore, staleness=staleness, groups=groups, device=device)
         elif staleness is not None or groups is not None:
             raise UsageError("staleness and groups go with a store's name; a store that is made already has its own")
         self.kvstore = kvstore
@@ -69,20 +80,11 @@ class Trainer:
         self._accumulating = False
         self._seen: int | None = None  # samples in the batch, as the forward pass saw it
         self._carried = 0  # of these, samples of parts whose gradients were only accumulated
-        self._called: set[str] = set()  # parameters whose module was called since the last step
-        self._early: set[int] = set()  # buckets with parameters that are read without a call of their module
-        self._arrived: set[str] = set()  # gradients of the step that is being made
-        self._parameters = _trainable(model, optimizer)
-        self._names = list(self._parameters)
-        self._buckets = make_buckets([p.numel() * p.element_size() for p in self._parameters.values()])
-        self._bucket_of = {self._names[i]: bucket for bucket in self._buckets for i in bucket.members}
-        self._missing = [len(bucket.members) for bucket in self._buckets]
-        self._sent: list[list[Ticket] | None] = [None] * len(self._buckets)  # of the step that is being made
-        self._flying: dict[int, list[Ticket]] = {}  # bucket -> exchange to wait for
         self._last_report = 0.0
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
-        self._place()
-        self._hook()
+        # Kept to be removed: a parameter's hooks are out of the garbage collector's sight, and hold the trainer.
+        self._hooks = [model.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
+        self._start()
 
     # --- the loop
 
@@ -91,41 +93,16 @@ class Trainer:
         if self._accumulating:
             return
         samples = self._samples(batch_size)
-        self._check_unchanged()
-        for bucket in self._buckets:
-            if self._sent[bucket.index] is None:
-                self._send_rest(bucket, samples)
-        for bucket in self._buckets:
-            tickets = self._sent[bucket.index]
-            assert tickets is not None
-            self._flying[bucket.index] = tickets
-            self._sent[bucket.index] = None
-            self._missing[bucket.index] = len(bucket.members)
-        self._arrived.clear()
-        self._called.clear()
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn unless step() was called
+        self._step(samples)
+        self.count(samples)
+
+    def count(self, samples: int) -> None:
+        """The host's part of a step: clocks and reports."""
         self.clock += 1
         self.samples += samples
         self._seen, self._carried = None, 0
         if time.monotonic() - self._last_report >= REPORT_S:
             self.report()
-
-    def sync(self) -> None:
-        """Wait until every parameter has the weights of the last step."""
-        for index in list(self._flying):
-            self._wait_for(index)
-
-    def zero_grad(self) -> None:
-        """Forget gradients that were not pushed."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        self._versions = {name: watched._version for name, watched in self._watched.items()}
-        for bucket in self._buckets:
-            if self._sent[bucket.index] is None:
-                self._arrived -= {self._names[i] for i in bucket.members}
-                self._missing[bucket.index] = len(bucket.members)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -135,17 +112,6 @@ class Trainer:
             yield
         finally:
             self._accumulating = False
-
-    def average_buffers(self) -> None:
-        """Set floating-point buffers (BatchNorm's statistics) to their mean over the workers. All must call it."""
-        if not self._buffers:
-            return
-        mine = torch.cat([buffer.detach().reshape(-1).float().cpu() for buffer in self._buffers])
-        mean = self.kvstore.gather_vectors(_BUFFERS, mine).mean(0)
-        at = 0
-        for buffer in self._buffers:
-            buffer.copy_(mean[at : at + buffer.numel()].view_as(buffer))
-            at += buffer.numel()
 
     def close(self) -> None:
         """Finish what is under way and leave the job; the model keeps its weights and loses the hooks."""
@@ -165,169 +131,102 @@ class Trainer:
         if error is None:
             self.close()
 
-    # --- set-up
+    # --- what the kinds do
 
-    def _place(self) -> None:
-        """Put every parameter into the store with rank 0's values, and its tensor where they arrive."""
-        values = [parameter.detach() for parameter in self._parameters.values()]
-        self.kvstore.init(self._names, values)
-        self._views = {name: self.kvstore.views(name) for name in self._names}
-        self._keys = {name: self.kvstore.key_number(name) for name in self._names}
-        # The same memory as a tensor with a version counter of its own: it tells whether somebody wrote through it.
-        plain = {name: view for name, (_, view) in self._views.items() if view.dtype != torch.bfloat16}
-        self._watched = {name: torch.from_numpy(view.numpy()) for name, view in plain.items()}
-        self._versions = dict.fromkeys(self._watched, 0)
-        spec = spec_of(self.optimizer, {id(parameter): name for name, parameter in self._parameters.items()})
-        members = dict(spec.members)
-        fixed = ("momentum", "betas", "weight_decay", "alpha", "eps", "dampening", "nesterov", "lr_decay")
-        groups = self.optimizer.param_groups
-        self._settings = [{option: group[option] for option in fixed if option in group} for group in groups]
-        if self._buffers:
-            length = sum(buffer.numel() for buffer in self._buffers)
-            members |= dict.fromkeys(self.kvstore.make_vectors(_BUFFERS, length), NO_OPTIMIZER)
-        self.kvstore.use_optimizer(OptimizerSpec(spec.name, spec.groups, members))
-        self.kvstore.pull(self._names, [self._views[name][0] for name in self._names])
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                if parameter.device.type == "cpu":
-                    parameter.data = self._views[name][0]
-                else:
-                    parameter.copy_(self._views[name][0])
+    @property
+    def lock_step(self) -> bool:
+        """Whether every step waits for all workers."""
+        raise NotImplementedError
 
-    def _hook(self) -> None:
-        """Kept to be removed: a parameter's hooks are out of the garbage collector's sight, and hold the trainer."""
-        self._hooks = [
-            self.model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self.model.register_state_dict_pre_hook(lambda *_: self.sync()),  # type: ignore[no-untyped-call]
-        ]
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
-        for module in self.model.modules():
-            own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
-            if own:
-                self._hooks.append(module.register_forward_pre_hook(self._waiter(own)))
-        for name, parameter in self._parameters.items():
-            hook = parameter.register_post_accumulate_grad_hook(self._grad_hook(name))  # type: ignore[no-untyped-call]
-            self._hooks.append(hook)
+    @property
+    def capturable(self) -> bool:
+        """Whether `update` is work of the device alone, which a CUDA graph can record."""
+        return False
+
+    def update(self) -> None:
+        """The device's part of a step, where it is `capturable`; `count` is the host's."""
+        raise UsageError(f"{self.kvstore.type} meets others in every step: call step(), not update()")
+
+    def sync(self) -> None:
+        """Wait until every parameter has the weights of the last step."""
+        raise NotImplementedError
+
+    def refresh(self) -> None:
+        """Fetch the newest weights, others' last pushes included."""
+        raise NotImplementedError
+
+    def zero_grad(self) -> None:
+        """Forget gradients that have not left."""
+        raise NotImplementedError
+
+    def average_buffers(self) -> None:
+        """Set floating-point buffers (BatchNorm's statistics) to their mean over the workers. All must call it."""
+        raise NotImplementedError
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Put weights and buffers into the model and the store. All workers call it."""
+        raise NotImplementedError
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """The optimizer's state as whole tensors on the CPU, `<parameter>/<state>`. All workers call it."""
+        raise NotImplementedError
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take up what `optimizer_state` gave, under whichever store. All workers call it, with the same."""
+        raise NotImplementedError
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+    def _step(self, samples: int) -> None:
+        raise NotImplementedError
+
+    @property
+    def _have_left(self) -> bool:
+        """Whether gradients of the step under way are with the others already."""
+        raise NotImplementedError
+
+    # --- batches
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return  # who compiles a whole step tells its size
         first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.ndim), None)
         if first is not None and torch.is_grad_enabled() and module.training:
             self._seen = first.shape[0] + self._carried
             if self._accumulating:
                 self._carried = self._seen
-        for index in self._early & self._flying.keys():
-            self._wait_for(index)
-
-    def _waiter(self, names: list[str]) -> Any:
-        buckets = sorted({self._bucket_of[name].index for name in names})
-
-        def wait(module: nn.Module, args: Any) -> None:
-            self._called.update(names)
-            for index in buckets:
-                if index in self._flying:
-                    self._wait_for(index)
-
-        return wait
-
-    def _grad_hook(self, name: str) -> Any:
-        bucket = self._bucket_of[name]
-
-        def ready(parameter: Tensor) -> None:
-            if name not in self._called:  # as nn.MultiheadAttention does with its out_proj: wait before all of forward
-                self._early.add(bucket.index)
-            if self._accumulating or not self._overlap or self._seen is None:
-                return
-            if name in self._arrived:
-                raise UsageError(
-                    f"worker {self.kvstore.rank}: a second backward before step(), and the first one's gradients leave "
-                    "as they come; use 'with trainer.accumulate():' for batches in parts, or Trainer(overlap=False)"
-                )
-            self._take(name, parameter)
-            self._arrived.add(name)
-            self._missing[bucket.index] -= 1
-            if self._missing[bucket.index] == 0:
-                keys = [self._keys[self._names[i]] for i in bucket.members]
-                self._sent[bucket.index] = self._exchange(keys, self._seen)
-
-        return ready
-
-    # --- gradients out, weights in
-
-    def _take(self, name: str, parameter: Tensor) -> None:
-        """Copy a finished gradient to its place."""
-        gradient = parameter.grad
-        assert gradient is not None
-        bucket = self._bucket_of[name].index
-        if bucket in self._flying:  # a model that ran no forward hook since the last step, for example a frozen part
-            self._wait_for(bucket)
-        place = self._views[name][1]
-        if gradient.data_ptr() != place.data_ptr():
-            place.copy_(gradient)
-            if gradient.device.type == "cpu":
-                parameter.grad = self._watched.get(name, place)
-        if self._check_finite and not is_finite(place):
-            raise UsageError(
-                f"worker {self.kvstore.rank}: the gradient of {name!r} at clock {self.clock} has NaN or infinity in it"
-            )
-
-    def _exchange(self, keys: list[int], samples: int) -> list[Ticket]:
-        return self.kvstore.exchange(keys, float(samples), learning_rates(self.optimizer))
-
-    def _send_rest(self, bucket: Bucket, samples: int) -> None:
-        """A bucket that backward did not complete: what has a gradient leaves, the rest says it has none."""
-        names = [self._names[i] for i in bucket.members]
-        given = [name for name in names if self._parameters[name].grad is not None]
-        for name in given:
-            self._take(name, self._parameters[name])
-        tickets: list[Ticket] = []
-        if given:
-            tickets += self._exchange([self._keys[name] for name in given], samples)
-        if absent := [self._keys[name] for name in names if name not in given]:
-            tickets += self._exchange(absent, 0)
-        self._sent[bucket.index] = tickets
-
-    def _wait_for(self, index: int) -> None:
-        tickets = self._flying.pop(index)
-        began = time.perf_counter()
-        self.kvstore.wait(tickets)
-        self.wait_s += time.perf_counter() - began
-        for i in self._buckets[index].members:
-            name = self._names[i]
-            parameter = self._parameters[name]
-            if parameter.device.type != "cpu":
-                parameter.data.copy_(self._views[name][0], non_blocking=True)
-        if index == 0:
-            self.staleness[max(t.response.staleness for t in tickets if isinstance(t.response, Done))] += 1
-
-    def _check_unchanged(self) -> None:
-        """What has been sent cannot be changed any more: say so instead of training with the old values."""
-        for name, watched in self._watched.items():
-            if watched._version != self._versions[name]:
-                self._versions[name] = watched._version
-                if self._sent[self._bucket_of[name].index] is not None:
-                    raise UsageError(
-                        f"the gradient of {name!r} was changed after it had left during backward (clipping?); "
-                        "use Trainer(overlap=False), which sends at step()"
-                    )
-        for group, sent in zip(self.optimizer.param_groups, self._settings, strict=True):
-            changed = next((option for option, value in sent.items() if group[option] != value), None)
-            if changed is not None:
-                raise UsageError(
-                    f"the optimizer's {changed} went from {sent[changed]} to {group[changed]}; only the learning rate "
-                    "can change during training (OneCycleLR: pass cycle_momentum=False)"
-                )
 
     def _samples(self, batch_size: int | None) -> int:
         if batch_size is None:
             if self._seen is None:
                 raise UsageError("step() needs the batch size: no forward pass in training mode was seen to tell it")
             return self._seen
-        if self._seen is not None and batch_size != self._seen and any(sent is not None for sent in self._sent):
+        if self._seen is not None and batch_size != self._seen and self._have_left:
             raise UsageError(
                 f"step({batch_size}) but the forward pass saw {self._seen} samples, and gradients have left with that "
                 "number; pass Trainer(overlap=False) if the first dimension of the input is not the batch"
             )
         return batch_size
+
+    # --- mistakes that all kinds know
+
+    def _second_backward(self) -> UsageError:
+        return UsageError(
+            f"worker {self.kvstore.rank}: a second backward before step(), and the first one's gradients leave "
+            "as they come; use 'with trainer.accumulate():' for batches in parts, or Trainer(overlap=False)"
+        )
+
+    def _changed_gradient(self, name: str) -> UsageError:
+        return UsageError(
+            f"the gradient of {name!r} was changed after it had left during backward (clipping?); "
+            "use Trainer(overlap=False), which sends at step()"
+        )
+
+    def _not_finite(self, name: str) -> UsageError:
+        return UsageError(
+            f"worker {self.kvstore.rank}: the gradient of {name!r} at clock {self.clock} has NaN or infinity in it"
+        )
 
     # --- reports
 
@@ -345,9 +244,6 @@ class Trainer:
             "wait_s": round(self.wait_s, 6),
             "staleness": {str(value): count for value, count in sorted(self.staleness.items())},
         }
-
-
-_BUFFERS = "buffers"
 
 
 def _trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:

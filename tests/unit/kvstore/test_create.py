@@ -10,6 +10,7 @@ import pytest
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore import NAMES, KVStore, create
+from echelon.kvstore.create import ALL_WORKERS, ONE_WORKER
 from echelon.launch.in_process import run
 
 LONELY = Job()
@@ -39,15 +40,53 @@ def test_a_name_is_a_string(name: Any) -> None:
         create(name, job=LONELY)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("dist")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("dist") and name not in ALL_WORKERS])
 def test_a_dist_store_needs_a_job(name: str) -> None:
     with pytest.raises(UsageError, match=f"{name} needs a scheduler and servers.*echelon launch"):
         create(name, job=LONELY)
 
 
-def test_a_dist_store_needs_a_server() -> None:
-    with pytest.raises(UsageError, match="dist_sync needs at least one server; the job has 0"):
-        create("dist_sync", job=Job(scheduler_port=1, num_servers=0))
+@pytest.mark.parametrize("name", ALL_WORKERS)
+def test_collectives_between_workers_need_a_job(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} needs a job: .*echelon launch -n WORKERS -s 0.*torchrun"):
+        create(name, job=LONELY)
+
+
+@pytest.mark.parametrize("name", [*ALL_WORKERS, "dist_sync"])
+def test_a_worker_must_know_its_rank(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}: this worker does not know its rank; set ECHELON_RANK, 0 to 2"):
+        create(name, job=Job(scheduler_port=1, num_workers=3))
+
+
+@pytest.mark.parametrize("name", [*ALL_WORKERS, *ONE_WORKER, "dist_sync"])
+def test_alone_every_collective_is_a_store_of_one(name: str) -> None:
+    """Without torch.distributed: nobody listens at port 1."""
+    with create(name, job=Job(scheduler_port=1, num_servers=0)) as kv:
+        assert (kv.type, kv.rank, kv.num_workers, kv.workers) == (name, 0, 1, [0])
+
+
+@pytest.mark.parametrize("name", ["nccl", "dist_device_sync"])
+def test_lock_step_has_no_dials(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} has no staleness: its workers go in lock-step"):
+        create(name, staleness=3, job=DISTRIBUTED)
+    with pytest.raises(UsageError, match=f"{name} has no groups"):
+        create(name, groups=[[0]], job=DISTRIBUTED)
+
+
+def test_devices_need_somewhere_to_meet() -> None:
+    with pytest.raises(UsageError, match="nccl: 2 devices need a port to meet at; set ECHELON_DEVICE_PORT"):
+        create("nccl", job=Job(num_devices=2))
+
+
+def test_servers_serve_one_device_a_worker() -> None:
+    with pytest.raises(UsageError, match=r"dist_async with 4 devices a worker: .*\(-n 8\), or use dist_device_sync"):
+        create("dist_async", job=Job(scheduler_port=1, num_workers=2, num_servers=1, num_devices=4))
+
+
+@pytest.mark.parametrize("name", ["dist_async", "dist_gsync"])
+def test_a_relaxed_store_needs_a_server(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} needs at least one server; the job has 0"):
+        create(name, job=Job(scheduler_port=1, num_servers=0))
 
 
 @pytest.mark.parametrize(

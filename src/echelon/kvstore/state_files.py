@@ -1,0 +1,83 @@
+"""Optimizer states by name, `<key>/<state>` as torch.optim calls them, and the file they are kept in.
+
+Every store reads and writes the same names, so a state saved under one store is taken up under any other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from echelon.cluster.messages import OptimizerSpec
+from echelon.cluster.placement import KeySpec
+from echelon.errors import DataError, UsageError
+from echelon.server.optimization import NO_OPTIMIZER
+
+SCALARS = frozenset({"step", "mu_product"})  # one number for a whole key; all other states have its shape
+
+
+def save(path: Path, states: Mapping[str, Tensor], spec: OptimizerSpec) -> None:
+    """Write states, whole or not at all."""
+    temporary = path.with_name(path.name + ".part")
+    tensors = {name: tensor.contiguous() for name, tensor in states.items()}
+    save_file(tensors, temporary, {"optimizer": msgspec.json.encode(spec).decode()})
+    os.replace(temporary, path)
+
+
+def load(path: Path, spec: OptimizerSpec) -> dict[str, Tensor]:
+    """Read states that the same optimizer left."""
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except Exception as error:
+        raise DataError(f"{path}: no optimizer states can be read from it ({error})") from error
+    saved = msgspec.json.decode(metadata.get("optimizer", "null"), type=OptimizerSpec | None)
+    if saved is None or saved.name != spec.name:
+        raise UsageError(f"{path} has states of {saved.name if saved else 'no optimizer'}; the servers run {spec.name}")
+    return tensors
+
+
+def by_key(states: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The states of each key. A key may have a slash in its name, a state has none."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in states.items():
+        key, _, kind = name.rpartition("/")
+        found.setdefault(key, {})[kind] = tensor
+    return found
+
+
+def state_names(spec: OptimizerSpec, key: str) -> list[str]:
+    """What torch.optim calls the states of a key, in the order of `server/kernels.py`."""
+    group = spec.members.get(key, 0)
+    if group == NO_OPTIMIZER:
+        return []
+    options = spec.groups[group]
+    match spec.name:
+        case "sgd":
+            return ["momentum_buffer"] if options["momentum"] else []
+        case "adagrad":
+            return ["sum"]
+        case "rmsprop":
+            averages = ["grad_avg"] if options["centered"] else []
+            return ["square_avg", *averages, *(["momentum_buffer"] if options["momentum"] else [])]
+    return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options["amsgrad"] else [])]
+
+
+def check_fit(source: str, spec: OptimizerSpec, key: KeySpec, kinds: Mapping[str, Tensor]) -> None:
+    """Refuse states of other settings or of another shape."""
+    wanted, given = state_names(spec, str(key.name)), sorted(kinds.keys() - SCALARS)
+    if sorted(wanted) != given:
+        raise UsageError(f"{source}: the states {given} of key {key.name!r} do not fit {spec.name}, which has {wanted}")
+    for kind in wanted:
+        if kinds[kind].numel() != key.length:
+            raise UsageError(
+                f"{source}: state {kind} of key {key.name!r} has {kinds[kind].numel()} elements, "
+                f"the key has {key.length}"
+            )

@@ -1,0 +1,263 @@
+"""The Trainer of a store on servers: gradients leave in buckets while backward runs, weights come back when needed.
+
+Parameters move into the store's memory. A gradient is copied to its place there as soon as autograd has finished it,
+and when a bucket is complete it leaves, while backward goes on. The optimizer itself runs on the servers; the one
+given here only says which, with what settings, and (as its schedule moves) at what rate. `step` does not wait: the
+next forward pass waits for each module's weights when it reaches the module, and so does `sync`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon.cluster.messages import Done, OptimizerSpec
+from echelon.errors import UsageError
+from echelon.kvstore.arguments import is_finite
+from echelon.kvstore.client import Ticket
+from echelon.kvstore.optimizers import learning_rates, spec_of
+from echelon.kvstore.server_store import ServerStore
+from echelon.server.optimization import NO_OPTIMIZER
+from echelon.train.buckets import Bucket, make_buckets
+from echelon.train.trainer import Trainer
+
+_BUFFERS = "buffers"
+
+
+class ServerTrainer(Trainer):
+    """Keeps a model in step with the servers."""
+
+    kvstore: ServerStore
+
+    def _start(self) -> None:
+        self._called: set[str] = set()  # parameters whose module was called since the last step
+        self._early: set[int] = set()  # buckets with parameters that are read without a call of their module
+        self._arrived: set[str] = set()  # gradients of the step that is being made
+        self._buckets = make_buckets([p.numel() * p.element_size() for p in self._parameters.values()])
+        self._bucket_of = {self._names[i]: bucket for bucket in self._buckets for i in bucket.members}
+        self._missing = [len(bucket.members) for bucket in self._buckets]
+        self._sent: list[list[Ticket] | None] = [None] * len(self._buckets)  # of the step that is being made
+        self._flying: dict[int, list[Ticket]] = {}  # bucket -> exchange to wait for
+        self._place()
+        self._hook()
+
+    @property
+    def lock_step(self) -> bool:
+        """Whether every step waits for all workers."""
+        return self.kvstore.type == "dist_sync"
+
+    # --- the loop
+
+    def _step(self, samples: int) -> None:
+        self._check_unchanged()
+        for bucket in self._buckets:
+            if self._sent[bucket.index] is None:
+                self._send_rest(bucket, samples)
+        for bucket in self._buckets:
+            tickets = self._sent[bucket.index]
+            assert tickets is not None
+            self._flying[bucket.index] = tickets
+            self._sent[bucket.index] = None
+            self._missing[bucket.index] = len(bucket.members)
+        self._arrived.clear()
+        self._called.clear()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn unless step() was called
+
+    def sync(self) -> None:
+        """Wait until every parameter has the weights of the last step."""
+        for index in list(self._flying):
+            self._wait_for(index)
+
+    def zero_grad(self) -> None:
+        """Forget gradients that were not pushed."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._versions = {name: watched._version for name, watched in self._watched.items()}
+        for bucket in self._buckets:
+            if self._sent[bucket.index] is None:
+                self._arrived -= {self._names[i] for i in bucket.members}
+                self._missing[bucket.index] = len(bucket.members)
+
+    def refresh(self) -> None:
+        """Fetch the weights as they are on the servers now, others' last pushes included."""
+        self.sync()
+        self.kvstore.pull(self._names, [self._views[name][0] for name in self._names])
+        self._take_weights(self._names)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Put weights and buffers into the model and the servers. All workers call it."""
+        self.sync()
+        self.model.load_state_dict(weights)
+        if self.kvstore.rank == self.kvstore.workers[0]:
+            self.kvstore.overwrite(self._names, [parameter.detach() for parameter in self._parameters.values()])
+        self.kvstore.barrier()
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """The servers' state, `<parameter>/<state>`."""
+        self.sync()
+        return self.kvstore.optimizer_states()
+
+    def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
+        """Give the servers a state. All workers call it."""
+        self.sync()
+        if self.kvstore.rank == self.kvstore.workers[0]:
+            self.kvstore.put_optimizer_states(dict(state), "the state")
+        self.kvstore.barrier()
+
+    def average_buffers(self) -> None:
+        """Set floating-point buffers (BatchNorm's statistics) to their mean over the workers. All must call it."""
+        if not self._buffers:
+            return
+        mine = torch.cat([buffer.detach().reshape(-1).float().cpu() for buffer in self._buffers])
+        mean = self.kvstore.gather_vectors(_BUFFERS, mine).mean(0)
+        at = 0
+        for buffer in self._buffers:
+            buffer.copy_(mean[at : at + buffer.numel()].view_as(buffer))
+            at += buffer.numel()
+
+    # --- set-up
+
+    def _place(self) -> None:
+        """Put every parameter into the store with rank 0's values, and its tensor where they arrive."""
+        values = [parameter.detach() for parameter in self._parameters.values()]
+        self.kvstore.init(self._names, values)
+        self._views = {name: self.kvstore.views(name) for name in self._names}
+        self._keys = {name: self.kvstore.key_number(name) for name in self._names}
+        # The same memory as a tensor with a version counter of its own: it tells whether somebody wrote through it.
+        plain = {name: view for name, (_, view) in self._views.items() if view.dtype != torch.bfloat16}
+        self._watched = {name: torch.from_numpy(view.numpy()) for name, view in plain.items()}
+        self._versions = dict.fromkeys(self._watched, 0)
+        spec = spec_of(self.optimizer, {id(parameter): name for name, parameter in self._parameters.items()})
+        members = dict(spec.members)
+        fixed = ("momentum", "betas", "weight_decay", "alpha", "eps", "dampening", "nesterov", "lr_decay")
+        groups = self.optimizer.param_groups
+        self._settings = [{option: group[option] for option in fixed if option in group} for group in groups]
+        if self._buffers:
+            length = sum(buffer.numel() for buffer in self._buffers)
+            members |= dict.fromkeys(self.kvstore.make_vectors(_BUFFERS, length), NO_OPTIMIZER)
+        self.kvstore.use_optimizer(OptimizerSpec(spec.name, spec.groups, members))
+        self.kvstore.pull(self._names, [self._views[name][0] for name in self._names])
+        for name, parameter in self._parameters.items():
+            if parameter.device.type == "cpu":
+                parameter.data = self._views[name][0]
+        self._take_weights(self._names)
+
+    def _hook(self) -> None:
+        self._hooks.append(self.model.register_state_dict_pre_hook(lambda *_: self.sync()))  # type: ignore[no-untyped-call]
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        for module in self.model.modules():
+            own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
+            if own:
+                self._hooks.append(module.register_forward_pre_hook(self._waiter(own)))
+        for name, parameter in self._parameters.items():
+            hook = parameter.register_post_accumulate_grad_hook(self._grad_hook(name))  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super()._before_forward(module, args, kwargs)
+        for index in self._early & self._flying.keys():
+            self._wait_for(index)
+
+    def _waiter(self, names: list[str]) -> Any:
+        buckets = sorted({self._bucket_of[name].index for name in names})
+
+        def wait(module: nn.Module, args: Any) -> None:
+            self._called.update(names)
+            for index in buckets:
+                if index in self._flying:
+                    self._wait_for(index)
+
+        return wait
+
+    def _grad_hook(self, name: str) -> Any:
+        bucket = self._bucket_of[name]
+
+        def ready(parameter: Tensor) -> None:
+            if name not in self._called:  # as nn.MultiheadAttention does with its out_proj: wait before all of forward
+                self._early.add(bucket.index)
+            if self._accumulating or not self._overlap or self._seen is None:
+                return
+            if name in self._arrived:
+                raise self._second_backward()
+            self._take(name, parameter)
+            self._arrived.add(name)
+            self._missing[bucket.index] -= 1
+            if self._missing[bucket.index] == 0:
+                keys = [self._keys[self._names[i]] for i in bucket.members]
+                self._sent[bucket.index] = self._exchange(keys, self._seen)
+
+        return ready
+
+    # --- gradients out, weights in
+
+    def _take(self, name: str, parameter: Tensor) -> None:
+        """Copy a finished gradient to its place."""
+        gradient = parameter.grad
+        assert gradient is not None
+        bucket = self._bucket_of[name].index
+        if bucket in self._flying:  # a model that ran no forward hook since the last step, for example a frozen part
+            self._wait_for(bucket)
+        place = self._views[name][1]
+        if gradient.data_ptr() != place.data_ptr():
+            place.copy_(gradient)
+            if gradient.device.type == "cpu":
+                parameter.grad = self._watched.get(name, place)
+        if self._check_finite and not is_finite(place):
+            raise self._not_finite(name)
+
+    def _exchange(self, keys: list[int], samples: int) -> list[Ticket]:
+        return self.kvstore.exchange(keys, float(samples), learning_rates(self.optimizer))
+
+    def _send_rest(self, bucket: Bucket, samples: int) -> None:
+        """A bucket that backward did not complete: what has a gradient leaves, the rest says it has none."""
+        names = [self._names[i] for i in bucket.members]
+        given = [name for name in names if self._parameters[name].grad is not None]
+        for name in given:
+            self._take(name, self._parameters[name])
+        tickets: list[Ticket] = []
+        if given:
+            tickets += self._exchange([self._keys[name] for name in given], samples)
+        if absent := [self._keys[name] for name in names if name not in given]:
+            tickets += self._exchange(absent, 0)
+        self._sent[bucket.index] = tickets
+
+    def _wait_for(self, index: int) -> None:
+        tickets = self._flying.pop(index)
+        began = time.perf_counter()
+        self.kvstore.wait(tickets)
+        self.wait_s += time.perf_counter() - began
+        self._take_weights([self._names[i] for i in self._buckets[index].members])
+        if index == 0:
+            self.staleness[max(t.response.staleness for t in tickets if isinstance(t.response, Done))] += 1
+
+    def _take_weights(self, names: list[str]) -> None:
+        """On the CPU a parameter is the very memory that weights arrive in."""
+        for name in names:
+            parameter = self._parameters[name]
+            if parameter.device.type != "cpu":
+                parameter.data.copy_(self._views[name][0], non_blocking=True)
+
+    def _check_unchanged(self) -> None:
+        """What has been sent cannot be changed any more: say so instead of training with the old values."""
+        for name, watched in self._watched.items():
+            if watched._version != self._versions[name]:
+                self._versions[name] = watched._version
+                if self._sent[self._bucket_of[name].index] is not None:
+                    raise self._changed_gradient(name)
+        for group, sent in zip(self.optimizer.param_groups, self._settings, strict=True):
+            changed = next((option for option, value in sent.items() if group[option] != value), None)
+            if changed is not None:
+                raise UsageError(
+                    f"the optimizer's {changed} went from {sent[changed]} to {group[changed]}; only the learning rate "
+                    "can change during training (OneCycleLR: pass cycle_momentum=False)"
+                )
+
+    @property
+    def _have_left(self) -> bool:
+        return any(sent is not None for sent in self._sent)
