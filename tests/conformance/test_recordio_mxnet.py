@@ -101,6 +101,19 @@ def test_image_record_iter_reads_what_is_packed_here(photos: Path, tmp_path: Pat
         assert [unpack(reader[k])[0].label for k in range(len(reader))] == [label for label, _ in expected]
 
 
+def test_image_record_iter_reads_restart_markers(photos: Path, tmp_path: Path) -> None:
+    wide = np.random.default_rng(0).integers(0, 256, (40, 400, 3), np.uint8)
+    Image.fromarray(wide).save(photos / "a" / "wide.png")
+    entry = imagelist.Entry(0, (1.0,), "a/wide.png")
+    answers = []
+    for interval in (0, 4):
+        rec = tmp_path / f"{interval}.rec"
+        pack_list([entry], photos, rec, Encoding(restart_interval=interval))
+        answers.append(mxnet("iterate", rec=str(rec), idx=str(rec.with_suffix(".idx"))))
+    assert b"\xff\xd7" in rec.read_bytes()
+    assert answers[0] == answers[1] != [[1.0, 0.0]]
+
+
 @pytest.mark.parametrize(
     ("flags", "options"),
     [
