@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from echelon import models
 from echelon.cli.main import main
 from echelon.data.digits import load_digits
-from echelon.train.fit import evaluate
+from echelon.train.evaluate import predict
 
 NUM_TRAIN = 1437
 EPOCHS = 4
@@ -92,7 +92,8 @@ def test_the_checkpoint_is_the_model_that_was_scored(gsync: Run) -> None:
     path = gsync.directory / "checkpoint.safetensors"
     model = models.build("digits-cnn", num_classes=10, image_shape=(1, 8, 8))
     model.load_state_dict(load_file(path))
-    accuracy, _ = evaluate(model, *load_digits()[1])
+    images, labels = load_digits()[1]
+    accuracy = float((predict(model.eval(), images).argmax(1) == labels).double().mean())
     assert accuracy == gsync.summary["accuracy"]
     with safe_open(path, "pt") as file:
         assert json.loads(file.metadata()["echelon"])["accuracy"] == accuracy
@@ -150,12 +151,14 @@ def test_the_other_stores_learn_too_and_stop_at_the_target(tmp_path: Path, argum
         ("--data-allocator 1", "--data-allocator 1 needs the file data_sharding"),
         ("--data nosuch", "no dataset 'nosuch'; there are digits, "),
         ("--network digits_cnn", "Unknown network 'digits_cnn'. Did you mean 'digits-cnn'?"),
-        ("--optimizer nosuch", "there is no optimizer 'nosuch'; use one of sgd, "),
+        ("--optimizer nosuch", "Unknown optimizer 'nosuch'."),
         ("--slow 1:3", "--slow names worker 1, but ranks go from 0 to 0"),
         ("--slow 3", "--slow '3' is not RANK:FACTOR, for example 3:3"),
         ("--stall 2:5", "--stall 2:5: the probability must be between 0 and 1"),
-        ("--lr-step-epochs 3,x", "--lr-step-epochs '3,x' is not a list of epochs"),
-        ("--num-epochs 0", "--batch-size and --num-epochs must be 1 or more"),
+        ("--lr-step-epochs 3,x", "--lr-step-epochs '3,x' is no list of epochs"),
+        ("--num-epochs 0", "--num-epochs must be 1 or more, not 0"),
+        ("--gpus 0", "--gpus 0 asks for GPU 0, but this machine has none"),
+        ("--devices cpu:3", "--batch-size 32 cannot be divided among 3 devices; use 30 or 33"),
         ("-n 0", "a job needs at least one worker (-n), not 0"),
         ("--name a/b", "'a/b' cannot name a run"),
     ],

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from echelon.errors import EchelonError
+from echelon.train.arguments import Parser
 
 COMMANDS = {
     "train": "train a model on many workers of this machine",
@@ -24,15 +25,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="echelon", description="Distributed training where one flag says how strictly workers wait."
     )
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = given[0] if given and given[0] in COMMANDS else None
+    kind = Parser if wanted == "train" else argparse.ArgumentParser  # whose short forms are MXNet's
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=kind)
     for name, summary in COMMANDS.items():
         if name == wanted:
             importlib.import_module(f"echelon.cli.{name}").add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=summary)
-    options = parser.parse_args(given)
     try:
+        options = parser.parse_args(given)
         return int(options.run(options))
     except EchelonError as error:
         print(f"echelon: {error}", file=sys.stderr)

@@ -15,6 +15,7 @@ from typing import Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.data.augment import AugmentConfig, Normaliser
@@ -107,7 +108,12 @@ class DeviceLoader:
 
 
 class DeviceMemoryLoader:
-    """Batches of a small set that lives on the device: pad, crop, mirror and normalise there."""
+    """Batches of a small set that lives on the device: pad, crop, mirror and normalise there.
+
+    `gather` makes the batch at a cursor that is on the device, too, and moves it on. It asks nothing of the host, so a
+    whole training step can be compiled or captured with its data inside: `begin` puts an epoch's choices in place, and
+    for each replayed batch `advance` keeps the host's account. Iterating does the three in turn.
+    """
 
     def __init__(
         self,
@@ -128,29 +134,52 @@ class DeviceMemoryLoader:
         self._images = torch.nn.functional.pad(images, (0, 0, pad, pad, pad, pad), value=augment.fill_value)
         self._labels = torch.from_numpy(source.labels).to(self._device)
         self._normalise = DeviceNormaliser(augment, self._device, dtype)
+        self._num_mine = len(sampling.counters(np.arange(sampling.num_samples, dtype=np.int64)))
+        size = sampling.batch_size
+        rows = -(-self._num_mine // size) * size  # whole batches: what is beyond the last sample is cut off again
+        self._choices = torch.zeros((rows, 4), dtype=torch.int64, device=self._device)
+        self._cursor = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._within = torch.arange(size, device=self._device)
 
     def __len__(self) -> int:
         return self.sampling.batches_per_epoch
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        epoch, start = self.state.epoch, self.state.position
-        records, tops, lefts, mirrors = self._epoch(epoch)
-        size = self.augment.shape[1:]
-        while start < len(records):
-            part = slice(start, start + self.sampling.batch_size)
-            pixels = crop_mirror(self._images, records[part], tops[part], lefts[part], mirrors[part], size)
-            start = min(part.stop, len(records))
-            self.state = State(epoch, start) if start < len(records) else State(epoch + 1, 0)
-            yield self._normalise(pixels), self._labels[records[part]]
+        for _ in range(self.begin()):
+            images, labels = self.gather()
+            count = self.advance()
+            yield images[:count], labels[:count]
 
-    def _epoch(self, epoch: int) -> list[Tensor]:
-        """This worker's records of an epoch, and where their crops begin, on the device."""
+    def begin(self) -> int:
+        """Put the rest of the current epoch on the device; returns how many batches it has."""
+        choices = self._epoch(self.state.epoch)
+        self._choices[: len(choices)].copy_(torch.from_numpy(choices))
+        self._cursor.fill_(self.state.position)
+        return -(-(self._num_mine - self.state.position) // self.sampling.batch_size)
+
+    def gather(self) -> tuple[Tensor, Tensor]:
+        """Return the batch at the cursor and move on. Only device work."""
+        at = (self._cursor + self._within).clamp(max=len(self._choices) - 1)
+        records, tops, lefts, mirrors = self._choices[at].unbind(1)
+        pixels = crop_mirror(self._images, records, tops, lefts, mirrors.bool(), self.augment.shape[1:])
+        self._cursor.add_(self.sampling.batch_size)
+        return self._normalise(pixels), self._labels[records]
+
+    def advance(self) -> int:
+        """Count a batch that was gathered; returns its samples."""
+        epoch, position = self.state.epoch, self.state.position
+        count = min(self.sampling.batch_size, self._num_mine - position)
+        done = position + count == self._num_mine
+        self.state = State(epoch + 1, 0) if done else State(epoch, position + count)
+        return count
+
+    def _epoch(self, epoch: int) -> NDArray[np.int64]:
+        """This worker's records of an epoch, where their crops begin, and whether they are mirrored."""
         order = self.sampling.order(epoch)
         counters = self.sampling.counters(order)
         _, height, width, _ = self.source.images.shape
         place = places(self.augment, height, width, self.sampling.seed, epoch, counters)
-        arrays = (order[counters], place.tops, place.lefts, place.mirrors)
-        return [torch.from_numpy(np.ascontiguousarray(array)).to(self._device) for array in arrays]
+        return np.stack([order[counters], place.tops, place.lefts, place.mirrors.astype(np.int64)], axis=1)
 
     def close(self) -> None:
         """Nothing runs, so there is nothing to stop."""

@@ -6,11 +6,16 @@ import msgspec
 
 from echelon.environment import Job
 from echelon.errors import EchelonError
+from echelon.launch.devices import run_devices
 from echelon.train.fit import fit
 from echelon.train.options import TrainOptions
 
 try:
-    fit(msgspec.json.decode(sys.argv[1], type=TrainOptions), Job.from_environment().run_dir)
+    options = msgspec.json.decode(sys.argv[1], type=TrainOptions)
+    job = Job.from_environment()
+    if len(options.devices) > 1 and job.num_devices == 1:
+        sys.exit(run_devices([sys.executable, "-m", "echelon.train", sys.argv[1]], len(options.devices)))
+    sys.exit(fit(options, job.run_dir))
 except EchelonError as error:
     sys.exit(f"error: {error}")
 except KeyboardInterrupt:

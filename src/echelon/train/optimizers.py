@@ -44,11 +44,8 @@ def make_optimizer(
     name: str, model: nn.Module, *, lr: float, momentum: float = 0.9, weight_decay: float = 0.0001
 ) -> optim.Optimizer:
     """The optimizer of that name (case does not matter) for what the model trains."""
+    check_optimizer(name)
     known = name.lower()
-    if known in _NOT_YET:
-        raise UsageError(f"MXNet has the optimizer {name!r}, Echelon not yet; use one of {', '.join(NAMES)}")
-    if known not in _MAKERS:
-        raise unknown("optimizer", name, NAMES)
     settings: dict[str, Any] = {"lr": lr}
     make = _MAKERS[known]
     if known in MOMENTUM:
@@ -59,6 +56,14 @@ def make_optimizer(
         return make(_groups(model, weight_decay), **settings)
     except ValueError as error:
         raise UsageError(f"optimizer {name!r} with {_shown(settings)}: {error}") from error
+
+
+def check_optimizer(name: str) -> None:
+    """A name we do not have is an error that says which there are."""
+    if name.lower() in _NOT_YET:
+        raise UsageError(f"MXNet has the optimizer {name!r}, Echelon not yet; use one of {', '.join(NAMES)}")
+    if name.lower() not in _MAKERS:
+        raise unknown("optimizer", name, NAMES)
 
 
 def decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:

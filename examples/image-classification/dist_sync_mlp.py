@@ -1,0 +1,24 @@
+"""Several machines in step: an MLP on MNIST, every worker with its part of the data, under `dist_sync`.
+
+    echelon launch -n 2 -s 2 python dist_sync_mlp.py
+
+The idx files are looked for under data/.
+"""
+
+from echelon.train import script
+
+parser = script.make_parser(__doc__, images=False)
+parser.own("--data-dir", default="data", help="where the idx files are")
+parser.set_defaults(
+    network="mlp",
+    kv_store="dist_sync",
+    num_classes=10,
+    num_examples=60000,
+    image_shape="1,28,28",
+    batch_size=100,
+    num_epochs=10,
+    lr=0.1,
+)
+
+if __name__ == "__main__":
+    script.run(parser, data="mnist")

@@ -1,0 +1,165 @@
+"""When a run saves and how it goes on from what it saved.
+
+Rank 0's file has weights, optimizer state and random numbers; the other ranks' files only what is theirs alone
+(BatchNorm's statistics, random numbers). What goes on: the weights to the bit, the schedule, the order of the data.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from echelon import __version__
+from echelon.data.augment_config import AugmentConfig
+from echelon.errors import UsageError
+from echelon.train import log_lines
+from echelon.train.options import TrainOptions
+from echelon.train.plan import Place
+from echelon.train.precision import LossScaler
+from echelon.train.snapshots import Snapshot, capture_rng, load, load_latest, locate, path_for, prune, restore_rng, save
+from echelon.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A place in a run: epochs done, steps of this process and samples of all processes in the epoch under way."""
+
+    epoch: int = 0
+    batch: int = 0
+    samples_done: int = 0
+
+
+class Saver:
+    """Writes and reads the snapshots of one process. Without a prefix it does neither."""
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        place: Place,
+        trainer: Trainer,
+        augment: AugmentConfig,
+        num_classes: int,
+        scaler: LossScaler | None,
+    ) -> None:
+        self._options = options
+        self._place = place
+        self._trainer = trainer
+        self._augment = augment
+        self._num_classes = num_classes
+        self._scaler = scaler
+        self._prefix = options.model_prefix
+        if self._prefix is None and (options.resume or options.load_epoch is not None):
+            raise UsageError("to go on from a checkpoint, name its prefix: --model-prefix PREFIX")
+
+    def save(self, point: Point, metrics: dict[str, float]) -> str | None:
+        """Save this process's part of the run; all processes call it at the same point. Returns the file."""
+        self._trainer.sync()
+        if self._prefix is None:
+            return None
+        optimizer = self._trainer.optimizer_state()  # all processes: parts of it may be everywhere
+        model, rank = self._trainer.model, self._place.rank
+        path = path_for(self._prefix, rank, point.epoch, point.batch or None)
+        extra = capture_rng(self._device) | (self._scaler.state() if self._scaler else {})
+        save(
+            path,
+            Snapshot(
+                weights=dict(model.state_dict()) if rank == 0 else dict(model.named_buffers()),
+                optimizer=optimizer if rank == 0 else {},
+                extra=extra,
+                facts=self._facts(point, metrics),
+            ),
+        )
+        prune(self._prefix, rank=rank)
+        if rank == 0:
+            log.info(log_lines.saved_line(str(path)))
+        return str(path)
+
+    def load(self) -> Point:
+        """Go on from the snapshot that the options name; the beginning, if they name none."""
+        if self._prefix is None:
+            return Point()
+        if self._options.load_epoch is not None:
+            path = locate(self._prefix, 0, self._options.load_epoch)
+            snapshot = load(path)
+        elif self._options.resume:
+            found = load_latest(self._prefix)
+            if found is None:
+                log.info("no checkpoint %s-*: training begins at the beginning", self._prefix)
+                return Point()
+            snapshot, path = found
+        else:
+            return Point()
+        self._check(snapshot.facts, str(path))
+        self._apply(snapshot)
+        facts = snapshot.facts
+        log.info(log_lines.loaded_line(str(self._prefix), facts["epoch"]))
+        return Point(facts["epoch"], facts["batch"], facts["samples_done"])
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._trainer.model.parameters()).device
+
+    def _apply(self, snapshot: Snapshot) -> None:
+        self._trainer.load_weights(snapshot.weights)
+        if snapshot.optimizer:
+            self._trainer.load_optimizer_state(snapshot.optimizer)
+        own = snapshot
+        if self._place.rank:
+            path = path_for(
+                str(self._prefix), self._place.rank, snapshot.facts["epoch"], snapshot.facts["batch"] or None
+            )
+            if path.is_file() and snapshot.facts["num_processes"] == self._place.size:
+                own = load(path)
+                _set_buffers(self._trainer.model, own.weights)
+        restore_rng(own.extra, self._device)
+        if self._scaler is not None:
+            self._scaler.load(dict(own.extra))
+
+    def _facts(self, point: Point, metrics: dict[str, float]) -> dict[str, Any]:
+        options = self._options
+        return {
+            "epoch": point.epoch,
+            "batch": point.batch,
+            "samples_done": point.samples_done,
+            "num_workers": self._place.num_workers,
+            "num_processes": self._place.size,
+            "network": options.network,
+            "num_classes": self._num_classes,
+            "image_shape": list(self._augment.shape),
+            "num_layers": options.num_layers,
+            "network_options": options.network_options,
+            "options": asdict(options)
+            | {
+                "image_shape": list(self._augment.shape),
+                "rgb_mean": list(self._augment.rgb_mean),
+                "rgb_std": list(self._augment.rgb_std),
+            },
+            "metrics": metrics,
+            "version": __version__,
+        }
+
+    def _check(self, facts: dict[str, Any], path: str) -> None:
+        """A file of another network or optimizer is refused with both values."""
+        options = self._options
+        wanted = {"network": options.network, "num_layers": options.num_layers, "num_classes": self._num_classes}
+        saved = {name: facts.get(name) for name in wanted}
+        before = facts.get("options", {}).get("optimizer", options.optimizer)
+        if saved == wanted and before == options.optimizer:
+            return
+        pairs = [f"{name} {saved[name]} there, {value} here" for name, value in wanted.items() if saved[name] != value]
+        if before != options.optimizer:
+            pairs.append(f"optimizer {before} there, {options.optimizer} here")
+        raise UsageError(f"{path} is of another run: {'; '.join(pairs)}. Give the same flags, or another prefix")
+
+
+def _set_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in values:
+                buffer.copy_(values[name])

@@ -1,0 +1,114 @@
+"""What the example scripts share: flags, devices, the log, and one process a device.
+
+    parser = script.make_parser(__doc__)
+    parser.set_defaults(network="mlp", num_epochs=20)
+    if __name__ == "__main__":
+        script.run(parser, data="mnist")
+
+The same command works in every role: started as a server or the scheduler (`DMLC_ROLE`), `run` serves and leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from echelon.environment import Job
+from echelon.errors import EchelonError, UsageError
+from echelon.train.arguments import (
+    Parser,
+    add_augment_arguments,
+    add_data_arguments,
+    add_fit_arguments,
+    options_from,
+)
+from echelon.train.options import TrainOptions
+
+LOG_FORMAT = "%(levelname)s:root:%(message)s"  # MXNet's lines, which parse_log and people's scripts read
+
+
+def make_parser(description: str | None, *, images: bool = True) -> Parser:
+    """The flags of training; with `images`, those of data and augmentation, too."""
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_fit_arguments(parser, parser.own)
+    if images:
+        add_data_arguments(parser, parser.own)
+        add_augment_arguments(parser, parser.own)
+    parser.set_defaults(kv_store="device")
+    return parser
+
+
+def run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str] | None = None) -> None:
+    """Be the process that the command line and the environment describe; does not return."""
+    try:
+        sys.exit(_run(parser, data, sys.argv[1:] if arguments is None else arguments))
+    except EchelonError as error:
+        sys.exit(f"{parser.prog}: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str]) -> int:
+    job = Job.from_environment()
+    if job.role != "worker":
+        from echelon.kvstore.create import serve_and_exit
+
+        serve_and_exit(job)
+    given = parser.parse_args(arguments)
+    options = read_options(given, data)
+    check(options, job)
+    if len(options.devices) > 1 and job.num_devices == 1:
+        from echelon.launch.devices import run_devices
+
+        return run_devices([sys.executable, sys.argv[0], *arguments], len(options.devices))
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    from echelon.train.fit import fit  # torch: not before the flags are known to be right
+
+    return fit(options, job.run_dir)
+
+
+def read_options(given: argparse.Namespace, data: str) -> TrainOptions:
+    """The options of a parsed command line."""
+    from echelon.launch.devices import parse_devices
+
+    given.device_list = parse_devices(given.gpus, given.devices)
+    return replace(options_from(given), data=data)
+
+
+def check(options: TrainOptions, job: Job) -> None:
+    """What is wrong with the flags together is said before anything is started."""
+    from echelon import models
+    from echelon.data.datasets import dataset_names, open_dataset
+    from echelon.kvstore.create import check_name
+    from echelon.models.choices import unknown
+    from echelon.train.optimizers import ON_SERVERS, check_optimizer
+    from echelon.train.plan import device_batch
+    from echelon.train.schedules import make_schedule
+
+    check_name(options.kv_store)
+    check_optimizer(options.optimizer)
+    make_schedule(
+        lr=options.lr,
+        factor=options.lr_factor,
+        step_epochs=options.lr_step_epochs,
+        kind=options.lr_schedule,
+        epoch_size=1,
+        num_epochs=options.num_epochs,
+        warmup_strategy=options.warmup_strategy,
+    )
+    device_batch(options.batch_size, len(options.devices))
+    if options.data not in dataset_names():
+        open_dataset(options.data)  # raises
+    if ":" not in options.network and options.network not in models.names():
+        raise unknown("network", options.network, models.names(), " Your own is named package.module:function.")
+    served = options.kv_store.startswith("dist_") and "device" not in options.kv_store and job.num_servers
+    if served and len(options.devices) > 1:
+        raise UsageError(
+            f"--kv-store {options.kv_store} with servers has one device in a worker, and {len(options.devices)} were "
+            "given; start a worker for each, or use dist_device_sync"
+        )
+    if served and options.optimizer.lower() not in ON_SERVERS:
+        raise UsageError(f"servers cannot run the optimizer {options.optimizer!r}; use one of {', '.join(ON_SERVERS)}")

@@ -1,0 +1,215 @@
+"""The training loop in one process: what it logs, what it saves, and that going on changes nothing, bit for bit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon.errors import DataError, UsageError
+from echelon.train import snapshots
+from echelon.train.fit import TERMINATED, fit
+from echelon.train.options import TrainOptions
+
+# 1437 samples in batches of 128: 12 steps an epoch, the last of 29 samples.
+OPTIONS = TrainOptions(batch_size=128, num_epochs=3, lr=0.1, lr_step_epochs="2", disp_batches=5, seed=7)
+STEPS = 12
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def weights(prefix: Path, epoch: int, batch: int | None = None) -> dict[str, Tensor]:
+    snapshot = snapshots.load(snapshots.path_for(prefix, 0, epoch, batch))
+    return snapshot.weights | snapshot.optimizer
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three epochs in one go; the prefix of its checkpoints."""
+    prefix = tmp_path_factory.mktemp("whole") / "model"
+    assert fit(replace(OPTIONS, model_prefix=str(prefix))) == 0
+    return prefix
+
+
+def test_the_log_is_mxnets(lines: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    prefix = tmp_path / "model"
+    assert fit(replace(OPTIONS, num_epochs=2, top_k=3, loss="ce", lr_step_epochs="1", model_prefix=str(prefix))) == 0
+    text = "\n".join(record.getMessage() for record in lines.records)
+    assert re.search(r"^start with arguments Namespace\(data='digits'", text)
+    for epoch in (0, 1):
+        speeds = re.findall(
+            rf"^Epoch\[{epoch}\] Batch \[(\d+-\d+)\]\tSpeed: [\d.]+ samples/sec\taccuracy=[01]\.\d{{6}}"
+            r"\ttop_k_accuracy_3=[01]\.\d{6}\tcross-entropy=\d+\.\d{6}$",
+            text,
+            re.MULTILINE,
+        )
+        assert speeds == ["0-5", "5-10"]
+        assert re.search(rf"^Epoch\[{epoch}\] Train-accuracy=0\.\d{{6}}$", text, re.MULTILINE)
+        assert re.search(rf"^Epoch\[{epoch}\] Time cost=\d+\.\d{{3}}$", text, re.MULTILINE)
+        assert re.search(rf"^Epoch\[{epoch}\] Validation-accuracy=0\.\d{{6}}$", text, re.MULTILINE)
+        assert f'Saved checkpoint to "{prefix}-{epoch + 1:04d}.safetensors"' in text
+    assert text.index("Epoch[0] Train-accuracy") < text.index("Epoch[0] Time cost") < text.index("Saved checkpoint")
+    assert text.index("Saved checkpoint") < text.index("Epoch[0] Validation-accuracy")
+    assert "Update[13]: Change learning rate to 1.00000e-02" in text
+    assert re.search(r"^engine eager: ", text, re.MULTILINE)
+
+
+def test_it_learns(uninterrupted: Path) -> None:
+    facts = snapshots.load(snapshots.path_for(uninterrupted, 0, 3)).facts
+    assert facts["metrics"]["accuracy"] > 0.8
+    assert (facts["epoch"], facts["batch"], facts["network"]) == (3, 0, "digits-cnn")
+
+
+def test_going_on_from_an_epoch_gives_the_same_bits(uninterrupted: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "model"
+    part = replace(OPTIONS, model_prefix=str(prefix))
+    fit(replace(part, num_epochs=1))
+    fit(replace(part, load_epoch=1))
+    assert same(weights(prefix, 3), weights(uninterrupted, 3))
+
+
+def test_going_on_in_mid_epoch_gives_the_same_bits(uninterrupted: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "model"
+    part = replace(OPTIONS, model_prefix=str(prefix), save_batches=5)
+    fit(replace(part, num_epochs=2))
+    for epoch in (1, 2):  # as if it had died after batch 10 of the second epoch
+        path = snapshots.path_for(prefix, 0, epoch)
+        if epoch == 2:
+            path.unlink()
+    assert not snapshots.path_for(prefix, 0, 1, 5).exists(), "only the newest in mid-epoch is kept"
+    fit(replace(part, num_epochs=2, load_epoch=1))  # makes mid-epoch files again, and the end of epoch 2
+    snapshots.path_for(prefix, 0, 2).unlink()
+    fit(replace(part, resume=True))
+    assert same(weights(prefix, 3), weights(uninterrupted, 3))
+
+
+def test_sigterm_saves_and_leaves_and_going_on_gives_the_same_bits(
+    uninterrupted: Path, tmp_path: Path, lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = tmp_path / "model"
+    part = replace(OPTIONS, model_prefix=str(prefix), disp_batches=1)
+    from echelon.train import log_lines
+
+    line = log_lines.speed_line
+
+    def tell_and_terminate(epoch: int, first: int, last: int, *rest: object) -> str:
+        if (epoch, last) == (1, 4):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return line(epoch, first, last, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(log_lines, "speed_line", tell_and_terminate)
+    assert fit(part) == TERMINATED
+    assert [one.point for one in snapshots.find(prefix)] == [(1, 5), (1, 0)]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    fit(replace(part, resume=True))
+    assert same(weights(prefix, 3), weights(uninterrupted, 3))
+
+
+def test_a_half_written_checkpoint_is_named_and_the_last_good_one_used(
+    uninterrupted: Path, tmp_path: Path, lines: pytest.LogCaptureFixture
+) -> None:
+    prefix = tmp_path / "model"
+    part = replace(OPTIONS, model_prefix=str(prefix))
+    fit(replace(part, num_epochs=2))
+    newest = snapshots.path_for(prefix, 0, 2)
+    newest.write_bytes(newest.read_bytes()[:5000])
+    lines.clear()
+    fit(replace(part, resume=True))
+    warned = [record.getMessage() for record in lines.records if record.levelno == logging.WARNING]
+    assert len(warned) == 1
+    assert str(newest) in warned[0]
+    assert f"Loaded model {prefix}_0001.params" in lines.text
+    assert same(weights(prefix, 3), weights(uninterrupted, 3))
+    newest.write_bytes(newest.read_bytes()[:5000])
+    with pytest.raises(DataError, match="model-0002"):
+        fit(replace(part, load_epoch=2))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"network": "mlp"}, "network digits-cnn there, mlp here"),
+        ({"optimizer": "adam"}, "optimizer sgd there, adam here"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(uninterrupted: Path, changed: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        fit(replace(OPTIONS, model_prefix=str(uninterrupted), load_epoch=1, **changed))  # type: ignore[arg-type]
+
+
+def test_with_nothing_to_resume_training_begins(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
+    assert fit(replace(OPTIONS, num_epochs=1, model_prefix=str(tmp_path / "none"), resume=True)) == 0
+    assert "training begins at the beginning" in lines.text
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "nag", "adadelta", "nadam"])
+def test_other_optimizers_go_on_with_the_same_bits_too(tmp_path: Path, optimizer: str) -> None:
+    options = replace(OPTIONS, optimizer=optimizer, lr=0.01, num_epochs=2)
+    fit(replace(options, model_prefix=str(tmp_path / "whole")))
+    fit(replace(options, model_prefix=str(tmp_path / "part"), num_epochs=1))
+    fit(replace(options, model_prefix=str(tmp_path / "part"), resume=True))
+    assert same(weights(tmp_path / "part", 2), weights(tmp_path / "whole", 2))
+
+
+def test_mixup_and_smoothing_change_the_training_and_not_what_is_measured(tmp_path: Path) -> None:
+    results = {}
+    for name, changed in {"plain": {}, "smooth": {"label_smoothing": 0.1}, "mixed": {"mixup": 0.4}}.items():
+        prefix = tmp_path / name
+        fit(replace(OPTIONS, num_epochs=1, model_prefix=str(prefix), **changed))  # type: ignore[arg-type]
+        results[name] = weights(prefix, 1)
+    assert not same(results["plain"], results["smooth"])
+    assert not same(results["plain"], results["mixed"])
+
+
+def test_half_precision_learns_with_float32_weights(tmp_path: Path) -> None:
+    for dtype in ("bfloat16", "float16"):
+        prefix = tmp_path / dtype
+        fit(replace(OPTIONS, dtype=dtype, num_epochs=2, model_prefix=str(prefix)))
+        snapshot = snapshots.load(snapshots.path_for(prefix, 0, 2))
+        assert snapshot.facts["metrics"]["accuracy"] > 0.7
+        assert all(t.dtype is torch.float32 for t in snapshot.weights.values() if t.is_floating_point())
+        assert ("loss_scale" in snapshot.extra) == (dtype == "float16")
+
+
+def test_the_monitor_and_the_pipeline_alone(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
+    fit(replace(OPTIONS, num_epochs=1, monitor=6, num_examples=1024))
+    shown = [line for line in lines.text.splitlines() if "Batch:" in line]
+    assert shown
+    assert all(re.search(r"Batch: +(1|7) \S+ +\d", line) for line in shown)
+    lines.clear()
+    assert fit(replace(OPTIONS, test_io=True)) == 0
+    assert re.search(r"Batch \[4\]\tSpeed: [\d.]+ samples/sec", lines.text)
+    assert "Train-accuracy" not in lines.text
+
+
+def test_num_examples_scales_any_run_down(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
+    fit(replace(OPTIONS, num_epochs=1, num_examples=16, model_prefix=str(tmp_path / "few")))
+    assert "--batch-size 128 is more than an epoch has for a worker: it is 16" in lines.text
+    assert snapshots.load(snapshots.path_for(tmp_path / "few", 0, 1)).facts["options"]["batch_size"] == 16
+
+
+def test_synthetic_data_needs_no_file(lines: pytest.LogCaptureFixture) -> None:
+    options = replace(OPTIONS, benchmark=True, image_shape=(3, 28, 28), num_classes=10, num_examples=64, batch_size=8)
+    assert fit(replace(options, network="lenet", num_epochs=1)) == 0
+    assert "Train-accuracy" in lines.text
+    assert "Validation" not in lines.text
+
+
+def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
+    fit(replace(OPTIONS, num_epochs=1, tensorboard=str(tmp_path / "board")))
+    assert list((tmp_path / "board").glob("events.out.tfevents.*"))

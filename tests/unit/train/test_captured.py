@@ -1,0 +1,176 @@
+"""The body of a captured step, run on the CPU as it is: the graph around it needs a GPU, its arithmetic does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
+
+from echelon import models
+from echelon.data.augment_config import AugmentConfig
+from echelon.data.device_augment import DeviceMemoryLoader
+from echelon.data.memory import MemorySource
+from echelon.data.order import Sampling
+from echelon.train.captured import OnDevice, WholeStep, why_not_captured
+from echelon.train.metrics import Metrics
+from echelon.train.pace import Pace, Pacer
+from echelon.train.precision import LossScaler, Precision
+from echelon.train.steps import EagerStep, Work, set_rate
+
+CPU = torch.device("cpu")
+BATCH = 8
+
+
+class Alone:
+    """A trainer of one process, reduced to what a step needs."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.clock = 0
+        self.samples = 0
+
+    def step(self, batch_size: int | None = None) -> None:
+        self.update()
+        self.optimizer.zero_grad()
+        self.count(batch_size or 0)
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def count(self, samples: int) -> None:
+        self.clock += 1
+        self.samples += samples
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return models.build("resnet", num_classes=10, image_shape=(3, 12, 12), num_layers=8)
+
+
+def loader() -> DeviceMemoryLoader:
+    generator = np.random.default_rng(0)
+    images = generator.integers(0, 256, (64, 16, 16, 3), dtype=np.uint8)
+    source = MemorySource(images, generator.integers(0, 10, 64))
+    augment = AugmentConfig(shape=(3, 12, 12), random_crop=True, random_mirror=True, rgb_std=(50.0, 50.0, 50.0))
+    return DeviceMemoryLoader(source, augment, Sampling(64, BATCH, seed=1), CPU)
+
+
+def work_for(model: nn.Module, half: torch.dtype | None) -> Work:
+    return Work(model, Precision(CPU, half, ""), Metrics(top_k=3, losses="ce"), BATCH, label_smoothing=0.1)
+
+
+def sgd(model: nn.Module, **settings: Any) -> SGD:
+    return SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9, weight_decay=1e-4, **settings)
+
+
+def eager(half: torch.dtype | None, scaler: LossScaler | None = None) -> tuple[nn.Module, Tensor]:
+    model = network()
+    step = EagerStep(work_for(model, half), Alone(sgd(model, fused=True)), scaler, Pacer(Pace(), 0))
+    for batch in loader():
+        step.step(batch)
+    return model, step.work.sums
+
+
+def whole(
+    half: torch.dtype | None,
+    scaler: LossScaler | None = None,
+    compiler: Callable[..., Any] | None = None,
+    in_memory: bool = True,
+) -> tuple[nn.Module, Tensor]:
+    model = network()
+    work, batches = work_for(model, half), loader()
+    step = WholeStep(work, Alone(sgd(model)), scaler, compiler)
+    if in_memory:
+        step.source = batches
+        for _ in range(batches.begin()):
+            step()
+    else:
+        for batch in batches:
+            step.input = batch
+            step()
+    return model, work.sums
+
+
+def same(left: nn.Module, right: nn.Module) -> bool:
+    pairs = zip(left.state_dict().values(), right.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def distance(left: nn.Module, right: nn.Module) -> float:
+    a, b = (torch.cat([p.detach().flatten() for p in model.parameters()]) for model in (left, right))
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("in_memory", [True, False], ids=["data inside", "data brought"])
+def test_in_float32_the_weights_are_those_of_plain_steps_bit_for_bit(in_memory: bool) -> None:
+    plain, sums = eager(None)
+    ours, measured = whole(None, in_memory=in_memory)
+    assert same(ours, plain)
+    assert torch.equal(measured, sums)
+    assert measured[-1] == 64
+
+
+def test_in_bfloat16_half_copies_do_what_autocast_does() -> None:
+    plain, sums = eager(torch.bfloat16)
+    ours, measured = whole(torch.bfloat16)
+    assert distance(ours, plain) < 2e-3  # gradients are rounded to bfloat16 in both, casts are in another order
+    assert measured[-1] == sums[-1]
+    assert all(p.dtype is torch.float32 for p in ours.parameters()), "the weights themselves stay float32"
+    first = network()
+    assert distance(ours, first) > 0.01, "it has learnt something to compare"
+
+
+def test_compiled_it_does_the_same() -> None:
+    ours, measured = whole(torch.bfloat16)
+    compiled, sums = whole(torch.bfloat16, compiler=lambda f: torch.compile(f, backend="aot_eager"))
+    assert distance(compiled, ours) < 2e-3
+    assert measured[-1] == sums[-1]
+
+
+def test_a_step_that_overflows_in_float16_is_left_out_and_the_scale_halves() -> None:
+    model = network()
+    work, batches, scaler = work_for(model, torch.float16), loader(), LossScaler(CPU)
+    step = WholeStep(work, Alone(sgd(model)), scaler)
+    step.source = batches
+    batches.begin()
+    step()
+    before = [p.detach().clone() for p in model.parameters()]
+    good = float(scaler.scale)
+    scaler.scale.fill_(2.0**40)
+    step()
+    assert scaler.found_inf == 1
+    assert scaler.scale == 2.0**39
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    scaler.scale.fill_(good)
+    step()
+    assert scaler.found_inf == 0
+    assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_a_loader_on_the_device_is_known_by_what_it_can_do() -> None:
+    assert isinstance(loader(), OnDevice)
+    assert not isinstance([], OnDevice)
+
+
+def test_the_rate_of_a_captured_optimizer_lives_on_the_device() -> None:
+    model = network()
+    optimizer = sgd(model)
+    WholeStep(work_for(model, None), Alone(optimizer), None)
+    rate = optimizer.param_groups[0]["lr"]
+    set_rate(optimizer, 0.25)
+    assert rate is optimizer.param_groups[0]["lr"]
+    assert rate == 0.25
+
+
+def test_what_cannot_be_captured_says_why() -> None:
+    parameters = [nn.Parameter(torch.zeros(1))]
+    assert why_not_captured(SGD(parameters, lr=1), torch.float16) is None
+    assert why_not_captured(AdamW(parameters), torch.float16) is None
+    assert why_not_captured(RMSprop(parameters), None) is None
+    assert "overflowed" in str(why_not_captured(RMSprop(parameters), torch.float16))
+    assert "Adagrad" in str(why_not_captured(Adagrad(parameters), None))

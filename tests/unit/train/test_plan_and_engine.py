@@ -1,0 +1,96 @@
+"""The arithmetic of a run, and the choice of its engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from echelon.data.order import State
+from echelon.errors import UsageError
+from echelon.train.engine import COMPILING_PAYS_AFTER, choose_engine
+from echelon.train.options import TrainOptions
+from echelon.train.plan import Place, device_batch, epoch_size, sampling_for, sharding_for, state_at
+
+
+@pytest.mark.parametrize(
+    ("examples", "workers", "batch", "size"),
+    [(1281167, 1, 128, 10010), (1281167, 8, 128, 1252), (50000, 2, 128, 196), (60000, 3, 64, 313), (5, 8, 4, 1)],
+)
+def test_an_epoch_has_as_many_batches_as_in_mxnet(examples: int, workers: int, batch: int, size: int) -> None:
+    assert epoch_size(examples, workers, batch) == size
+
+
+def test_a_batch_is_divided_among_devices_or_refused_with_what_would_do() -> None:
+    assert device_batch(256, 4) == 64
+    with pytest.raises(UsageError, match="--batch-size 10 cannot be divided among 4 devices; use 8 or 12"):
+        device_batch(10, 4)
+    with pytest.raises(UsageError, match="--batch-size 3 cannot be divided among 4 devices; use 4"):
+        device_batch(3, 4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_processes_of_a_step_have_together_what_one_would_have(size: int) -> None:
+    options = TrainOptions(batch_size=16, num_examples=100)
+    alone = sampling_for(options, 200, Place(0, 1), fixed=True)
+    first = next(alone.batches(State()))
+    parts = [sampling_for(options, 200, Place(rank, size, size), fixed=True) for rank in range(size)]
+    assert {part.batch_size for part in parts} == {16 // size}
+    assert {part.batches_per_epoch for part in parts} == {alone.batches_per_epoch} == {7}
+    together = np.concatenate([next(part.batches(State())).records for part in parts])
+    assert sorted(together) == sorted(first.records)
+
+
+def test_without_need_for_equal_steps_every_sample_comes_once(tmp_path: object) -> None:
+    parts = [sampling_for(TrainOptions(batch_size=8), 101, Place(rank, 3), fixed=False) for rank in range(3)]
+    seen = np.concatenate([part.order(0)[part.counters(part.order(0))] for part in parts])
+    assert sorted(seen) == list(range(101))
+
+
+def test_the_devices_of_a_worker_divide_its_share(tmp_path: pytest.TempPathFactory) -> None:
+    path = tmp_path / "shares"  # type: ignore[operator]
+    path.write_text("0 0.25\n0.25 1\n")
+    options = TrainOptions(data_allocator=True, data_sharding=str(path))
+    order = np.arange(1000)
+    parts = [sharding_for(options, Place(rank, 4, 2)).positions(order) for rank in range(4)]
+    assert [len(part) for part in parts] == [125, 125, 375, 375]
+    assert sorted(np.concatenate(parts)) == list(range(1000))
+
+
+def test_going_on_begins_at_the_same_step_everywhere_and_leaves_nothing_out() -> None:
+    options = TrainOptions(batch_size=8)
+    done = 5 * 8 * 2  # five steps of two workers
+    for size in (1, 2, 3, 5):
+        states = [
+            state_at(sampling_for(options, 240, Place(rank, size), fixed=True), 4, done, size) for rank in range(size)
+        ]
+        assert len(set(states)) == 1
+        assert states[0].epoch == 4
+        assert done - 8 * size < states[0].position * size <= done
+    whole = sampling_for(options, 240, Place(0, 1), fixed=True)
+    assert state_at(whole, 4, 240, 1) == State(5, 0)
+
+
+MANY, FEW = COMPILING_PAYS_AFTER, COMPILING_PAYS_AFTER - 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "obstacle", "steps", "name", "captured"),
+    [
+        ("auto", "cpu", None, MANY, "eager", False),
+        ("auto", "cuda", None, MANY, "compile", True),
+        ("auto", "cuda", None, FEW, "graph", True),
+        ("auto", "cuda", "servers", MANY, "compile", False),
+        ("auto", "cuda", "servers", FEW, "eager", False),
+        ("eager", "cuda", None, MANY, "eager", False),
+        ("graph", "cuda", None, MANY, "graph", True),
+        ("graph", "cuda", "servers", MANY, "eager", False),
+        ("graph", "cpu", None, MANY, "eager", False),
+        ("compile", "cuda", None, FEW, "compile", True),
+        ("compile", "cpu", None, FEW, "compile", False),
+    ],
+)
+def test_the_engine(asked: str, device: str, obstacle: str | None, steps: int, name: str, captured: bool) -> None:
+    choice = choose_engine(asked, device, obstacle, steps)
+    assert (choice.name, choice.captured) == (name, captured)
+    if asked == "graph" and not captured:
+        assert ("servers" if device == "cuda" else "the CPU") in choice.reason, "a fallback says why"
