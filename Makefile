@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-system check clean
+.PHONY: demo test test-system check bench-gpu clean
 
 # The stamp is newer than what it depends on exactly when the environment is up to date.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -21,6 +21,11 @@ test: $(VENV)/.installed
 test-system: $(VENV)/.installed
 	tests/system/install.sh
 	$(BIN)/pytest -m system tests/system
+
+# Needs a GPU and CIFAR-10 (DATA). GPU_FLAGS: --only, --jobs, --budget-s, …; `echelon bench gpu --help` has them all.
+DATA ?= data
+bench-gpu: $(VENV)/.installed
+	$(BIN)/echelon bench gpu --data-dir $(DATA) --docs docs/results.md $(GPU_FLAGS)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 BENCHMARKS = (
     "echelon.bench.pushpull",
     "echelon.bench.train",
+    "echelon.bench.gpu",
     "echelon.bench.costs",
     "echelon.bench.schemes",
     "echelon.bench.io",
