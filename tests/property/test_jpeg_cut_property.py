@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from echelon.data.decode import Decoder, inspect
-from echelon.data.jpeg_cut import cut
+from echelon.data.jpeg_cut import cut, segments
 
 SIDES = {"4:4:4": (8, 8), "4:2:2": (16, 8), "4:2:0": (16, 16), "grey": (8, 8)}
 
@@ -85,3 +85,15 @@ def test_a_cut_holds_the_box_and_no_more_than_whole_segments_around_it(data: st.
     assert smaller.top <= max(box[1], 0) < min(box[3], height) <= smaller.top + smaller.height
     assert smaller.width * smaller.height < width * height
     assert len(smaller.payload) < len(payload)
+
+
+@given(data=st.data())
+def test_no_damage_makes_it_fail(data: st.DataObject) -> None:
+    payload = bytearray(data.draw(jpegs())[0])
+    heads = [at for marker, at in segments(payload) if marker in (0xC0, 0xDA, 0xDD)]
+    spots = [at + k for at in heads for k in range(19) if at + k < len(payload)]
+    for _ in range(data.draw(st.integers(0, 3))):
+        payload[data.draw(st.sampled_from(spots))] = data.draw(st.sampled_from([0, 1, 4, 0x22, 0xC0, 0xDA, 0xFF]))
+    end = data.draw(st.none() | st.integers(0, len(payload)))
+    smaller = cut(bytes(payload[:end]), (10, 10, 40, 40))
+    assert smaller is None or len(smaller.payload) <= len(payload)

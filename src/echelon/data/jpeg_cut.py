@@ -6,8 +6,8 @@ halved both ways), and what is between two can be decoded by itself. Where the i
 segments over a crop are the rows of a rectangle, and they, behind the old head with another size in its frame, are a
 JPEG again.
 
-For 480x360 at quality 95, markers every 5 MCUs (0.8 % more bytes) and a crop of 224x224, cutting takes 0.04 ms and
-leaves a third of the pixels to decode.
+For 480x360 at quality 95, with a marker every 3 MCUs (1.3 % more bytes) and a crop of 224x224, cutting takes 0.04 to
+0.06 ms, most of it to find the markers, and leaves 37 % of the pixels to decode.
 
 Anything unusual is left to the decoder as it is: `cut` returns None.
 """
@@ -123,7 +123,7 @@ def _read_grid(payload: Bytes) -> _Grid | None:
     mcu_width, mcu_height = 8 * max(one >> 4 for one in factors), 8 * max(one & 15 for one in factors)
     height, width = _u16(payload, frame + 5), _u16(payload, frame + 7)
     grid = _Grid(frame, end, interval, width, height, mcu_width, mcu_height)
-    return grid if grid.across % interval == 0 else None
+    return grid if mcu_width and mcu_height and grid.across % interval == 0 else None
 
 
 def _wanted(grid: _Grid, box: Box, margin: int) -> tuple[range, range]:

@@ -103,7 +103,15 @@ def twelve_bits(payload: bytes) -> bytes:
     return payload[:at] + b"\xff\xc1\x00\x11\x0c" + payload[at + 5 :]
 
 
-@pytest.mark.parametrize("change", [scans, twelve_bits])
+def no_blocks(payload: bytes) -> bytes:
+    """The same with a frame whose components have no blocks at all."""
+    changed = bytearray(payload)
+    at = payload.index(b"\xff\xc0") + 11
+    changed[at : at + 9 : 3] = bytes(3)
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("change", [scans, twelve_bits, no_blocks])
 def test_other_kinds_of_jpeg_are_left_alone(change: Callable[[bytes], bytes]) -> None:
     assert cut(change(marked(2)), MIDDLE) is None
 

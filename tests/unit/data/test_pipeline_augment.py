@@ -179,6 +179,31 @@ def test_jitters_together_are_the_jitters_one_after_another() -> None:
     assert np.abs(together - one_by_one).max() <= 2
 
 
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(
+    "settings_",
+    [
+        {"random_crop": True},
+        {"random_crop": True, "pad_size": 30},
+        {"random_crop": True, "resize": 150},
+        {"resize": 60},
+        {"random_resized_crop": True, "min_random_area": 0.05, "max_random_area": 0.9},
+        {"random_crop": True, "max_random_rotate_angle": 30, "max_random_shear_ratio": 0.2},
+        {"random_crop": True, "min_random_scale": 0.3, "max_random_scale": 0.5, "max_random_rotate_angle": 30},
+    ],
+    ids=lambda settings_: " ".join(settings_),
+)
+def test_a_jpeg_that_is_cut_gives_the_same_image(settings_: dict[str, object], fast: bool) -> None:
+    config = replace(PLAIN, **settings_)  # type: ignore[arg-type]
+    pixels = picture(5, 300, 400)
+    plain, marked = (encoded(pixels, "JPEG", quality=90, restart_marker_blocks=interval) for interval in (0, 5))
+    for numbers in uniforms(1, 1, np.arange(20), num_lanes(config)).tolist():
+        expected = Augmenter(config, fast).augment(plain, numbers).astype(int)
+        got = Augmenter(config, fast).augment(marked, numbers)
+        # A rotation's coordinates are rounded elsewhere when they count from the part.
+        assert np.abs(got - expected).max() <= (1 if "max_random_rotate_angle" in settings_ else 0)
+
+
 def test_hue_lightness_saturation() -> None:
     config = replace(PLAIN, max_random_h=60, max_random_l=50, max_random_s=50)
     same = recolour(PICTURE, config, MIDDLE).astype(int)
