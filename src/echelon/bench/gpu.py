@@ -78,6 +78,8 @@ def measure(args: argparse.Namespace, rows: list[Row], log_dir: Path) -> int:
     if args.missing:
         there = {name for name, record in read_folder(args.json.parent).items() if not record.error}
         rows = [row for row in rows if row.name not in there]
+    if not rows:
+        return report(args, records)
     failed: list[str] = []
     command = command_line(args)
 

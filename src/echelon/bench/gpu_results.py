@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -139,6 +140,7 @@ def write_records(path: Path, records: Iterable[Record], command: str) -> None:
     write_body(path, {"rows": [asdict(record) for record in records]}, command)
 
 
+@cache
 def describe_gpu() -> tuple[str, str]:
     """The GPU's name and torch's version, asked in a process of its own: this one must not hold memory of the GPU."""
     done = subprocess.run([sys.executable, "-c", _DESCRIBE], capture_output=True, text=True, check=True, timeout=120)

@@ -139,7 +139,7 @@ def inception_rows() -> list[Row]:
 def tiny_rows() -> list[Row]:
     """Seconds on a CPU, no data files: whether all of this works, not how fast anything is."""
     common = (
-        "--devices cpu --benchmark 1 --network mlp --num-examples 512 --batch-size 32 --num-epochs 2 --disp-batches 5"
+        "--devices cpu --benchmark 1 --network mlp --num-examples 64 --batch-size 4 --num-epochs 2 --disp-batches 5"
     )
     return [
         Row("tiny-local", "speed", "train_cifar10.py", f"{common} --kv-store local"),

@@ -1,0 +1,90 @@
+"""`echelon bench gpu` with real trainers, on the CPU: the whole way from a command to the tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from echelon.bench.gpu_results import Origin, Record
+from echelon.bench.gpu_rows import Bar, Row
+from echelon.bench.gpu_run import Plan, Runner
+from echelon.cli.main import main
+
+DIGITS = """
+from echelon.train import script
+
+parser = script.make_parser(None)
+parser.set_defaults(network="digits-cnn", batch_size=64, lr=0.05)
+
+if __name__ == "__main__":
+    script.run(parser, data="digits")
+"""
+
+
+def test_the_tiny_list_runs_and_ends_in_the_document(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    docs, results = tmp_path / "results.md", tmp_path / "gpu-tiny.json"
+    docs.write_text("# Results\n<!-- gpu:begin -->\n<!-- gpu:end -->\n")
+    command = ["bench", "gpu", "--list", "tiny", "--json", str(results), "--docs", str(docs)]
+    status = main([*command, "--data-note", "synthetic", "--commit", "a1b2"])
+    said = capfd.readouterr()
+    assert status == 0, said.err
+    rows = json.loads(results.read_text())["rows"]
+    assert [row["name"] for row in rows] == ["tiny-local", "tiny-dist-sync"]
+    assert [len(row["speeds"]) for row in rows] == [6, 6]  # batches 5, 10 and 15 of two epochs
+    assert all(row["engine"].startswith("engine eager") for row in rows)
+    assert rows[0]["origin"]["commit"] == "a1b2"
+    assert "`echelon launch -n 1 -s 1 python train_cifar10.py" in docs.read_text()
+    assert docs.read_text().split("-->\n", 1)[1].startswith(said.out[:100])
+    assert str(tmp_path) not in results.read_text()
+    assert main([*command, "--missing"]) == 0
+    assert "python train_cifar10.py" not in capfd.readouterr().err  # all there: nothing was started
+
+
+def test_an_accuracy_run_gives_an_accuracy_an_epoch(tmp_path: Path) -> None:
+    (tmp_path / "train_digits.py").write_text(DIGITS)
+    records: list[Record] = []
+    bars = (Bar(1, 0.5, ""), Bar(2, 0.5, ""))
+    row = Row("digits", "accuracy", "train_digits.py", "--devices cpu --num-epochs 2", bars=bars)
+    plan = Plan(tmp_path, tmp_path, Origin("unknown", "none", "2", "digits", extra="--seed 3"), data_dir=str(tmp_path))
+    assert Runner(plan, records.append, lambda line: None).run([row]) == []
+    (record,) = records
+    assert record.error == ""
+    assert set(record.validation_accuracy) == set(record.train_accuracy) == set(record.epoch_s) == {0, 1}
+    assert record.validation_accuracy[1] > 0.5
+    assert record.command.endswith("--data-dir DIR --seed 3")
+
+
+def test_kept_figures_outlive_a_failure_and_others_do_not(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer, results = tmp_path / "train_cifar10.py", tmp_path / "gpu.json"
+    command = ["bench", "gpu", "--list", "tiny", "--only", "tiny-local", "--examples", str(tmp_path)]
+    command += ["--json", str(results)]
+    trainer.write_text("print('INFO:root:Epoch[0] Batch [0-20]\\tSpeed: 100.00 samples/sec')")
+    assert main(command) == 0
+    trainer.write_text("import sys; sys.exit('no memory left')")
+    assert main([*command, "--keep"]) == 1
+    assert "FAILED" in capfd.readouterr().err
+    assert json.loads(results.read_text())["rows"][0]["speeds"] == [100.0]
+    assert main([*command, "--budget-s", "0"]) == 1
+    assert "not run, the budget of 0 s is spent: tiny-local" in capfd.readouterr().err
+    assert main(command) == 1
+    assert json.loads(results.read_text())["rows"][0]["error"] == "exit status 1; no memory left"
+
+
+def test_a_terminated_benchmark_takes_its_trainer_with_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "train_cifar10.py").write_text(
+        f"import os, signal; print(os.getpid(), file=open({str(tmp_path / 'pipe')!r}, 'w'), flush=True); signal.pause()"
+    )
+    command = [sys.executable, "-m", "echelon.cli.main", "bench", "gpu", "--list", "tiny", "--only", "tiny-local"]
+    command += ["--examples", str(tmp_path), "--json", str(tmp_path / "gpu.json")]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as bench:
+        trainer = int((tmp_path / "pipe").read_text())
+        bench.send_signal(signal.SIGTERM)
+        assert bench.wait(30) == 130
+    assert not Path(f"/proc/{trainer}").exists()
