@@ -82,8 +82,8 @@ def test_a_row_over_its_limit_is_ended(examples: Path) -> None:
 def test_a_log_of_an_earlier_run_does_not_count(examples: Path) -> None:
     (examples / "again.log").write_text("INFO:root:Epoch[0] Validation-accuracy=0.99\n")
     notes = Notes()
-    notes.run(Plan(examples, examples, ORIGIN), accuracy("again", "learn.py"))
-    assert notes.records[0].validation_accuracy == {0: 0.75}
+    notes.run(Plan(examples, examples, ORIGIN), Row("again", "speed", "speed.py", ""))
+    assert (notes.records[0].speeds, notes.records[0].validation_accuracy) == ([100.0], {})
 
 
 def test_a_spent_budget_starts_nothing_and_names_what_is_missing(examples: Path) -> None:
