@@ -10,7 +10,7 @@ import torch
 
 from echelon.kvstore import KVStore, create
 from echelon.launch.in_process import run
-from echelon.testing import check_kvstore, kvstore_calls, kvstore_updates
+from echelon.testing import check_kvstore, forked, kvstore_calls, kvstore_updates
 from echelon.testing.kvstore import CHECKS, Check
 from echelon.testing.trial import Trial
 from echelon.transport import SharedMemoryTransport, TcpTransport
@@ -37,14 +37,27 @@ def _one_thread() -> object:
 
 
 def run_alone(program: Callable[[KVStore], Any], store: str, **options: Any) -> list[Any]:
-    """`local` and `device`: one worker, no servers."""
+    """One worker, no servers, no torch.distributed."""
     with create(store, check_finite=options.get("check_finite", False)) as kv:
         return [program(kv)]
 
 
-@pytest.mark.parametrize("store", ["local", "device"])
-def test_local_store(store: str) -> None:
+@pytest.mark.parametrize("store", ["local", "nccl"])
+def test_a_store_of_one_process(store: str) -> None:
     check_kvstore(run_alone, store, num_workers=1)
+
+
+@pytest.mark.parametrize("store", ["nccl", "dist_device_sync"])
+def test_collective_store(store: str) -> None:
+    """Real processes, Gloo, no servers; each updates its part, or everybody everything."""
+    check_kvstore(forked.run, store, num_workers=WORKERS, num_servers=0)
+
+
+@pytest.mark.parametrize("store", ["nccl_allreduce", "local", "device", "dist_sync_device", "dist_sync"])
+def test_other_names_of_the_same_store(store: str) -> None:
+    """They differ from dist_device_sync in name and in where they meet."""
+    for check in (kvstore_calls.workers_know_who_they_are, kvstore_updates.rounds_add_up):
+        check(Trial(forked.run, store, 2, 0))
 
 
 @pytest.mark.parametrize("store", OPTIONS)

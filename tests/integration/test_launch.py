@@ -59,7 +59,7 @@ def test_a_wrong_shape_is_the_error_of_the_worker_that_gave_it(tmp_path: Path) -
 def test_an_unknown_store_ends_the_job_with_the_names_that_there_are(tmp_path: Path) -> None:
     with launch(tmp_path, "unknown store") as job:
         assert job.wait() == 1
-    said = "there is no store 'dist_snyc'; did you mean 'dist_sync'? The stores are local, device, dist_sync, "
+    said = "there is no store 'dist_snyc'; did you mean 'dist_sync'? The stores are local, device, nccl_allreduce, "
     assert said in lines(job.out, "worker 1")[-1]
     assert lines(job.out, "scheduler 0") == ["job stopped: worker 1 exited with status 1 before it joined the job"]
     assert re.match(r"echelon: worker 1 \(pid \d+\) exited with status 1; its last lines:\n", job.err)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from dataclasses import replace
 from echelon.cluster.messages import WORKER, Gone
 from echelon.environment import Job
 from echelon.errors import UsageError
+from echelon.launch.devices import threads_and_interface
 from echelon.launch.supervise import Command, Line, Supervisor, print_line
 from echelon.transport.control import frame
 
@@ -34,8 +34,12 @@ def run(
             if role == WORKER and job.num_servers:
                 _tell(port, Gone(int(rank), how, failed))
 
+        def tick() -> None:
+            listener.close()  # who inherited it is started: others would knock here in vain when that one is gone
+            on_tick()
+
         commands = _commands(job, command, port, listener.fileno())
-        return Supervisor(on_line, on_tick, tell_scheduler).run(commands)
+        return Supervisor(on_line, tick, tell_scheduler).run(commands)
 
 
 def check(job: Job) -> None:
@@ -59,15 +63,15 @@ def _commands(job: Job, command: Sequence[str], port: int, listener: int) -> lis
     def process(role: str, rank: int, arguments: Sequence[str], **extra: str) -> Command:
         mine = replace(job, role=role, rank=rank, scheduler_host="127.0.0.1", scheduler_port=port)
         environment = mine.to_environment() | extra
-        if role == "worker" and "OMP_NUM_THREADS" not in os.environ:
-            # Workers share this machine's cores; torch would otherwise start a thread a core in each of them.
-            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // job.num_workers))
-        fds = (listener,) if role == "scheduler" else ()
-        return Command(f"{role} {rank}", arguments, environment, role != "worker", fds)
+        if role == "worker":
+            environment |= threads_and_interface(job, job.num_workers, one_machine=True)
+        fds = (listener,) if "ECHELON_LISTEN_FD" in extra else ()
+        return Command(f"{role} {rank}", arguments, environment, role != "worker", fds, not job.num_servers)
 
+    if not job.num_servers:  # worker 0 hosts the meeting of stores that have no servers
+        first = process("worker", 0, command, ECHELON_LISTEN_FD=str(listener))
+        return [first, *(process("worker", rank, command) for rank in range(1, job.num_workers))]
     workers = [process("worker", rank, command) for rank in range(job.num_workers)]
-    if not job.num_servers:
-        return workers  # a local store in each: nobody to gather
     python = sys.executable
     scheduler = process("scheduler", 0, [python, "-m", "echelon.scheduler"], ECHELON_LISTEN_FD=str(listener))
     servers = [process("server", rank, [python, "-m", "echelon.server"]) for rank in range(job.num_servers)]

@@ -1,7 +1,8 @@
 """Running a job's processes on this machine: start, label their output, pass signals on, leave nothing behind.
 
 One thread, one loop. A child is a session of its own (so that its children die with it) and dies with this process
-(PDEATHSIG), kill -9 included. A worker's death is the job's to survive; a server's or the scheduler's ends it.
+(PDEATHSIG), kill -9 included. A worker's death is the job's to survive, where there are servers; a server's or the
+scheduler's ends it.
 """
 
 from __future__ import annotations
@@ -34,13 +35,17 @@ End = Callable[[str, str, bool], None]  # a process's name, how it ended, whethe
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A process to start. `essential`: the job cannot go on without it."""
+    """A process to start. `essential`: it serves the workers, and the job cannot go on without it.
+
+    `needed`: it is a worker, and the others cannot go on without it.
+    """
 
     name: str
     arguments: Sequence[str]
     environment: Mapping[str, str]
     essential: bool
     pass_fds: tuple[int, ...] = ()
+    needed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -151,7 +156,7 @@ class Supervisor:
             self._fail(128 - code if code < 0 else code, child, how)
             if child.lines and code > 0:
                 self._reason += "; its last lines:\n" + "\n".join(f"    {line}" for line in child.lines)
-        if code and child.command.essential and not self._stopping:
+        if code and (child.command.essential or child.command.needed) and not self._stopping:
             self._stop(signal.SIGTERM, self._children)
         self._on_end(child.command.name, how, code != 0)
 

@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from echelon.environment import Job
 from echelon.kvstore import KVStore
+from echelon.kvstore.create import is_collective
 
 T = TypeVar("T")
 Run = Callable[..., list[Any]]
@@ -37,7 +39,12 @@ class Trial:
     @property
     def replaces(self) -> bool:
         """Whether a push without an optimizer replaces the value: only where rounds are summed over all."""
-        return self.store in ("local", "device", "dist_sync")
+        return self.store == "dist_sync" or self.collective
+
+    @property
+    def collective(self) -> bool:
+        """Whether the store has no servers: what concerns its state, all workers do together."""
+        return is_collective(self.store, Job(scheduler_port=1, num_servers=self.num_servers))
 
     @property
     def in_step(self) -> bool:

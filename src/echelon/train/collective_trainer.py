@@ -26,6 +26,7 @@ from echelon.train.replicas import Parts, Replica, Whole, check_elementwise, loa
 from echelon.train.trainer import Trainer
 
 SAMPLES, HALT, ACTIVE, USED = 0, 1, 2, 3  # places in a step's vector; from USED on, one a parameter
+ABSENT = -1  # the version of a gradient that is not there
 
 
 class CollectiveTrainer(Trainer):
@@ -40,6 +41,7 @@ class CollectiveTrainer(Trainer):
         self._buckets: list[FlatBucket] = []
         self._launched: list[Pending] = []  # of the step that is being made, in the buckets' order
         self._versions: dict[str, int] = {}  # of gradients that have left
+        self._given: set[str] = set()  # parameters whose gradients have left
         self._arrived: set[str] = set()
         self._flags: tuple[Tensor, torch.cuda.Event] | None = None  # of the step before, on their way to the host
         if self.kvstore.sharded:
@@ -72,9 +74,12 @@ class CollectiveTrainer(Trainer):
     def zero_grad(self) -> None:
         """Forget gradients that have not left."""
         for name, parameter in self._parameters.items():
-            if name not in self._versions:
-                parameter.grad = None
-                self._arrived.discard(name)
+            parameter.grad = None
+            if name in self._versions:
+                self._versions[name] = ABSENT
+            elif name in self._arrived:
+                self._arrived.remove(name)
+                self._missing[self._bucket_of[name].index] += 1
 
     def average_buffers(self) -> None:
         """Set floating-point buffers (BatchNorm's statistics) to their mean over the group. All must call it."""
@@ -145,7 +150,9 @@ class CollectiveTrainer(Trainer):
         bucket.collect()
         bucket.gradients.mul_(samples)
         for name, parameter in bucket.parameters.items():
-            self._versions[name] = -1 if parameter.grad is None else parameter.grad._version
+            self._versions[name] = _version(parameter.grad)
+            if parameter.grad is not None:
+                self._given.add(name)
         self._launched.append(self._replica.reduce(bucket))
 
     @property
@@ -169,7 +176,7 @@ class CollectiveTrainer(Trainer):
         """What all do in a step; returns the vector's sums."""
         while len(self._launched) < len(self._buckets):
             self._launch(samples)
-        given = {name for name, parameter in self._parameters.items() if parameter.grad is not None}
+        given = self._given
         vector = [float(samples), self.kvstore.halt_flag, float(active), *(float(n in given) for n in self._names)]
         totals = self._group.all_reduce(torch.tensor(vector, device=self._group.device))
         began = time.perf_counter()
@@ -188,6 +195,7 @@ class CollectiveTrainer(Trainer):
             parameter.grad = None
         self._launched.clear()
         self._versions.clear()
+        self._given = set()
         self._arrived.clear()
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
 
@@ -217,6 +225,10 @@ class CollectiveTrainer(Trainer):
     def _check_unchanged(self) -> None:
         """What has been sent cannot be changed any more: say so instead of training with the old values."""
         for name, version in self._versions.items():
-            gradient = self._parameters[name].grad
-            if (-1 if gradient is None else gradient._version) != version:
+            if _version(self._parameters[name].grad) != version:
                 raise self._changed_gradient(name)
+
+
+def _version(gradient: Tensor | None) -> int:
+    """It grows when somebody writes."""
+    return ABSENT if gradient is None else gradient._version

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
@@ -155,7 +156,8 @@ class Parts:
         if not any(group["params"] for group in groups):
             return None  # a model smaller than the group is large
         kind: Any = type(optimizer)
-        rebuilt: Optimizer = kind(groups, lr=groups[0]["lr"])
+        known = signature(kind).parameters
+        rebuilt: Optimizer = kind(groups, **{name: v for name, v in optimizer.defaults.items() if name in known})
         return rebuilt
 
     def _gathered(self, bucket: FlatBucket, part: range, kind: str, own: State) -> Tensor:

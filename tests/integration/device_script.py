@@ -1,0 +1,45 @@
+"""What tests run as the process of a device: it does as its first argument says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from echelon.environment import Job
+
+
+def meet(how: str, store: str) -> None:
+    """Sum with the others; the last may die after that."""
+    import torch
+
+    from echelon import kvstore
+
+    with kvstore.create(store) as kv:
+        kv.init("w", torch.zeros(2))
+        kv.pushpull("w", torch.full((2,), kv.rank + 1.0), out := torch.empty(2))
+        print(f"rank {kv.rank} of {kv.num_workers}: {out.tolist()}", flush=True)
+        if how == "die" and kv.rank == kv.num_workers - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        kv.barrier()
+
+
+def main() -> None:
+    how, what = sys.argv[1:]
+    job = Job.from_environment()
+    print(f"device {job.device_index} of {job.num_devices}", flush=True)
+    if how == "fail" and job.device_index:
+        sys.exit(what)
+    elif how in ("fail", "wait"):
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+        if how == "wait":
+            Path(what, f"at work {job.device_index}").touch()
+        time.sleep(60)  # until a signal comes
+    else:
+        meet(how, what)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""--gpus and --devices: what they mean, and what is said of those that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from echelon.errors import UsageError
+from echelon.launch.devices import parse_devices, run_devices
+
+
+@pytest.fixture
+def six_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of GPUs is the machine's matter."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "devices", "found"),
+    [
+        (None, None, ["cpu"]),
+        ("", None, ["cpu"]),
+        ("", "", ["cpu"]),
+        ("0,2,5", None, ["cuda:0", "cuda:2", "cuda:5"]),
+        ("3", None, ["cuda:3"]),
+        (None, "cpu", ["cpu"]),
+        (None, "cpu:4", ["cpu"] * 4),
+        (None, "cuda:0,cuda:1", ["cuda:0", "cuda:1"]),
+        (None, "cuda", ["cuda:0"]),
+    ],
+)
+def test_devices(six_gpus: None, gpus: str | None, devices: str | None, found: list[str]) -> None:
+    assert parse_devices(gpus, devices) == found
+
+
+@pytest.mark.parametrize(
+    ("gpus", "devices", "said"),
+    [
+        ("0,1,0", None, "--gpus 0,1,0 names GPU 0 twice; a GPU has one process"),
+        (None, "cuda:1,cuda:1", "--devices cuda:1,cuda:1 names GPU 1 twice"),
+        ("0,6", None, r"--gpus 0,6 asks for GPU 6, but this machine has 6 \(0 to 5\)"),
+        (None, "cuda:7", r"--devices cuda:7 asks for GPU 7, but this machine has 6 \(0 to 5\)"),
+        ("0;1", None, "--gpus 0;1: '0;1' is not a device number; write for example 0,2,5"),
+        ("-1", None, "'-1' is not a device number"),
+        ("1", "cpu:2", "--gpus 1 and --devices cpu:2 say the same thing twice"),
+        (None, "cpu:0", "--devices cpu:0: a worker needs at least one device"),
+        (None, "cpu:x", "'x' is not a device number; write for example cpu:4"),
+        (None, "tpu:1", "--devices 'tpu:1' is neither cpu:COUNT nor a list like cuda:0,cuda:1"),
+        (None, "cpu,cuda:0", "is neither cpu:COUNT nor a list"),
+    ],
+)
+def test_devices_that_cannot_be(six_gpus: None, gpus: str | None, devices: str | None, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_devices(gpus, devices)
+
+
+def test_a_machine_without_gpus_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UsageError, match="asks for GPU 0, but this machine has none that torch can use"):
+        parse_devices("0", None)
+
+
+def test_no_device_at_all() -> None:
+    with pytest.raises(UsageError, match="at least one device, not 0"):
+        run_devices(["true"], 0)
