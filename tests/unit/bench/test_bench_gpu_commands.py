@@ -1,0 +1,28 @@
+"""Every command of the GPU's list is one that its trainer understands: a typing error must not cost time on a GPU."""
+
+from __future__ import annotations
+
+import runpy
+import shlex
+
+import pytest
+
+from echelon.bench.gpu import ROOT
+from echelon.bench.gpu_rows import Row, gpu_rows
+from echelon.environment import Job
+from echelon.train.script import check, read_options
+
+EXAMPLES = ROOT / "examples" / "image-classification"
+DATA = {"train_imagenet.py": "imagenet", "train_cifar10.py": "cifar10"}
+
+
+@pytest.mark.parametrize("row", gpu_rows(), ids=lambda row: row.name)
+def test_the_trainer_understands_the_command(row: Row) -> None:
+    parser = runpy.run_path(str(EXAMPLES / row.script), run_name="example")["parser"]
+    given = parser.parse_args(shlex.split(row.arguments))
+    assert given.gpus == "0"
+    given.gpus = None  # there may be none here
+    options = read_options(given, DATA[row.script])
+    check(options, Job(num_workers=1, num_servers=1 if row.launch else 0))
+    assert options.num_epochs >= max([bar.epochs for bar in row.bars], default=1)
+    assert options.engine == ("compile" if row.kind == "speed" else "auto")
