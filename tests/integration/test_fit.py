@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,15 @@ from echelon.train.options import TrainOptions
 # 1437 samples in batches of 128: 12 steps an epoch, the last of 29 samples.
 OPTIONS = TrainOptions(batch_size=128, num_epochs=3, lr=0.1, lr_step_epochs="2", disp_batches=5, seed=7)
 STEPS = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For batches this small a second thread only waits for the first, most of all on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -213,3 +223,18 @@ def test_synthetic_data_needs_no_file(lines: pytest.LogCaptureFixture) -> None:
 def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
     fit(replace(OPTIONS, num_epochs=1, tensorboard=str(tmp_path / "board")))
     assert list((tmp_path / "board").glob("events.out.tfevents.*"))
+
+
+def test_an_average_of_the_weights_is_validated_saved_and_gone_on_with(tmp_path: Path) -> None:
+    options = replace(OPTIONS, num_epochs=2, ema_epochs=1.0)
+    fit(replace(options, model_prefix=str(tmp_path / "whole")))
+    fit(replace(options, model_prefix=str(tmp_path / "part"), num_epochs=1))
+    fit(replace(options, model_prefix=str(tmp_path / "part"), resume=True))
+    whole, part = (snapshots.load(snapshots.path_for(tmp_path / name, 0, 2)) for name in ("whole", "part"))
+    assert same(whole.weights, part.weights), "training does not see the average"
+    kept = {name for name in whole.extra if name.startswith("average.")}
+    assert kept
+    assert same({name: whole.extra[name] for name in kept}, {name: part.extra[name] for name in kept})
+    plain = tmp_path / "plain"
+    fit(replace(options, ema_epochs=0.0, model_prefix=str(plain)))
+    assert same(weights(plain, 2), whole.weights | whole.optimizer)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from echelon.errors import UsageError
 
@@ -27,6 +28,16 @@ Layer = Callable[[Shape], Made]
 
 class TooSmallError(Exception):
     """A window does not fit what is left of the image. `network` turns it into the user's error."""
+
+
+class BatchNorm(nn.BatchNorm2d):
+    """torch's, without counting its batches: nothing reads the count, and on a GPU it is a kernel for every norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.momentum is not None
+        return functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
 
 
 class Concat(nn.Module):
@@ -115,7 +126,7 @@ def conv(
 
 def batch_norm(eps: float = 1e-3, fix_gamma: bool = True) -> Layer:
     def make(shape: Shape) -> Made:
-        norm = nn.BatchNorm2d(shape[0], eps=eps, momentum=0.1)
+        norm = BatchNorm(shape[0], eps=eps, momentum=0.1)
         norm.weight.requires_grad_(not fix_gamma)
         return norm, shape
 

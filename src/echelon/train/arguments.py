@@ -83,6 +83,7 @@ def add_fit_arguments(parser: argparse.ArgumentParser, own: Add | None = None) -
     own("--lr-schedule", default=defaults.lr_schedule, help="step, poly, cosine or constant")
     own("--label-smoothing", type=float, default=0.0)
     own("--mixup", type=float, default=0.0, metavar="ALPHA", help="mix pairs of images")
+    own("--ema-epochs", type=float, default=0.0, metavar="E", help="validate the weights' average over E epochs")
     own("--engine", default=defaults.engine, help=f"how a step runs: {', '.join(ENGINES)}")
     own("--staleness", type=int, help="bound for dist_ssync, optional for dist_gsync")
     own("--groups", help="for dist_gsync: a groups file, or ranks as 0,1,2/3")
@@ -165,7 +166,7 @@ def options_from(given: argparse.Namespace) -> TrainOptions:
         raise UsageError(f"--gc-type {given.gc_type}: gradients are not compressed yet; use none")
     for name in ("batch_size", "num_epochs", "disp_batches", "data_nthreads"):
         _at_least(name, get(name), 1)
-    for name in ("eval_every", "monitor", "save_batches", "mixup"):
+    for name in ("eval_every", "monitor", "save_batches", "mixup", "ema_epochs"):
         _at_least(name, get(name), 0)
     _one_of("--dtype", given.dtype, DTYPES)
     _one_of("--engine", given.engine, ENGINES)

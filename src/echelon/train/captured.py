@@ -24,6 +24,7 @@ from torch.func import functional_call
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from echelon.data.pipeline import Batches
+from echelon.train.average import MovingAverage
 from echelon.train.precision import LossScaler
 from echelon.train.steps import Batch, Updates, Work
 
@@ -81,9 +82,15 @@ class WholeStep:
     """Data, forward, backward, update and measurements as one function without host work; runs on any device."""
 
     def __init__(
-        self, work: Work, updates: Updates, scaler: LossScaler | None, compiler: Compiler | None = None
+        self,
+        work: Work,
+        updates: Updates,
+        scaler: LossScaler | None,
+        compiler: Compiler | None = None,
+        average: MovingAverage | None = None,
     ) -> None:
         self._work = work
+        self._average = average
         self._updates = updates
         self._scaler = scaler
         half = work.precision.half
@@ -114,6 +121,8 @@ class WholeStep:
             self._scaler.update()
         if self._halves is not None:
             self._halves.renew()
+        if self._average is not None:
+            self._average.update()
         self._work.sums.add_(sums)
 
     def do_without_compiling(self) -> None:
@@ -139,11 +148,19 @@ class WholeStep:
 class CapturedStep:
     """Runs steps as replays of a graph. `compiled`: Inductor makes the kernels."""
 
-    def __init__(self, work: Work, updates: Updates, scaler: LossScaler | None, *, compiled: bool) -> None:
+    def __init__(
+        self,
+        work: Work,
+        updates: Updates,
+        scaler: LossScaler | None,
+        *,
+        compiled: bool,
+        average: MovingAverage | None = None,
+    ) -> None:
         self.work = work
         self._updates = updates
         self._compiled = compiled
-        self._whole = WholeStep(work, updates, scaler, torch.compile if compiled else None)
+        self._whole = WholeStep(work, updates, scaler, torch.compile if compiled else None, average)
         self._last: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._num_warm = 0

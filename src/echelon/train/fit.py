@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore import create
 from echelon.train import checkpoint, log_lines
+from echelon.train.average import MovingAverage
 from echelon.train.board import Board
 from echelon.train.captured import CapturedStep, why_not_captured
 from echelon.train.engine import Choice, choose_engine, patience
@@ -174,7 +175,11 @@ class _Run:
         self._work = Work(
             trainer.model, self._precision, self._metrics, self._sampling.batch_size, options.label_smoothing
         )
-        self._saver = Saver(options, self._place, trainer, dataset.augment, dataset.num_classes, self._scaler)
+        horizon = options.ema_epochs * len(self._loader)
+        self._average = MovingAverage(trainer.model, horizon) if horizon else None
+        self._saver = Saver(
+            options, self._place, trainer, dataset.augment, dataset.num_classes, self._scaler, self._average
+        )
         self._validation = (
             Validation(dataset.validation, dataset.augment, device, options.data_nthreads)
             if dataset.validation is not None and self._leader
@@ -252,25 +257,36 @@ class _Run:
     def _make_step(self) -> CapturedStep | EagerStep:
         options, choice = self._options, self._choice
         if choice.captured:
-            return CapturedStep(self._work, self._trainer, self._scaler, compiled=choice.compiled)
+            return CapturedStep(
+                self._work, self._trainer, self._scaler, compiled=choice.compiled, average=self._average
+            )
         mixup = Mixup(options.mixup, options.seed, self._place.rank) if options.mixup else None
         pacer = Pacer(options.pace, self._kvstore.rank)
-        return EagerStep(self._work, self._trainer, self._scaler, pacer, compiled=choice.compiled, mixup=mixup)
+        return EagerStep(
+            self._work,
+            self._trainer,
+            self._scaler,
+            pacer,
+            compiled=choice.compiled,
+            mixup=mixup,
+            average=self._average,
+        )
 
     def _train_epoch(self, epoch: int) -> None:
         first = self._loader.state.position // self._sampling.batch_size
         per_epoch = len(self._loader)
         speedometer = log_lines.Speedometer(self._options.batch_size, self._options.disp_batches)
         self._work.sums.zero_()
-        shown = torch.zeros_like(self._work.sums)
+        shown = torch.zeros(len(self._work.sums), dtype=torch.float64)
         began = time.perf_counter()
         self._trainer.model.train()
         for index, batch in enumerate(self._step.batches(self._loader), first):
             self._one_step(epoch * per_epoch + index + 1, batch)
-            if (due := speedometer.tick(epoch, index)) is not None:
-                now = self._work.sums.clone()
-                self._say_speed(epoch, due, self._metrics.means(now - shown))
-                shown = now
+            if index % self._options.disp_batches == 0 or index == first:
+                now = self._work.sums.to("cpu", copy=True)  # waits for the device, which may be many steps behind
+                if (due := speedometer.tick(epoch, index)) is not None:
+                    self._say_speed(epoch, due, self._metrics.means(now - shown))
+                    shown = now
             if self._after_step(epoch, index + 1, per_epoch):
                 return
         if self._kvstore.halted:
@@ -298,6 +314,8 @@ class _Run:
                     torch.cuda.synchronize()
         else:
             self._step.step(batch)
+        if self._average is not None:
+            self._average.num_steps += 1
 
     _rate: float | None = None
 
@@ -335,7 +353,7 @@ class _Run:
         self._trainer.sync()
         if self._validation is None:
             return
-        measured = self._validation.measure(self._trainer.model, self._evaluation_metrics, self._precision)
+        measured = self._validate(self._validation)
         self._measured = measured
         seconds = round(time.monotonic() - self._began, 6)
         loss = measured["cross-entropy"]
@@ -349,6 +367,10 @@ class _Run:
         target = self._options.target_accuracy
         if target is not None and measured["accuracy"] >= target and not self._kvstore.halted:
             self._kvstore.halt(f"accuracy {measured['accuracy']:.4f} reached the target {target:g}")
+
+    def _validate(self, validation: Validation) -> dict[str, float]:
+        with self._average.applied() if self._average is not None else nullcontext():
+            return validation.measure(self._trainer.model, self._evaluation_metrics, self._precision)
 
     @property
     def _evaluation_metrics(self) -> Metrics:
@@ -375,7 +397,7 @@ class _Run:
         self._trainer.refresh()
         facts = {"network": self._options.network, "clock": self._trainer.clock}
         if self._validation is not None and self._run_dir is not None:
-            measured = self._validation.measure(self._trainer.model, self._evaluation_metrics, self._precision)
+            measured = self._validate(self._validation)
             self._events.write("final", accuracy=measured["accuracy"], loss=measured["cross-entropy"])
             facts |= {"accuracy": measured["accuracy"]}
         if self._run_dir is not None:

@@ -57,6 +57,7 @@ class TrainOptions:
     warmup_strategy: str = "linear"
     label_smoothing: float = 0.0
     mixup: float = 0.0
+    ema_epochs: float = 0.0
     dtype: str = "auto"
     engine: str = "auto"
     seed: int = 0

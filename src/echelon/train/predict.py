@@ -27,6 +27,7 @@ from echelon import models
 from echelon.data.augment import Augmenter, Normaliser, num_lanes
 from echelon.data.augment_config import AugmentConfig
 from echelon.errors import DataError, UsageError
+from echelon.train.average import averaged
 from echelon.train.snapshot_files import Snapshot, load
 
 Picture: TypeAlias = str | os.PathLike[str] | Image.Image | NDArray[np.uint8]
@@ -134,7 +135,7 @@ class Predictor:
 
 
 def model_of(snapshot: Snapshot, path: str | os.PathLike[str]) -> nn.Module:
-    """The network a snapshot is of, with its weights, on the processor; `path` is for messages."""
+    """The network a snapshot is of, with its weights or their average, on the processor; `path` is for messages."""
     facts = _typed({**_options(snapshot), **snapshot.facts}, _Network, path)
     with torch.random.fork_rng(devices=[]):  # building draws initial weights, which are not used
         model = models.build(
@@ -145,7 +146,7 @@ def model_of(snapshot: Snapshot, path: str | os.PathLike[str]) -> nn.Module:
             **facts.network_options,
         )
     try:
-        model.load_state_dict(snapshot.weights)
+        model.load_state_dict(averaged(snapshot.weights, snapshot.extra))
     except RuntimeError as error:
         raise DataError(f"{os.fspath(path)} has other weights than its network {facts.network!r}: {error}") from error
     return model

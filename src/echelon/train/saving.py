@@ -17,6 +17,7 @@ from echelon import __version__
 from echelon.data.augment_config import AugmentConfig
 from echelon.errors import UsageError
 from echelon.train import log_lines
+from echelon.train.average import MovingAverage
 from echelon.train.options import TrainOptions
 from echelon.train.plan import Place
 from echelon.train.precision import LossScaler
@@ -46,6 +47,7 @@ class Saver:
         augment: AugmentConfig,
         num_classes: int,
         scaler: LossScaler | None,
+        average: MovingAverage | None,
     ) -> None:
         self._options = options
         self._place = place
@@ -53,6 +55,7 @@ class Saver:
         self._augment = augment
         self._num_classes = num_classes
         self._scaler = scaler
+        self._average = average
         self._prefix = options.model_prefix
         if self._prefix is None and (options.resume or options.load_epoch is not None):
             raise UsageError("to go on from a checkpoint, name its prefix: --model-prefix PREFIX")
@@ -66,6 +69,8 @@ class Saver:
         model, rank = self._trainer.model, self._place.rank
         path = path_for(self._prefix, rank, point.epoch, point.batch or None)
         extra = capture_rng(self._device) | (self._scaler.state() if self._scaler else {})
+        if self._average is not None and rank == 0:
+            extra |= self._average.state()
         save(
             path,
             Snapshot(
@@ -120,6 +125,8 @@ class Saver:
         restore_rng(own.extra, self._device)
         if self._scaler is not None:
             self._scaler.load(dict(own.extra))
+        if self._average is not None:
+            self._average.load(dict(snapshot.extra))
 
     def _facts(self, point: Point, metrics: dict[str, float]) -> dict[str, Any]:
         options = self._options

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon.data.pipeline import Batches
+from echelon.train.average import MovingAverage
 from echelon.train.losses import Mixed, blend, cross_entropy, draw_weight
 from echelon.train.metrics import Metrics
 from echelon.train.pace import Pacer
@@ -31,6 +32,9 @@ class Updates(Protocol):
 
     def step(self, batch_size: int | None = None) -> None:
         """Reduce the gradients and update the weights."""
+
+    def sync(self) -> None:
+        """Wait until the weights are those after the step."""
 
     def update(self) -> None:
         """The device's part of `step`, for one process alone."""
@@ -90,8 +94,10 @@ class EagerStep:
         *,
         compiled: bool = False,
         mixup: Mixup | None = None,
+        average: MovingAverage | None = None,
     ) -> None:
         self.work = work
+        self._average = average
         self._updates = updates
         self._scaler = scaler
         self._pacer = pacer
@@ -119,6 +125,9 @@ class EagerStep:
             self._unscale(self._scaler)
         self._updates.step(len(images))
         self.work.sums += sums
+        if self._average is not None:
+            self._updates.sync()
+            self._average.update()
 
     def _unscale(self, scaler: LossScaler) -> None:
         """Divide the loss scale out; gradients that overflowed are dropped, and the step changes nothing."""

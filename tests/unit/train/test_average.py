@@ -1,0 +1,65 @@
+"""The moving average of the weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from echelon.train.average import MovingAverage, averaged
+
+
+def model(value: float) -> nn.Module:
+    made = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))
+    with torch.no_grad():
+        for tensor in (*made.parameters(), made[1].running_mean):
+            tensor.fill_(value)
+    return made
+
+
+def follow(net: nn.Module, average: MovingAverage, values: list[float]) -> None:
+    for value in values:
+        with torch.no_grad():
+            net[0].weight.fill_(value)  # type: ignore[index, union-attr]
+        average.update()
+        average.num_steps += 1
+
+
+def test_it_is_an_average_from_the_first_step_on() -> None:
+    net = model(5.0)
+    average = MovingAverage(net, 10)
+    follow(net, average, [5.0])
+    with average.applied():
+        assert net.state_dict()["0.weight"].tolist() == [[pytest.approx(5.0)] * 2] * 2
+
+
+def test_late_values_count_more_and_training_does_not_see_it() -> None:
+    net = model(0.0)
+    average = MovingAverage(net, 2)
+    follow(net, average, [0.0, 0.0, 1.0])
+    with average.applied():
+        # weights 1/2, 1/4, 1/8 from the last one back, of 7/8 in all
+        assert net.state_dict()["0.weight"][0, 0] == pytest.approx(4 / 7)
+        assert net.state_dict()["1.running_mean"][0] == 0
+    assert net.state_dict()["0.weight"][0, 0] == 1.0
+
+
+def test_before_the_first_step_it_is_the_model() -> None:
+    net = model(3.0)
+    with MovingAverage(net, 2).applied():
+        assert net.state_dict()["0.weight"][0, 0] == 3.0
+    assert MovingAverage(net, 2).state() == {}
+
+
+def test_a_checkpoint_has_it_and_goes_on_from_it() -> None:
+    net, other = model(0.0), model(0.0)
+    average, resumed = MovingAverage(net, 4), MovingAverage(other, 4)
+    follow(net, average, [1.0, 2.0])
+    resumed.load(average.state())
+    for one, of in ((average, net), (resumed, other)):
+        follow(of, one, [7.0])
+    assert torch.equal(average.state()["average.0.weight"], resumed.state()["average.0.weight"])
+    weights = averaged(net.state_dict(), average.state())
+    with average.applied():
+        assert torch.equal(weights["0.weight"], net.state_dict()["0.weight"])
+    assert averaged(net.state_dict(), {})["0.weight"][0, 0] == 7.0
