@@ -11,6 +11,12 @@ from pathlib import Path
 from echelon.environment import Job
 
 
+def say(text: str) -> None:
+    """In one write: under torchrun all processes have one output."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def meet(how: str, store: str) -> None:
     """Sum with the others; the last may die after that."""
     import torch
@@ -20,7 +26,7 @@ def meet(how: str, store: str) -> None:
     with kvstore.create(store) as kv:
         kv.init("w", torch.zeros(2))
         kv.pushpull("w", torch.full((2,), kv.rank + 1.0), out := torch.empty(2))
-        print(f"rank {kv.rank} of {kv.num_workers}: {out.tolist()}", flush=True)
+        say(f"rank {kv.rank} of {kv.num_workers}: {out.tolist()}")
         if how == "die" and kv.rank == kv.num_workers - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         kv.barrier()
@@ -29,7 +35,7 @@ def meet(how: str, store: str) -> None:
 def main() -> None:
     how, what = sys.argv[1:]
     job = Job.from_environment()
-    print(f"device {job.device_index} of {job.num_devices}", flush=True)
+    say(f"device {job.device_index} of {job.num_devices}")
     if how == "fail" and job.device_index:
         sys.exit(what)
     elif how in ("fail", "wait"):

@@ -296,11 +296,11 @@ def test_all_stop_at_the_same_step() -> None:
 # --- states and weights
 
 
-def half_way(kv: KVStore, make: MakeOptimizer, given: tuple[State, State] | None = None) -> tuple[State, State, State]:
+def half_way(kv: KVStore, loop: Loop, given: tuple[State, State] | None = None) -> tuple[State, State, State]:
     """Two steps from the start, or from given weights and state; returns weights, state, and weights two steps on."""
-    model = seeded(Net)
+    model = copy.deepcopy(loop.model)
     data = parts_of((4, 3), steps=4)[kv.rank]
-    with echelon.Trainer(model, make(model), kv) as trainer:
+    with echelon.Trainer(model, loop.optimizer(model), kv) as trainer:
         if given is not None:
             trainer.load_weights(given[0])
             trainer.load_optimizer_state(given[1])
@@ -319,10 +319,10 @@ def half_way(kv: KVStore, make: MakeOptimizer, given: tuple[State, State] | None
 @pytest.mark.parametrize("name", ["sgd", "adam", "rmsprop", "adagrad"])
 def test_a_state_goes_from_any_store_to_any_other(name: str) -> None:
     """To the bit between stores without servers; servers weight gradients in another order of operations."""
-    make = ELEMENTWISE[name]
+    loop = Loop(seeded(Net), ELEMENTWISE[name])
     runs: dict[str, Callable[..., Any]] = {"nccl": run, "nccl_allreduce": run, "dist_async": run_with_servers}
     results = {
-        store: launch(lambda kv: half_way(kv, make), "dist_sync" if store == "dist_async" else store, num_workers=2)
+        store: launch(lambda kv: half_way(kv, loop), "dist_sync" if store == "dist_async" else store, num_workers=2)
         for store, launch in runs.items()
     }
     kinds = results["nccl"][0][1].keys()
@@ -336,7 +336,7 @@ def test_a_state_goes_from_any_store_to_any_other(name: str) -> None:
     for source, saved in results.items():
         for target, launch in runs.items():
             store = "dist_sync" if target == "dist_async" else target
-            found = launch(lambda kv, saved=saved: half_way(kv, make, saved[0][:2]), store, num_workers=2)
+            found = launch(lambda kv, saved=saved: half_way(kv, loop, saved[0][:2]), store, num_workers=2)
             if "dist_async" in (source, target):
                 assert largest_difference(found[0][2], expected) < 1e-4
             else:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from echelon.errors import JobError, UsageError
+from echelon.transport.allocator import keep_freed_memory
 
 FAREWELL_S = 5.0
 SMALL = 4096  # elements that go whole to everybody: one message less
@@ -182,6 +183,8 @@ class Group:
         device = None if self._gloo else self.device
         if device is not None:
             torch.cuda.set_device(device)
+        else:
+            keep_freed_memory()  # what comes in has its buffers only for a moment
         with self._naming("the start of torch.distributed"):
             dist.init_process_group(
                 "gloo" if self._gloo else "nccl",

@@ -52,30 +52,6 @@ class Session(Protocol):
         ...
 
 
-class Alone:
-    """The job of one process."""
-
-    def __init__(self) -> None:
-        self.rank = 0
-        self.view = 1
-        self.workers = [0]
-        self.hosts = {0: "localhost"}
-        self.halted: str | None = None
-
-    def check(self) -> None:
-        """Nobody can die."""
-
-    def barrier(self) -> None:
-        """Nobody to wait for."""
-
-    def halt(self, reason: str) -> None:
-        """Nobody else to tell."""
-        self.halted = reason
-
-    def leave(self, reason: str) -> None:
-        """Nobody to tell."""
-
-
 class Joined:
     """A worker registered with a scheduler."""
 

@@ -178,7 +178,7 @@ class CollectiveTrainer(Trainer):
             self._launch(samples)
         given = self._given
         vector = [float(samples), self.kvstore.halt_flag, float(active), *(float(n in given) for n in self._names)]
-        totals = self._group.all_reduce(torch.tensor(vector, device=self._group.device))
+        totals = self._group.all_reduce(self._on_device(vector))
         began = time.perf_counter()
         reduced = [pending.result() for pending in self._launched]
         found = totals.result()
@@ -189,6 +189,12 @@ class CollectiveTrainer(Trainer):
         self._replica.update(reduced, found[SAMPLES], used)
         self._forget()
         return found
+
+    def _on_device(self, vector: list[float]) -> Tensor:
+        """From pinned memory, so that the host need not wait until the device is there."""
+        if self._group.device.type == "cpu":
+            return torch.tensor(vector)
+        return torch.tensor(vector, pin_memory=True).to(self._group.device, non_blocking=True)
 
     def _forget(self) -> None:
         for parameter in self._parameters.values():

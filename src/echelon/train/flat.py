@@ -1,7 +1,8 @@
 """Buckets as memory: neighbouring parameters of one dtype end to end, so that one collective moves them all.
 
-A parameter's place has its own strides, so channels-last weights stay what they are. The length is filled up to a
-multiple of the group's size: every rank then has an equal part.
+A parameter's place has its own strides, so channels-last weights stay what they are, and begins at a multiple of ALIGN
+elements: GPU kernels read many at once and fail at odd addresses. The length is filled up so that every rank has an
+equal part that begins so, too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from echelon.kvstore.group import wide
 from echelon.train.buckets import make_buckets
 
+ALIGN = 64
 COLLECTIVE_BYTES = 16 << 20  # collectives want larger messages than servers that answer each
 
 
@@ -92,9 +94,9 @@ def _flat_bucket(index: int, parameters: dict[str, nn.Parameter], size: int) -> 
     starts, length = {}, 0
     for name, parameter in parameters.items():
         starts[name] = length
-        length += parameter.numel()
+        length += parameter.numel() + -parameter.numel() % ALIGN
     first = next(iter(parameters.values()))
-    gradients = torch.zeros(length + -length % size, dtype=wide(first.dtype), device=first.device)
+    gradients = torch.zeros(length + -length % (size * ALIGN), dtype=wide(first.dtype), device=first.device)
     return FlatBucket(index, parameters, starts, gradients)
 
 
