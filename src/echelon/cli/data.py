@@ -1,4 +1,4 @@
-"""`echelon data`: the flags of its commands, which make, check, describe, extract and convert record files.
+"""`echelon data`: the flags of its commands, which get, make, check, describe, extract and convert data.
 
 What they do is in `data_run`.
 """
@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from echelon.cli import data_run
 from echelon.data import im2rec, imagelist
+from echelon.data.published import PUBLISHED
 from echelon.data.recordio import RecordError
 from echelon.errors import DataError
 
@@ -20,13 +21,16 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def add_parser(subparsers: Commands) -> None:
     """Add `data` and its commands to the main parser."""
-    about = "Make, check, describe, extract and convert RecordIO files (.rec, .idx, .lst)."
-    commands = subparsers.add_parser("data", help="make and check record files", description=about).add_subparsers(
+    about = "Get published sets; make, check, describe, extract and convert RecordIO files (.rec, .idx, .lst)."
+    commands = subparsers.add_parser("data", help="get, make and check data", description=about).add_subparsers(
         dest="data_command", metavar="COMMAND", required=True
     )
+    _add_get(commands)
     _add_im2rec(commands)
     _add_convert(commands)
-    command = _command(commands, "rec2idx", data_run.run_rec2idx, "write the .idx of a .rec, keys 0, 1, 2 ...")
+    command = _command(
+        commands, "rec2idx", data_run.run_rec2idx, "write the .idx of a .rec, with the keys 0, 1, 2 and so on"
+    )
     command.add_argument("rec", metavar="REC")
     command.add_argument("idx", metavar="IDX", nargs="?", help="default: REC with the suffix .idx")
     command = _command(commands, "info", data_run.run_info, "say what is in a .rec: records, images, labels, index")
@@ -46,7 +50,9 @@ def add_parser(subparsers: Commands) -> None:
     command.add_argument("--raw", action="store_true", help="write whole payloads as .bin files, images or not")
 
 
-def _command(commands: Commands, name: str, run: Run, about: str) -> argparse.ArgumentParser:
+def _command(
+    commands: Commands, name: str, run: Run, about: str, *, reads_records: bool = True
+) -> argparse.ArgumentParser:
     def guarded(args: argparse.Namespace) -> int:
         try:
             return run(args)
@@ -57,10 +63,19 @@ def _command(commands: Commands, name: str, run: Run, about: str) -> argparse.Ar
 
     command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
     command.set_defaults(run=guarded)
-    command.add_argument(
-        "--skip-bad-records", action="store_true", help="count and report bad records instead of failing"
-    )
+    if reads_records:
+        command.add_argument(
+            "--skip-bad-records", action="store_true", help="count and report bad records instead of failing"
+        )
     return command
+
+
+def _add_get(commands: Commands) -> None:
+    about = "download a set as its authors publish it, and check it"
+    command = _command(commands, "get", data_run.run_get, about, reads_records=False)
+    command.add_argument("names", metavar="NAME", nargs="+", help=", ".join(PUBLISHED))
+    command.add_argument("--data-dir", default="data", metavar="FOLDER", help="where data files are (%(default)s)")
+    command.add_argument("--mirror", metavar="ADDRESS", help="another web folder that has the same files")
 
 
 def _add_im2rec(commands: Commands) -> None:

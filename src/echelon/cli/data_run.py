@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from echelon.data import convert, extract, im2rec, imagelist, layouts, recordio, recordtools
+from echelon.data import convert, extract, im2rec, imagelist, layouts, published, recordio, recordtools
 from echelon.data.atomic import check_writable
 from echelon.data.progress import bar
 from echelon.errors import DataError, UsageError
@@ -37,6 +37,16 @@ class BadRecords:
     def summary(self) -> str:
         """Return what to add to a result line."""
         return f", {self.count} bad skipped" if self.count else ""
+
+
+def run_get(args: argparse.Namespace) -> int:
+    """Download published sets."""
+    wanted = [published.find_published(name) for name in args.names]
+    for one in wanted:
+        print(f"{one.name} from {args.mirror or one.address}", file=sys.stderr)
+        for path, is_new in published.get(one, Path(args.data_dir), args.mirror):
+            print(f"{path}: {path.stat().st_size:,} bytes, SHA-256 is right{'' if is_new else ', was here already'}")
+    return 0
 
 
 def run_im2rec(args: argparse.Namespace) -> int:

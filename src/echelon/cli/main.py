@@ -14,7 +14,7 @@ COMMANDS = {
     "train": "train a model on many workers of this machine",
     "score": "measure a checkpoint on a validation set",
     "launch": "start a scheduler, servers and workers around any command",
-    "data": "make, check and convert RecordIO data",
+    "data": "get published sets; make, check and convert RecordIO data",
     "bench": "measure, alternating with peers",
 }
 

@@ -22,15 +22,12 @@ from echelon.data.layouts import LAYOUTS, Layout, find_layout
 from echelon.data.memory import MemoryLoader, MemorySource, is_plain
 from echelon.data.order import Sampling, State
 from echelon.data.pipeline import Batches, Loader, Output
+from echelon.data.published import get_command
 from echelon.data.sources import FolderSource, RecordSource, Source
 from echelon.data.synthetic import SyntheticLoader, SyntheticSource
 from echelon.errors import DataError, UsageError
 
 AnySource: TypeAlias = Source | SyntheticSource
-
-_CIFAR_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-_MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist"
-_FASHION_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +118,15 @@ def _digits(options: DataOptions) -> Dataset:
 
 
 def _mnist(options: DataOptions) -> Dataset:
-    return _idx("mnist", "MNIST", _MNIST_URL, options)
+    return _idx("mnist", "MNIST", options)
 
 
 def _fashion_mnist(options: DataOptions) -> Dataset:
-    return _idx("fashion-mnist", "Fashion-MNIST", _FASHION_URL, options)
+    return _idx("fashion-mnist", "Fashion-MNIST", options)
 
 
-def _idx(name: str, title: str, url: str, options: DataOptions) -> Dataset:
-    layout = _layout("mnist (idx)")
-    names = layout.train + layout.val
-    address = f"{url}/{{{','.join(names)}}}.gz"
-    command = f"curl --create-dirs --output-dir {Path(options.data_dir) / name} -LO {address!r}"
-    train, validation = _small(name, title, layout, options, command)
+def _idx(name: str, title: str, options: DataOptions) -> Dataset:
+    train, validation = _small(name, title, _layout("mnist (idx)"), options)
     return Dataset(name, train, validation, 10, AugmentConfig(shape=(1, 28, 28), rgb_mean=(0.0,), rgb_std=(255.0,)))
 
 
@@ -145,10 +138,8 @@ def _cifar10(options: DataOptions) -> Dataset:
         train, validation = (MemorySource.from_source(source) if source else None for source in sources)
         assert train is not None
         return Dataset("cifar10", train, validation, 10, augment)
-    folder = Path(options.data_dir)
-    command = f"mkdir -p {folder} && curl -L {_CIFAR_URL} | tar xz -C {folder}"
     layout = _layout("cifar10 (python)" if _in(options, "cifar-10-batches-py/data_batch_1") else "cifar10 (binary)")
-    return Dataset("cifar10", *_small("cifar10", "CIFAR-10", layout, options, command), 10, augment)
+    return Dataset("cifar10", *_small("cifar10", "CIFAR-10", layout, options), 10, augment)
 
 
 def _imagenet(options: DataOptions) -> Dataset:
@@ -201,9 +192,7 @@ def _record_pair(
     )
 
 
-def _small(
-    name: str, title: str, layout: Layout, options: DataOptions, command: str
-) -> tuple[MemorySource, MemorySource]:
+def _small(name: str, title: str, layout: Layout, options: DataOptions) -> tuple[MemorySource, MemorySource]:
     """Load a published set, from the folder itself or the one below it with the set's name."""
     root = Path(options.data_dir)
     folders = [below for folder in (root / name, root) for below in (folder, folder / layout.folder)]
@@ -212,7 +201,7 @@ def _small(
         if any((folder / found).is_file() for found in (first, first + ".gz", first.replace("-idx", ".idx"))):
             parts = find_layout(folder).parts
             return _load(layout, parts.get("train", []), title), _load(layout, parts.get("val", []), title)
-    looked = ", ".join(str(folder.absolute()) for folder in folders)
+    looked, command = ", ".join(str(folder.absolute()) for folder in folders), get_command(name, options.data_dir)
     raise DataError(f"{title}: no file {first} (or {first}.gz) in any of {looked}; get the set: {command}")
 
 

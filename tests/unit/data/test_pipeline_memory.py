@@ -198,9 +198,12 @@ def test_synthetic_batches_repeat() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("mnist", r"no file train-images-idx3-ubyte .*nowhere/mnist.*get the set: curl"),
-        ("fashion-mnist", r"Fashion-MNIST: no file .*curl"),
-        ("cifar10", r"no file data_batch_1\.bin .*nowhere.*curl .*cifar-10-binary"),
+        (
+            "mnist",
+            r"no file train-images-idx3.*nowhere/mnist.*; get the set: echelon data get mnist --data-dir .*nowhere$",
+        ),
+        ("fashion-mnist", r"Fashion-MNIST: no file .*echelon data get fashion-mnist"),
+        ("cifar10", r"no file data_batch_1\.bin .*nowhere.*echelon data get cifar10"),
         ("imagenet", r"no file train\.rec and no class folders in .*nowhere; make it: echelon data im2rec"),
         ("folder", r"no file train\.rec and no class folders in .*nowhere"),
     ],

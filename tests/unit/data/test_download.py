@@ -1,0 +1,218 @@
+"""Downloads over loopback: whole and checked, or no file and an error that says what to do."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from echelon.cli.main import main
+from echelon.data.download import fetch
+from echelon.data.layouts import find_layout
+from echelon.data.published import PUBLISHED, Archive, Published, find_published, get
+from echelon.errors import DataError, UsageError
+
+BODY = bytes(range(256)) * 3000
+DIGEST = hashlib.sha256(BODY).hexdigest()
+
+
+def packed(*names: str) -> bytes:
+    """A .tar.gz of folder/NAME for every name, all with the same bytes."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w:gz") as tar:
+        for name in names:
+            member = tarfile.TarInfo(f"folder/{name}")
+            member.size = len(BODY)
+            tar.addfile(member, io.BytesIO(BODY))
+    return stream.getvalue()
+
+
+FILES = {
+    "/file": BODY,
+    "/no-length": BODY,
+    "/half": BODY,
+    "/set/a.gz": gzip.compress(BODY),
+    "/set/b.tar.gz": packed("readme", "b", "../c"),
+    "/other/a.gz": gzip.compress(b"other"),
+    "/other/b.tar.gz": packed("b"),
+    "/page/a.gz": b"<html>log in first</html>",
+    "/page/b.tar.gz": b"<html>log in first</html>",
+    "/cut/a.gz": gzip.compress(BODY)[:-12],
+    "/cut/b.tar.gz": packed("b", "c")[:-200],
+    "/mnist/train-images-idx3-ubyte.gz": gzip.compress(os.urandom(1 << 18)),
+}
+SET = Published("set", "", "set", (Archive("a.gz", {"a": DIGEST}), Archive("b.tar.gz", {"b": DIGEST, "c": DIGEST})))
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.server.requests.append(self.path)  # type: ignore[attr-defined]
+        if self.path not in FILES:
+            self.send_error(404)
+            return
+        body = FILES[self.path]
+        self.send_response(200)
+        if self.path != "/no-length":
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if self.path == "/half" else body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[HTTPServer]:
+    monkeypatch.setenv("no_proxy", "*")
+    with HTTPServer(("127.0.0.1", 0), Handler) as http:
+        http.requests = []  # type: ignore[attr-defined]
+        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield http
+        http.shutdown()
+        thread.join()
+
+
+def url(server: HTTPServer, path: str) -> str:
+    return f"http://127.0.0.1:{server.server_port}{path}"
+
+
+def files(folder: Path) -> list[str]:
+    """The files below a folder, and what is hidden there."""
+    found = (path for path in folder.rglob("*") if path.is_file() or path.name.startswith("."))
+    return sorted(str(path.relative_to(folder)) for path in found)
+
+
+@pytest.mark.parametrize("path", ["/file", "/no-length"])
+def test_a_file_arrives_whole(server: HTTPServer, tmp_path: Path, path: str) -> None:
+    target = tmp_path / "file"
+    target.write_bytes(b"old")
+    fetch(url(server, path), target)
+    assert target.read_bytes() == BODY
+    assert files(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/gone", r"cannot download http.*/gone: the server answers 404 .*copy the file to .*/file by hand"),
+        ("/half", rf"http.*/half broke off: {len(BODY) // 2} of {len(BODY)} bytes; nothing was kept, try again"),
+    ],
+)
+def test_no_half_files(server: HTTPServer, tmp_path: Path, path: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        fetch(url(server, path), tmp_path / "file")
+    assert files(tmp_path) == []
+
+
+def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound but not listening: the port refuses, and nobody else can take it
+        port = closed.getsockname()[1]
+        with pytest.raises(DataError, match=rf"cannot download http://127.0.0.1:{port}/x: Connection refused; ask Ann"):
+            fetch(f"http://127.0.0.1:{port}/x", tmp_path / "x", "ask Ann")
+    assert files(tmp_path) == []
+
+
+def test_impossible_requests(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="http://"):
+        fetch("file:///etc/hostname", tmp_path / "x")
+    with pytest.raises(UsageError, match=r"cannot make the folder .*Not a directory; choose --data-dir"):
+        list(get(SET, Path(__file__) / "data", "http://127.0.0.1:9"))
+    with pytest.raises(UsageError, match=r"cannot get 'fashion': only mnist, .*did you mean 'fashion-mnist'\?"):
+        find_published("fashion")
+    with pytest.raises(UsageError, match=r"cannot get 'imagenet': .*im2rec"):
+        find_published("imagenet")
+
+
+def test_a_set_arrives_unpacked_and_only_what_is_wrong_is_got_again(server: HTTPServer, tmp_path: Path) -> None:
+    wanted = [tmp_path / "data" / "set" / name for name in "abc"]
+    mirror = url(server, "/set/")
+    assert list(get(SET, tmp_path / "data", mirror)) == [(path, True) for path in wanted]
+    assert [path.read_bytes() for path in wanted] == [BODY] * 3
+    assert files(tmp_path) == ["data/set/a", "data/set/b", "data/set/c"]
+    wanted[2].write_bytes(BODY[:-1])
+    assert list(get(SET, tmp_path / "data", mirror)) == list(zip(wanted, (False, True, True), strict=True))
+    assert wanted[2].read_bytes() == BODY
+    assert server.requests == ["/set/a.gz", "/set/b.tar.gz", "/set/b.tar.gz"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("kind", "archive", "message"),
+    [
+        ("other", 0, rf"a from http.*/other/a.gz is not the published file: its SHA-256 is .*, expected {DIGEST}"),
+        ("other", 1, r"/other/b.tar.gz has no c in it; nothing was kept, try another --mirror"),
+        ("page", 0, r"/page/a.gz is no whole archive: Not a gzipped file"),
+        ("page", 1, r"/page/b.tar.gz is no whole archive: not a gzip file"),
+        ("cut", 0, r"/cut/a.gz is no whole archive: Compressed file ended before"),
+        ("cut", 1, r"/cut/b.tar.gz is no whole archive: "),
+        ("gone", 0, r"/gone/a.gz: the server answers 404 .*; by hand, .*/set/a, or name a mirror: --mirror ADDRESS"),
+    ],
+)
+def test_a_wrong_archive_leaves_what_was_there(
+    server: HTTPServer, tmp_path: Path, kind: str, archive: int, message: str
+) -> None:
+    one = replace(SET, archives=SET.archives[archive : archive + 1])
+    old = tmp_path / "set" / next(iter(one.archives[0].files))
+    old.parent.mkdir()
+    old.write_bytes(b"old")
+    with pytest.raises(DataError, match=message):
+        list(get(one, tmp_path, url(server, f"/{kind}")))
+    assert old.read_bytes() == b"old"
+    assert files(tmp_path) == [f"set/{old.name}"]
+
+
+def test_the_command_says_what_failed_in_one_line(
+    server: HTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "get", "mnist", "--data-dir", str(tmp_path), "--mirror", url(server, "/mnist")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[0] == f"mnist from {url(server, '/mnist')}"
+    assert "train-images-idx3-ubyte.gz is not the published file" in err.splitlines()[1]
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(("limit", "said"), [(1 << 17, "cannot download"), (len(BODY) // 2, "cannot unpack")])
+def test_a_full_disk_is_said_and_leaves_nothing(server: HTTPServer, tmp_path: Path, limit: int, said: str) -> None:
+    """The limit on the size of a file stands for a full disk: random bytes need more for the download, others after."""
+    mirror = url(server, "/mnist" if said == "cannot download" else "/set")
+    code = (
+        "import resource, sys; from pathlib import Path; from echelon.data.published import *; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); archive = Archive(sys.argv[2], {{'a': ''}}); "
+        "list(get(Published('set', '', 'set', (archive,)), Path('.'), sys.argv[1]))"
+    )
+    archive = "train-images-idx3-ubyte.gz" if said == "cannot download" else "a.gz"
+    command = [sys.executable, "-c", code, mirror, archive]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert f"{said} {mirror}/{archive}" in done.stderr
+    assert "File too large; nothing was kept; make room" in done.stderr
+    assert files(tmp_path) == []
+
+
+def test_the_published_files_are_those_the_readers_look_for(tmp_path: Path) -> None:
+    layouts = {"mnist": "mnist (idx)", "fashion-mnist": "mnist (idx)", "cifar10": "cifar10 (binary)"}
+    assert PUBLISHED.keys() == layouts.keys()
+    for name, published in PUBLISHED.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        names = [file for archive in published.archives for file in archive.files]
+        for file in names:
+            (folder / file).touch()
+        found = find_layout(folder)
+        assert found.layout.name == layouts[name]
+        assert sorted(names) == sorted(found.layout.train + found.layout.val)
+        assert all(len(digest) == 64 for archive in published.archives for digest in archive.files.values())
