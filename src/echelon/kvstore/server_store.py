@@ -15,6 +15,7 @@ from torch import Tensor
 
 from echelon.cluster.messages import Configure, OptimizerSpec, Retire, SetOptimizer
 from echelon.cluster.placement import KeySpec, Slot
+from echelon.errors import UsageError
 from echelon.kvstore import state_files, states
 from echelon.kvstore.arguments import Key, Keys, Values, as_keys
 from echelon.kvstore.client import Client, Ticket
@@ -146,6 +147,19 @@ class ServerStore(KVStore):
         """A key's weights and gradient where the servers see them: using these copies nothing."""
         slot = self._slot(key)
         return self._wire.arena.weight(slot), self._wire.arena.gradient(slot)
+
+    def memory(self) -> list[Tensor]:
+        """All memory that gradients leave from and weights arrive in."""
+        return [block for mirror in self._wire.arena.mirrors for block in (mirror.gradients, mirror.weights)]
+
+    def span(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor]:
+        """The memory of keys that lie next to each other, flat, with the gaps between them: gradients and weights."""
+        slots = [self._slot(key) for key in keys]
+        start, stop = min(slot.start for slot in slots), max(slot.start + slot.padded for slot in slots)
+        if {slot.segment for slot in slots} != {slots[0].segment} or stop - start != sum(s.padded for s in slots):
+            raise UsageError(f"worker {self.rank}: keys {keys[0]!r} to {keys[-1]!r} do not lie next to each other")
+        mirror = self._wire.arena.mirrors[slots[0].segment]
+        return mirror.gradients[start:stop], mirror.weights[start:stop]
 
     def key_number(self, key: Key) -> int:
         """The number a key goes by in `exchange`."""

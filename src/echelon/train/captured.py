@@ -52,13 +52,13 @@ class OnDevice(Protocol):
 class HalfWeights:
     """Half copies of the weights that autocast would cast, and the way of their gradients back."""
 
-    def __init__(self, model: nn.Module, half: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, half: torch.dtype, *, hand_over: bool = True) -> None:
         kinds = (nn.Linear, nn.modules.conv._ConvNd)
         owners = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
         found = {f"{name}.weight" if name else "weight": module.weight for name, module in owners.items()}
         self._full = {name: weight for name, weight in found.items() if weight.requires_grad}
         self.copies = {name: w.detach().to(half).requires_grad_() for name, w in self._full.items()}
-        for weight in self._full.values():
+        for weight in self._full.values() if hand_over else ():
             weight.grad = torch.zeros_like(weight)
 
     def clear(self) -> None:
@@ -76,6 +76,35 @@ class HalfWeights:
         torch._foreach_copy_(
             [copy.detach() for copy in self.copies.values()], [w.detach() for w in self._full.values()]
         )
+
+
+class Fed(Protocol):
+    """What runs on batches: from a loader on the device, or from memory that batches are copied to."""
+
+    source: OnDevice | None
+    input: Batch | None
+
+
+def next_batches(body: Fed, loader: Batches) -> Iterator[Batch | None]:
+    """The rest of an epoch: batches to bring, or, where the data is on the device, as many times nothing."""
+    if not isinstance(loader, OnDevice):
+        yield from loader
+        return
+    body.source = loader
+    for _ in range(loader.begin()):
+        loader.advance()
+        yield None
+
+
+def bring(body: Fed, batch: Batch, last: Tensor | None, device: torch.device) -> Tensor:
+    """Copy a batch to where the body reads it, unless it is the one that is there; returns its images."""
+    if body.input is None:
+        images = batch[0].to(device, memory_format=torch.channels_last, copy=True)
+        body.input = images, batch[1].to(device, copy=True)
+    elif batch[0] is not last:  # synthetic data is one batch for ever
+        body.input[0].copy_(batch[0], non_blocking=True)
+        body.input[1].copy_(batch[1], non_blocking=True)
+    return batch[0]
 
 
 class WholeStep:
@@ -168,34 +197,17 @@ class CapturedStep:
 
     def batches(self, loader: Batches) -> Iterator[Batch | None]:
         """The rest of an epoch: batches to copy in, or, where the data is on the device, as many times nothing."""
-        if not isinstance(loader, OnDevice):
-            yield from loader
-            return
-        self._whole.source = loader
-        for _ in range(loader.begin()):
-            loader.advance()
-            yield None
+        return next_batches(self._whole, loader)
 
     def step(self, batch: Batch | None) -> None:
         """One step; `batch` is None where the loader is on the device."""
         if batch is not None:
-            self._bring(batch)
+            self._last = bring(self._whole, batch, self._last, self.work.precision.device)
         if self._graph is None:
             self._warm()
         else:
             self._graph.replay()
         self._updates.count(self.work.batch_size)
-
-    def _bring(self, batch: Batch) -> None:
-        place = self._whole.input
-        if place is None:
-            device = self.work.precision.device
-            images = batch[0].to(device, memory_format=torch.channels_last, copy=True)
-            self._whole.input = images, batch[1].to(device, copy=True)
-        elif batch[0] is not self._last:  # synthetic data is one batch for ever
-            place[0].copy_(batch[0], non_blocking=True)
-            place[1].copy_(batch[1], non_blocking=True)
-        self._last = batch[0]
 
     def _warm(self) -> None:
         """One of the first steps, done as it is; after the last of them the next one is captured."""

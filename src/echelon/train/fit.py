@@ -43,6 +43,8 @@ from echelon.train.plan import Place, epoch_size, sampling_for, state_at, worker
 from echelon.train.precision import LossScaler, choose_precision
 from echelon.train.saving import Point, Saver
 from echelon.train.schedules import Schedule, make_schedule
+from echelon.train.served import ServedStep
+from echelon.train.server_trainer import ServerTrainer
 from echelon.train.steps import EagerStep, Mixup, Work, set_rate
 from echelon.train.trainer import Trainer
 
@@ -201,7 +203,10 @@ class _Run:
     def _choose(self, device: torch.device) -> Choice:
         options = self._options
         obstacle: str | None = None
-        if not self._trainer.capturable:
+        served = isinstance(self._trainer, ServerTrainer)
+        if served and self._precision.half is torch.float16:
+            obstacle = "float16's gradients are looked at before they leave for the servers"
+        elif not self._trainer.capturable and not served:
             obstacle = f"{self._kvstore.type} with {self._place.size} processes meets others in every step"
         elif options.monitor:
             obstacle = "--monitor looks into steps"
@@ -209,7 +214,7 @@ class _Run:
             obstacle = "--mixup draws on the host"
         elif options.pace.seconds:
             obstacle = "--pace waits inside the step"
-        else:
+        elif not served:
             obstacle = why_not_captured(self._trainer.optimizer, self._precision.half)
         return choose_engine(options.engine, device.type, obstacle, options.num_epochs * self._num_batches())
 
@@ -254,8 +259,10 @@ class _Run:
             self._finish()
         return TERMINATED if self._stop else 0
 
-    def _make_step(self) -> CapturedStep | EagerStep:
+    def _make_step(self) -> CapturedStep | ServedStep | EagerStep:
         options, choice = self._options, self._choice
+        if choice.captured and isinstance(self._trainer, ServerTrainer):
+            return ServedStep(self._work, self._trainer, compiled=choice.compiled, average=self._average)
         if choice.captured:
             return CapturedStep(
                 self._work, self._trainer, self._scaler, compiled=choice.compiled, average=self._average
@@ -390,6 +397,8 @@ class _Run:
         if self._leader and not self._stop:
             self._conclude()
         self._board.close()
+        if isinstance(self._step, ServedStep):
+            self._step.close()
         self._trainer.close()
 
     def _conclude(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from echelon.cluster.messages import Done, OptimizerSpec
 from echelon.errors import UsageError
@@ -42,6 +43,8 @@ class ServerTrainer(Trainer):
         self._missing = [len(bucket.members) for bucket in self._buckets]
         self._sent: list[list[Ticket] | None] = [None] * len(self._buckets)  # of the step that is being made
         self._flying: dict[int, list[Ticket]] = {}  # bucket -> exchange to wait for
+        self._step_hooks: list[RemovableHandle] = []
+        self._driven = False
         self._place()
         self._hook()
 
@@ -73,6 +76,8 @@ class ServerTrainer(Trainer):
         """Wait until every parameter has the weights of the last step."""
         for index in list(self._flying):
             self._wait_for(index)
+        if self._driven:
+            self._take_weights(self._names)
 
     def zero_grad(self) -> None:
         """Forget gradients that were not pushed."""
@@ -121,6 +126,29 @@ class ServerTrainer(Trainer):
             buffer.copy_(mean[at : at + buffer.numel()].view_as(buffer))
             at += buffer.numel()
 
+    # --- for steps that are captured: no hook runs in a replay, so whoever replays moves the bytes
+
+    def drive(self) -> list[list[str]]:
+        """Give up the hooks; returns the parameters of each bucket, in the order in which backward finishes them.
+
+        From now on the caller brings each bucket's gradients to their places, then calls `send`, and fetches weights
+        from theirs after `receive`. The model's own parameters are renewed by `sync`.
+        """
+        self.sync()
+        for hook in self._step_hooks:
+            hook.remove()
+        self._driven = True
+        return [[self._names[i] for i in bucket.members] for bucket in self._buckets]
+
+    def send(self, index: int, samples: int) -> None:
+        """A bucket's gradients are in place: push them."""
+        keys = [self._keys[self._names[i]] for i in self._buckets[index].members]
+        self._flying[index] = self._exchange(keys, samples)
+
+    def receive(self, index: int) -> None:
+        """Wait until a bucket's new weights are in place."""
+        self._settle(index)
+
     # --- set-up
 
     def _place(self) -> None:
@@ -154,10 +182,11 @@ class ServerTrainer(Trainer):
         for module in self.model.modules():
             own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
             if own:
-                self._hooks.append(module.register_forward_pre_hook(self._waiter(own)))
+                self._step_hooks.append(module.register_forward_pre_hook(self._waiter(own)))
         for name, parameter in self._parameters.items():
             hook = parameter.register_post_accumulate_grad_hook(self._grad_hook(name))  # type: ignore[no-untyped-call]
-            self._hooks.append(hook)
+            self._step_hooks.append(hook)
+        self._hooks += self._step_hooks
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._before_forward(module, args, kwargs)
@@ -228,11 +257,14 @@ class ServerTrainer(Trainer):
         self._sent[bucket.index] = tickets
 
     def _wait_for(self, index: int) -> None:
+        self._settle(index)
+        self._take_weights([self._names[i] for i in self._buckets[index].members])
+
+    def _settle(self, index: int) -> None:
         tickets = self._flying.pop(index)
         began = time.perf_counter()
         self.kvstore.wait(tickets)
         self.wait_s += time.perf_counter() - began
-        self._take_weights([self._names[i] for i in self._buckets[index].members])
         if index == 0:
             self.staleness[max(t.response.staleness for t in tickets if isinstance(t.response, Done))] += 1
 

@@ -112,7 +112,8 @@ class EagerStep:
         """One step."""
         assert batch is not None
         device = self.work.precision.device
-        images, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
+        images = batch[0].to(device, non_blocking=True).contiguous(memory_format=torch.channels_last)
+        labels = batch[1].to(device, non_blocking=True)
         mixed = None
         if self._mixup is not None:
             images, mixed = self._mixup(images, labels, self._updates.clock)

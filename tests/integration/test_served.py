@@ -1,0 +1,98 @@
+"""The body of a step that is captured with servers, run on the CPU as it is, against the hooks of plain steps."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import echelon
+from echelon import models
+from echelon.data.augment_config import AugmentConfig
+from echelon.data.device_augment import DeviceMemoryLoader
+from echelon.data.memory import MemorySource
+from echelon.data.order import Sampling
+from echelon.data.sharding import ByPart
+from echelon.kvstore import KVStore
+from echelon.launch.in_process import run
+from echelon.train.captured import next_batches
+from echelon.train.metrics import Metrics
+from echelon.train.optimizers import make_optimizer
+from echelon.train.pace import Pace, Pacer
+from echelon.train.precision import Precision
+from echelon.train.served import ServedBody
+from echelon.train.server_trainer import ServerTrainer
+from echelon.train.steps import EagerStep, Work
+
+CPU = torch.device("cpu")
+BATCH = 8
+
+
+FIRST = models.build("resnet", num_classes=10, image_shape=(3, 12, 12), num_layers=8)
+
+
+def network() -> nn.Module:
+    """The workers are threads: they cannot each draw from the one generator."""
+    return copy.deepcopy(FIRST)
+
+
+def loader(rank: int, workers: int) -> DeviceMemoryLoader:
+    generator = np.random.default_rng(0)
+    images = generator.integers(0, 256, (64, 12, 12, 3), dtype=np.uint8)
+    source = MemorySource(images, generator.integers(0, 10, 64))
+    augment = AugmentConfig(shape=(3, 12, 12), rgb_std=(50.0, 50.0, 50.0))
+    return DeviceMemoryLoader(source, augment, Sampling(64, BATCH, sharding=ByPart(rank, workers)), CPU)
+
+
+def work_for(model: nn.Module, half: torch.dtype | None) -> Work:
+    return Work(model, Precision(CPU, half, ""), Metrics(), BATCH)
+
+
+def train(kv: KVStore, half: torch.dtype | None, served: bool) -> dict[str, Tensor]:
+    model = network()
+    trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
+    assert isinstance(trainer, ServerTrainer)
+    work, batches = work_for(model, half), loader(kv.rank, kv.num_workers)
+    samples = 64 // kv.num_workers  # before somebody has finished and left
+    if served:
+        body = ServedBody(work, trainer, compiled=False)
+        for _ in next_batches(body, batches):
+            body()
+            for crossing in body.crossings:
+                trainer.send(crossing.index, BATCH)
+            for crossing in body.crossings:
+                trainer.receive(crossing.index)
+                crossing.fetch_weights()
+            trainer.count(BATCH)
+    else:
+        step = EagerStep(work, trainer, None, Pacer(Pace(), 0))
+        for batch in batches:
+            step.step(batch)
+    trainer.sync()
+    assert trainer.samples == samples
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_in_float32_the_weights_are_those_of_plain_steps_bit_for_bit(num_workers: int) -> None:
+    plain, ours = (
+        run(lambda kv, served=served: train(kv, None, served), "dist_sync", num_workers=num_workers)  # type: ignore[misc]
+        for served in (False, True)
+    )
+    for left, right in zip(plain, ours, strict=True):
+        assert all(torch.equal(left[name], right[name]) for name in left)
+    first = network().state_dict()
+    assert any(not torch.equal(first[name], ours[0][name]) for name in first)
+
+
+def test_in_bfloat16_the_servers_keep_float32_weights() -> None:
+    (plain,), (ours,) = (
+        run(lambda kv, served=served: train(kv, torch.bfloat16, served), "dist_sync", num_workers=1)  # type: ignore[misc]
+        for served in (False, True)
+    )
+    flat = [torch.cat([weights[name].flatten() for name in weights if "weight" in name]) for weights in (plain, ours)]
+    assert flat[1].dtype is torch.float32
+    assert float((flat[0] - flat[1]).norm() / flat[0].norm()) < 5e-3
