@@ -26,6 +26,7 @@ parser.set_defaults(
     num_epochs=300,
     lr=0.05,
     lr_step_epochs="200,250",
+    ema_epochs=1.0,
 )
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """A moving average of the weights, for validation and for use: `--ema-epochs E`.
 
 At a constant learning rate the weights wander around a good place; their average over about the last E epochs lies
-nearer to it, and it costs one kernel a step. Training itself never sees it. The sums begin at zero and are divided by
-the weight they have got so far, so the average is one from the first step on, without a rule for the beginning.
+nearer to it, and it costs one kernel a step. Training itself never sees it. Averaged are the weights that steps were
+made with: a step takes them in after its forward pass, when they are all there.
+
+The sums begin at zero and are divided by the weight they have got so far, so the average is one from the first step on,
+without a rule for the beginning.
 """
 
 from __future__ import annotations

@@ -140,6 +140,8 @@ class WholeStep:
         if self._halves is not None:
             self._halves.clear()
         loss, sums = self._forward()
+        if self._average is not None:
+            self._average.update()
         (loss if self._scaler is None else self._scaler.scaled(loss)).backward()
         if self._halves is not None:
             self._halves.hand_over()
@@ -150,8 +152,6 @@ class WholeStep:
             self._scaler.update()
         if self._halves is not None:
             self._halves.renew()
-        if self._average is not None:
-            self._average.update()
         self._work.sums.add_(sums)
 
     def do_without_compiling(self) -> None:

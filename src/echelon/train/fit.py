@@ -178,7 +178,7 @@ class _Run:
             trainer.model, self._precision, self._metrics, self._sampling.batch_size, options.label_smoothing
         )
         horizon = options.ema_epochs * len(self._loader)
-        self._average = MovingAverage(trainer.model, horizon) if horizon else None
+        self._average = MovingAverage(trainer.model, horizon) if horizon and self._leader else None
         self._saver = Saver(
             options, self._place, trainer, dataset.augment, dataset.num_classes, self._scaler, self._average
         )

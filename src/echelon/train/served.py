@@ -34,6 +34,7 @@ class Crossing:
         self.index = index
         device = next(iter(full.values())).device
         self.leaves = list(leaves.values())
+        self._full = [weight.detach() for weight in full.values()]
         self._out, self._in = trainer.kvstore.span(list(leaves))
         self._gradients = torch.zeros_like(self._out, device=device)
         self._weights = torch.zeros_like(self._in, device=device)
@@ -43,12 +44,16 @@ class Crossing:
             at = (trainer.kvstore.views(name)[1].data_ptr() - self._out.data_ptr()) // self._out.element_size()
             self._gradient_views.append(self._gradients[at : at + leaf.numel()].view(leaf.shape))
             self._weight_views.append(self._weights[at : at + leaf.numel()].view(leaf.shape))
-        torch._foreach_copy_(self._weight_views, [leaf.detach() for leaf in full.values()])
+        torch._foreach_copy_(self._weight_views, self._full)
         self.missing = 0
 
     def take_weights(self) -> None:
         """Put the weights where the network reads them. Device work."""
         torch._foreach_copy_([leaf.detach() for leaf in self.leaves], self._weight_views)
+
+    def renew(self) -> None:
+        """Put the weights into the model's own parameters, too. Device work."""
+        torch._foreach_copy_(self._full, self._weight_views)
 
     def bring_gradients(self) -> None:
         """Gather the gradients and copy them to the store's memory. Device work."""
@@ -64,8 +69,11 @@ class Crossing:
 class ServedBody:
     """Weights in, forward, backward, gradients out; runs on any device. `launch` is called for each complete bucket."""
 
-    def __init__(self, work: Work, trainer: ServerTrainer, *, compiled: bool) -> None:
+    def __init__(
+        self, work: Work, trainer: ServerTrainer, *, compiled: bool, average: MovingAverage | None = None
+    ) -> None:
         self._work = work
+        self._average = average
         half = work.precision.half
         self._halves = HalfWeights(work.model, half, hand_over=False) if half is not None else None
         copies = self._halves.copies if self._halves is not None else {}
@@ -91,6 +99,10 @@ class ServedBody:
             crossing.missing = len(crossing.leaves)
             for leaf in crossing.leaves:
                 leaf.grad = None
+        if self._average is not None:
+            for crossing in self.crossings:
+                crossing.renew()
+            self._average.update()
         loss, sums = self._forward()
         loss.backward()  # type: ignore[no-untyped-call]
         self._work.sums.add_(sums)
@@ -128,9 +140,8 @@ class ServedStep:
     ) -> None:
         self.work = work
         self._trainer = trainer
-        self._average = average
         self._pinned = [pin(memory) for memory in trainer.kvstore.memory()]
-        self._body = ServedBody(work, trainer, compiled=compiled)
+        self._body = ServedBody(work, trainer, compiled=compiled, average=average)
         self._side = torch.cuda.Stream(work.precision.device)  # type: ignore[no-untyped-call]
         self._arrived = [torch.cuda.Event(external=True) for _ in self._body.crossings]  # type: ignore[no-untyped-call]
         self._body.launch = self._launch
@@ -153,9 +164,6 @@ class ServedStep:
         for crossing in self._body.crossings:
             self._trainer.receive(crossing.index)
             crossing.fetch_weights()
-        if self._average is not None:
-            self._trainer.sync()
-            self._average.update()
         self._trainer.count(self.work.batch_size)
 
     def close(self) -> None:

@@ -33,9 +33,6 @@ class Updates(Protocol):
     def step(self, batch_size: int | None = None) -> None:
         """Reduce the gradients and update the weights."""
 
-    def sync(self) -> None:
-        """Wait until the weights are those after the step."""
-
     def update(self) -> None:
         """The device's part of `step`, for one process alone."""
 
@@ -119,6 +116,8 @@ class EagerStep:
             images, mixed = self._mixup(images, labels, self._updates.clock)
         self._pacer.begin()
         loss, sums = self._forward(images, labels, None, mixed)
+        if self._average is not None:
+            self._average.update()  # here, because forward has waited for all weights
         self._pacer.hold(self._updates.clock)
         (loss if self._scaler is None else self._scaler.scaled(loss)).backward()  # type: ignore[no-untyped-call]
         self._pacer.end()
@@ -126,9 +125,6 @@ class EagerStep:
             self._unscale(self._scaler)
         self._updates.step(len(images))
         self.work.sums += sums
-        if self._average is not None:
-            self._updates.sync()
-            self._average.update()
 
     def _unscale(self, scaler: LossScaler) -> None:
         """Divide the loss scale out; gradients that overflowed are dropped, and the step changes nothing."""

@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
@@ -83,8 +84,9 @@ class Trainer:
         self._last_report = 0.0
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
         # Kept to be removed: a parameter's hooks are out of the garbage collector's sight, and hold the trainer.
-        self._hooks = [model.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
+        self._hooks: list[RemovableHandle] = []
         self._start()
+        self._hooks.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
 
     # --- the loop
 
