@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ from echelon.errors import JobError, UsageError
 from echelon.kvstore import KVStore, create
 from echelon.launch.in_process import run as run_with_servers
 from echelon.testing.forked import run
+from echelon.train import collective_trainer
+from echelon.train.flat import make_flat_buckets
 
 STEPS = 4
 SIZES = (6, 2, 5)
@@ -88,6 +91,28 @@ def test_a_group_is_one_process_on_the_joined_batch(store: str) -> None:
     assert largest_difference(found[0], loop.plain(joined(parts_of()))) < TOLERANCE
     for state in [*found, *on_group("nccl_allreduce", loop, parts_of(), overlap=False, told=False)]:
         assert_same_bits(state, found[0])
+
+
+@pytest.mark.parametrize("store", KINDS)
+def test_many_buckets_are_as_good_as_one(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when one rank's gradients leave during backward and the other's at step()."""
+    loop = Loop(seeded(Net), adam)
+    one = on_group(store, loop, parts_of((4, 3)))
+    monkeypatch.setattr(collective_trainer, "make_flat_buckets", partial(make_flat_buckets, limit=100))
+
+    def program(kv: KVStore) -> tuple[State, int]:
+        model = copy.deepcopy(loop.model)
+        with echelon.Trainer(model, adam(model), kv, overlap=kv.rank == 0) as trainer:
+            for batch in parts_of((4, 3))[kv.rank]:
+                loss_of(model, batch).backward()
+                left = len(trainer._launched)  # type: ignore[attr-defined]
+                trainer.step()
+        return snapshot(model), left
+
+    found = run(program, store, num_workers=2)
+    assert [left for _, left in found] == [6, 0], "one parameter a bucket"
+    for state, _ in found:
+        assert_same_bits(state, one[0])
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)

@@ -174,6 +174,10 @@ def meeting_of(name: str, job: Job) -> Meeting | None:
     if job.rank is None and everybody:
         raise UsageError(f"{name}: this worker does not know its rank; set ECHELON_RANK, 0 to {job.num_workers - 1}")
     own_meeting = not everybody and job.device_port is not None
+    if job.num_workers > 1 and not everybody and not own_meeting:
+        raise UsageError(
+            f"{name} is for the devices of one worker, and this job has {job.num_workers} workers: use dist_device_sync"
+        )
     port = job.device_port if own_meeting else job.scheduler_port
     if not port:
         raise UsageError(f"{name}: {devices} devices need a port to meet at; set ECHELON_DEVICE_PORT")

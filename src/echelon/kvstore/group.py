@@ -7,6 +7,7 @@ what an all-to-all brings: the same bytes on the wire as a ring, and the same bi
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections import Counter
@@ -100,7 +101,7 @@ class Group:
 
     def all_gather(self, part: Tensor, out: Tensor) -> Pending:
         """Everybody's parts, one after the other, in `out`."""
-        if self.size == 1:
+        if self.size == 1 or not out.numel():
             return Pending(lambda: out.copy_(part))
         sent = part.clone() if self._gloo else part  # it may be a piece of `out`
         return self._pending(
@@ -223,7 +224,7 @@ class Group:
             self._broken = True
             raise JobError(
                 f"worker {self.rank}: {what} of {self.size} processes failed: one of them died, failed, or did not "
-                f"come in time ({str(error).splitlines()[0]})"
+                f"come in time ({_gist(error)})"
             ) from error
 
 
@@ -279,7 +280,7 @@ def _open(meeting: Meeting, timeout_s: float) -> Store:
     except RuntimeError as error:
         who = "this process cannot listen" if hosting else f"{meeting.names[0]}, who hosts the meeting, is not"
         raise JobError(
-            f"{meeting.names[meeting.rank]}: {who} at {meeting.host}:{meeting.port} ({str(error).splitlines()[0]})"
+            f"{meeting.names[meeting.rank]}: {who} at {meeting.host}:{meeting.port} ({_gist(error)})"
         ) from error
 
 
@@ -294,6 +295,11 @@ def _who_is_missing(meeting: Meeting, store: Store, keys: Sequence[str]) -> str:
     except RuntimeError:
         return f"{me}: {meeting.names[0]}, who hosts the meeting at {meeting.host}:{meeting.port}, is gone"
     return f"{me}: {', '.join(missing)} did not come to {meeting.host}:{meeting.port} in {meeting.timeout_s:g} s"
+
+
+def _gist(error: RuntimeError) -> str:
+    """The first sentence of what torch says, without the place in its sources."""
+    return re.sub(r"^\[\S+\] ", "", str(error)).splitlines()[0].split(". ")[0]
 
 
 def _taken(fd: int) -> int:

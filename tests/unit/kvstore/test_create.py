@@ -78,6 +78,14 @@ def test_devices_need_somewhere_to_meet() -> None:
         create("nccl", job=Job(num_devices=2))
 
 
+def test_a_workers_own_collectives_do_not_reach_others() -> None:
+    """As torchrun on several nodes would have it."""
+    with pytest.raises(
+        UsageError, match="nccl is for the devices of one worker, and this job has 2 workers: use dist_"
+    ):
+        create("nccl", job=Job(scheduler_port=1, num_workers=2, rank=0, num_devices=2))
+
+
 def test_servers_serve_one_device_a_worker() -> None:
     with pytest.raises(UsageError, match=r"dist_async with 4 devices a worker: .*\(-n 8\), or use dist_device_sync"):
         create("dist_async", job=Job(scheduler_port=1, num_workers=2, num_servers=1, num_devices=4))
