@@ -18,18 +18,20 @@ def say(text: str) -> None:
 
 
 def meet(how: str, store: str) -> None:
-    """Sum with the others; the last may die after that."""
+    """Sum with the others; the last may die or leave after that."""
     import torch
 
     from echelon import kvstore
 
-    with kvstore.create(store) as kv:
-        kv.init("w", torch.zeros(2))
-        kv.pushpull("w", torch.full((2,), kv.rank + 1.0), out := torch.empty(2))
-        say(f"rank {kv.rank} of {kv.num_workers}: {out.tolist()}")
-        if how == "die" and kv.rank == kv.num_workers - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        kv.barrier()
+    kv = kvstore.create(store)
+    kv.init("w", torch.zeros(2))
+    kv.pushpull("w", torch.full((2,), kv.rank + 1.0), out := torch.empty(2))
+    say(f"rank {kv.rank} of {kv.num_workers}: {out.tolist()}")
+    if how == "die" and kv.rank == kv.num_workers - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "leave" and kv.rank == kv.num_workers - 1:
+        sys.exit("enough of this")
+    kv.barrier()  # and no close: a script may end as it likes
 
 
 def main() -> None:

@@ -73,11 +73,13 @@ def test_devices_of_several_workers_without_servers(tmp_path: Path) -> None:
     ]
 
 
-def test_a_worker_that_dies_ends_a_job_without_servers(tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPT, "die", "dist_sync"]
+def test_a_worker_that_leaves_ends_a_job_without_servers_and_is_named(tmp_path: Path) -> None:
+    """Not the others, whose sums break off: they hear of it when it is gone."""
+    command = [sys.executable, SCRIPT, "leave", "dist_sync"]
     with Job(tmp_path, num_workers=2, num_servers=0, command=command) as job:
-        assert job.wait() == 128 + signal.SIGKILL
-    assert re.match(r"echelon: worker 1 \(pid \d+\) was killed by signal 9\n", job.err)
+        assert job.wait() == 1
+    assert re.match(r"echelon: worker 1 \(pid \d+\) exited with status 1; its last lines:\n", job.err)
+    assert job.err.endswith("    rank 1 of 2: [3.0, 3.0]\n    enough of this\n")
 
 
 def test_torchrun_starts_a_group(tmp_path: Path) -> None:

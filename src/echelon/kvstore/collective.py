@@ -142,18 +142,13 @@ class CollectiveStore(KVStore):
         """Take up a state. All workers call it, and every one reads the file."""
         self.put_optimizer_states(state_files.load(Path(path), self._optimizer()), str(path))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Leave the group. Harmless when done twice."""
         if not self._closed:
             self._closed = True
-            self.group.close()
+            self.group.close(failed=failed)
             self.events.close()
             self.on_closed()
-
-    def abandon(self) -> None:
-        """Leave without a goodbye: the others will see a death."""
-        self.group.abandon()
-        self.close()
 
     # --- optimizer states by name
 

@@ -123,7 +123,7 @@ def join(
             check_finite=check_finite,
         )
         undo.pop_all()
-    _close_at_exit(store, session.abandon)
+    _call_at_exit(store, lambda failed: session.abandon() if failed else store.close())
     return store
 
 
@@ -161,7 +161,7 @@ def _collective(
         )
     group = Group(device, meeting_of(name, job))
     store = CollectiveStore(name, group, EventLog.open(job.run_dir, "worker", group.rank), check_finite=check_finite)
-    _close_at_exit(store, store.abandon)
+    _call_at_exit(store, lambda failed: store.close(failed=failed))
     return store
 
 
@@ -208,14 +208,11 @@ def _groups(groups: Groups | None, hosts: dict[int, str]) -> list[list[int]] | N
     return [list(group) for group in parse_groups(text, hosts)]
 
 
-def _close_at_exit(store: ServerStore | CollectiveStore, abandon: Callable[[], None]) -> None:
+def _call_at_exit(store: ServerStore | CollectiveStore, end: Callable[[bool], None]) -> None:
     """A script that ends well leaves in order; one that ends by an exception is seen to die."""
 
     def at_exit() -> None:
-        if getattr(sys, "last_value", None) is not None:
-            abandon()
-        else:
-            store.close()
+        end(getattr(sys, "last_value", None) is not None)
 
     atexit.register(at_exit)
     store.on_closed = partial(atexit.unregister, at_exit)

@@ -26,6 +26,7 @@ from echelon.errors import JobError, UsageError
 from echelon.transport.allocator import keep_freed_memory
 
 FAREWELL_S = 5.0
+LINGER_S = 1.0  # whoever broke the group should be gone before those that only noticed: the launcher names the first
 SMALL = 4096  # elements that go whole to everybody: one message less
 # torch 2.13 calls these by new names, and warns of the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -155,13 +156,13 @@ class Group:
         self.tell(f"word/{self._agreed}/{self.rank}", mine)
         return [self.told(f"word/{self._agreed}/{rank}") for rank in range(self.size)]
 
-    def close(self) -> None:
-        """Leave. Rank 0, who hosts the store, leaves last, but does not wait for the dead."""
+    def close(self, *, failed: bool = False) -> None:
+        """Leave. Rank 0, who hosts the store, leaves last, but does not wait for the dead, nor when it has `failed`."""
         store, self._store = self._store, None
         if store is None:
             return
         dist.destroy_process_group()
-        if self._broken:
+        if failed or self._broken:
             return
         try:
             store.set(f"bye/{self.rank}", "")
@@ -169,10 +170,6 @@ class Group:
                 store.wait([f"bye/{rank}" for rank in range(self.size)], timedelta(seconds=FAREWELL_S))
         except RuntimeError:
             pass  # the host is gone already, or somebody never came here: there is nothing left to do together
-
-    def abandon(self) -> None:
-        """From now on nobody is waited for, and `close` says no goodbye."""
-        self._broken = True
 
     def _join(self) -> None:
         if dist.is_initialized():
@@ -222,6 +219,7 @@ class Group:
             yield
         except RuntimeError as error:
             self._broken = True
+            time.sleep(LINGER_S)
             raise JobError(
                 f"worker {self.rank}: {what} of {self.size} processes failed: one of them died, failed, or did not "
                 f"come in time ({_gist(error)})"

@@ -8,6 +8,7 @@ scheduler's ends it.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import selectors
 import signal
@@ -55,6 +56,7 @@ class _Child:
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     partial: bytes = b""
     ended: bool = False
+    fell_silent: float = math.inf  # when its output ended: with the process, or before it is seen to be gone
 
     def end(self) -> bool:
         """Notice its end; what is left of its session ends with it."""
@@ -63,6 +65,11 @@ class _Child:
             os.killpg(pid, signal.SIGKILL)  # not reaped yet, so the number cannot be another's
             self.process.wait()
         return self.process.returncode is not None
+
+
+def _cause_first(child: _Child) -> tuple[bool, float]:
+    """Of those found dead together: one that was killed, else the first to go, had no other's end for a reason."""
+    return child.process.returncode >= 0, child.fell_silent
 
 
 def print_line(name: str, text: str) -> None:
@@ -138,7 +145,7 @@ class Supervisor:
         while self._signals:
             self._pass_on(self._signals.popleft())
         fresh = [child for child in self._children if not child.ended and child.end()]
-        for child in sorted(fresh, key=lambda child: child.process.returncode):  # killed ones first: they are the cause
+        for child in sorted(fresh, key=_cause_first):
             child.ended = True
             self._ended(child, child.process.returncode)
         if self._deadline is None and self._only_essentials_left():
@@ -178,7 +185,7 @@ class Supervisor:
         self._stopping = True
         self._deadline = time.monotonic() + GRACE_S if self._deadline is None else self._deadline
         for child in children:
-            if not child.ended:
+            if child.process.returncode is None:
                 os.killpg(child.process.pid, number)
 
     def _pass_on(self, number: int) -> None:
@@ -194,6 +201,7 @@ class Supervisor:
         if not data:
             self._selector.unregister(stream)
             stream.close()
+            child.fell_silent = time.monotonic()
             data = b"\n" if child.partial else b""
         *whole, child.partial = (child.partial + data).split(b"\n")
         for raw in whole:
