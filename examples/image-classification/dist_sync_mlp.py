@@ -9,6 +9,7 @@ from echelon.train import script
 
 parser = script.make_parser(__doc__, images=False)
 parser.own("--data-dir", default="data", help="where the idx files are")
+parser.own("--num-examples", type=int, help="examples in an epoch, over all workers")
 parser.set_defaults(
     network="mlp",
     kv_store="dist_sync",

@@ -1,0 +1,143 @@
+"""The commands of examples/image-classification/seed_commands.toml train, in real processes, as they are written.
+
+What the test appends only makes them small: --num-examples (which caps the batch, too), --num-epochs, and --devices for
+the GPUs. `echelon launch` is told to be patient, because on a busy machine it would remark on who is late, and every
+line that is not the trainers' log is a failure here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_data import make_data
+
+from echelon.environment import Job
+from echelon.train.fit import fit
+from echelon.train.script import check, read_options
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "image-classification"
+LIST: dict[str, Any] = tomllib.loads((EXAMPLES / "seed_commands.toml").read_text())
+SWEEP: dict[str, Any] = LIST["sweep"]
+LOG = re.compile(r"(?:\[worker (?P<worker>\d)\] )?INFO:root:(?P<text>.*)")
+ACCURACY = r"(0\.\d{6}|1\.000000)"
+
+# ResNet-50 in float16 takes a CPU five seconds an image, so these get one process where another of the list has the
+# same store with two, and run side by side.
+ONE_PROCESS = {"imagenet-benchmark", "imagenet-records", "imagenet-records-nccl-allreduce", "imagenet-records-nccl"}
+
+
+@dataclass(frozen=True)
+class Seed:
+    """A command of the list. `validates`: it has validation data. `files`: what lies in its working directory."""
+
+    name: str
+    run: str
+    validates: bool = False
+    files: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_workers(self) -> int:
+        """As -n says."""
+        found = re.search(r"launch -n (\d+)", self.run)
+        return int(found[1]) if found else 1
+
+    @property
+    def num_devices(self) -> int:
+        """How many CPU processes stand for the GPUs."""
+        several = re.search(r"--gpus? \d,", self.run) is not None
+        return 2 if several and self.name not in ONE_PROCESS else 1
+
+    def scaled(self, data: Path) -> list[str]:
+        """The command's words, made small."""
+        program = {"python": [sys.executable], "echelon": [sys.executable, "-m", "echelon.cli.main"]}
+        here = re.sub(r"--gpus? [\d,]+ ?", "", self.run).replace(" /data/", f" {data}/")
+        here = here.replace("echelon launch ", "echelon launch --stall-seconds 60 ")
+        words = [part for word in shlex.split(here) for part in program.get(word, [word])]
+        words = [str(EXAMPLES / Path(word).name) if word.endswith(".py") else word for word in words]
+        examples = 4 * self.num_workers if "imagenet" not in self.name else self.num_devices
+        return [*words, "--num-examples", str(examples), "--num-epochs", "1", "--devices", f"cpu:{self.num_devices}"]
+
+
+COMMANDS = {one["name"]: Seed(**one) for one in LIST["command"]}
+TOGETHER = [
+    ["imagenet-benchmark", "imagenet-records"],
+    ["imagenet-records-nccl-allreduce", "imagenet-records-nccl"],
+]
+GROUPS = TOGETHER + [[name] for name in COMMANDS if not any(name in group for group in TOGETHER)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("names", GROUPS, ids="+".join)
+def test_a_command_runs(names: Sequence[str], data: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(len(names)) as pool:
+        for command, lines in pool.map(lambda name: run(COMMANDS[name], data, tmp_path / name), names):
+            for worker in range(command.num_workers):
+                said = "\n".join(text for who, text in lines if who == worker)
+                validates = command.validates and worker == 0
+                assert said.startswith("start with arguments Namespace(data='"), said
+                assert re.search(rf"^Epoch\[0\] Train-accuracy={ACCURACY}$", said, re.MULTILINE), said
+                assert re.search(r"^Epoch\[0\] Time cost=\d+\.\d{3}$", said, re.MULTILINE), said
+                found = re.findall(rf"^Epoch\[0\] Validation-accuracy={ACCURACY}$", said, re.MULTILINE)
+                assert len(found) == validates, said
+                assert "Epoch[1]" not in said
+
+
+def run(command: Seed, data: Path, folder: Path) -> tuple[Seed, list[tuple[int, str]]]:
+    """Run a command to its end; its log as (worker, line), in which every line must be."""
+    folder.mkdir()
+    (folder / "data").symlink_to(data / "data")
+    for name, text in command.files.items():
+        (folder / name).write_text(text)
+    done = subprocess.run(
+        command.scaled(data),
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    found = [LOG.fullmatch(line) for line in done.stdout.splitlines()]
+    assert all(found), f"not all of this is the log:\n{done.stdout}"
+    return command, [(int(one["worker"] or 0), one["text"]) for one in found if one is not None]
+
+
+@pytest.mark.parametrize("row", SWEEP["rows"], ids=lambda row: "-".join(map(str, row)))
+def test_a_setting_of_the_sweep_trains(row: list[float], data: Path) -> None:
+    """Understood as it is written, with all its devices; then one step, in this process."""
+    given = dict(zip(SWEEP["columns"], row, strict=True))
+    form = SWEEP["run"] if given["num_gpus"] else SWEEP["run"].replace("--gpus {gpus} ", "")
+    words = shlex.split(form.format(gpus=",".join(map(str, range(int(given["num_gpus"])))), **given))
+    parser = runpy.run_path(str(EXAMPLES / "train_cifar10.py"), run_name="example")["parser"]
+    parsed = parser.parse_args(words[2:])
+    devices = len((parsed.gpus or "cpu").split(","))
+    parsed.gpus = None  # there may be none here
+    options = read_options(parsed, "cifar10")
+    assert (options.num_layers, options.batch_size, options.lr) == (given["layers"], given["batch"], given["lr"])
+    assert devices == max(1, given["num_gpus"])
+    check(replace(options, devices=("cpu",) * devices), Job())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert fit(replace(options, num_epochs=1, num_examples=2, data_dir=str(data / "data"))) == 0
+    finally:
+        torch.set_num_threads(threads)
