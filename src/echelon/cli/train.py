@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,10 +23,11 @@ from echelon.report.runs import new_run
 from echelon.report.summary import RunState, summary, write_summary
 from echelon.schemes import SCHEMES, rules_for
 from echelon.train.arguments import Parser, add_augment_arguments, add_data_arguments, add_fit_arguments
+from echelon.train.fit import fit
 from echelon.train.options import TrainOptions
 from echelon.train.plan import shares_for
+from echelon.train.script import LOG_FORMAT, read_options
 from echelon.train.script import check as check_options
-from echelon.train.script import read_options
 
 DEMO = "-n 4 -s 2 --kv-store dist_gsync --groups 0,1,2/3 --pace 0.02 --slow 3:3 --num-epochs 16"
 
@@ -55,6 +57,9 @@ def run(options: argparse.Namespace) -> int:
     if not settings.kv_store.startswith("dist_") or "device" in settings.kv_store:
         job = replace(job, num_servers=0)
     check(settings, job)
+    if settings.test_io:
+        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout)
+        return fit(settings)
     local.check(job)
     directory = new_run(options.name, settings.kv_store)
     job = replace(job, run_dir=str(directory))

@@ -74,22 +74,24 @@ class AugmentConfig:
         if self.aspect_range[0] <= 0 or self.aspect_range[0] > self.aspect_range[1]:
             raise UsageError(f"aspect ratios {self.aspect_range} are no range above 0; give min_random_aspect_ratio")
         if self.random_resized_crop:
-            clash = [name for name, is_set in self._clashes() if is_set]
-            if clash:
-                raise UsageError(f"random_resized_crop decides the crop by itself; it excludes {', '.join(clash)}")
+            for names, is_set, undo in self._clashes():
+                if is_set:
+                    raise UsageError(f"random_resized_crop decides the crop by itself; it excludes {names}: use {undo}")
 
-    def _clashes(self) -> list[tuple[str, bool]]:
+    def _clashes(self) -> list[tuple[str, bool, str]]:
+        scales = self.min_random_scale != 1 or self.max_random_scale != 1
         return [
-            ("random_crop", self.random_crop),
-            ("min_crop_size, max_crop_size", self.max_crop_size > 0),
-            ("min_random_scale, max_random_scale", self.min_random_scale != 1 or self.max_random_scale != 1),
+            ("random_crop", self.random_crop, "--random-crop 0"),
+            ("min_crop_size, max_crop_size", self.max_crop_size > 0, "--min-crop-size -1 --max-crop-size -1"),
+            ("min_random_scale, max_random_scale", scales, "--min-random-scale 1 --max-random-scale 1"),
         ]
 
     def _check_pixels(self) -> None:
         needed = min(self.shape[0], 3)
         if len(self.rgb_mean) < needed or len(self.rgb_std) < needed or 0 in self.rgb_std:
             raise UsageError(
-                f"needs {needed} means and {needed} stds other than 0, got {self.rgb_mean} and {self.rgb_std}"
+                f"image shape {self.shape} needs {needed} means and {needed} stds other than 0, got {self.rgb_mean} "
+                f"and {self.rgb_std}; change --image-shape, or give --rgb-mean and --rgb-std"
             )
         if self.changes_colour and self.shape[0] != 3:
             raise UsageError(f"colour augmentation needs 3 channels, the image shape is {self.shape}")

@@ -7,42 +7,27 @@ they are used (`pipeline`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from echelon.data.augment_config import IMAGENET_MEAN, AugmentConfig
 from echelon.data.digits import load_digits
-from echelon.data.layouts import LAYOUTS, Layout, find_layout
+from echelon.data.files import DataOptions as DataOptions
+from echelon.data.files import count_classes, image_pair, in_memory, layout_named, named_in, small_set
 from echelon.data.memory import MemoryLoader, MemorySource, is_plain
 from echelon.data.order import Sampling, State
 from echelon.data.pipeline import Batches, Loader, Output
-from echelon.data.published import get_command
 from echelon.data.sources import FolderSource, RecordSource, Source
 from echelon.data.synthetic import SyntheticLoader, SyntheticSource
-from echelon.errors import DataError, UsageError
+from echelon.errors import UsageError
 
 AnySource: TypeAlias = Source | SyntheticSource
 
-
-@dataclass(frozen=True, slots=True)
-class DataOptions:
-    """What the command line says about data. Nothing set means the dataset's own defaults, under ./data."""
-
-    data_dir: str | Path = "data"
-    data_train: str | None = None
-    data_train_idx: str | None = None
-    data_val: str | None = None
-    data_val_idx: str | None = None
-    image_shape: tuple[int, int, int] | None = None
-    num_classes: int | None = None
-    num_examples: int | None = None
-    skip_bad_records: bool = False
+_OWN_FILES = ("digits", "mnist", "fashion-mnist")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +53,39 @@ def open_dataset(name: str, options: DataOptions | None = None) -> Dataset:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"no dataset {name!r}; there are {', '.join(DATASETS)}{hint}")
     options = options or DataOptions()
+    check_files(name, options)
     dataset = DATASETS[name](options)
-    shape = options.image_shape or dataset.augment.shape
-    return replace(
-        dataset,
-        num_classes=options.num_classes or dataset.num_classes,
-        augment=replace(dataset.augment, shape=shape),
-    )
+    num_classes = options.num_classes or dataset.num_classes
+    for source in (dataset.train, dataset.validation):
+        _limit_labels(source, num_classes)
+    return replace(dataset, num_classes=num_classes, augment=recipe(name, options.image_shape))
+
+
+def recipe(name: str, image_shape: tuple[int, int, int] | None = None, **given: Any) -> AugmentConfig:
+    """What a dataset's training script does to images, with what was given instead; no file is looked at."""
+    augment = RECIPES[name]
+    return replace(augment, **{"shape": image_shape or augment.shape, **given})
+
+
+def check_files(name: str, options: object) -> None:
+    """Refuse files for a set that has its own; `options` has the fields of DataOptions, among others."""
+    if name in _OWN_FILES:
+        for flag in ("data_train", "data_train_idx", "data_val", "data_val_idx"):
+            if (value := getattr(options, flag)) is not None:
+                raise UsageError(
+                    f"--{flag.replace('_', '-')} {value}: {name} is a set of its own, of files in --data-dir; "
+                    "for your files, use --data folder"
+                )
+
+
+def _limit_labels(source: AnySource | None, num_classes: int) -> None:
+    """Say of a label that is no class where it is, not that a tensor's index is wrong."""
+    if isinstance(source, RecordSource):
+        source.num_classes = num_classes
+    elif isinstance(source, MemorySource | FolderSource) and np.max(source.labels) >= num_classes:
+        number = int(np.argmax(source.labels))
+        allowed = f"--num-classes {num_classes} allows 0 ... {num_classes - 1}"
+        raise UsageError(f"{source.where(number)}: its label is {source.labels[number]:g}, but {allowed}")
 
 
 def make_loader(
@@ -114,7 +125,7 @@ def _digits(options: DataOptions) -> Dataset:
         MemorySource(((images + 0.6) * 8).round().byte().permute(0, 2, 3, 1).contiguous().numpy(), labels.numpy(), name)
         for (images, labels), name in zip(load_digits(), ("digits", "digits validation"), strict=True)
     )
-    return Dataset("digits", train, validation, 10, AugmentConfig(shape=(1, 8, 8), rgb_mean=(4.8,), rgb_std=(8.0,)))
+    return Dataset("digits", train, validation, 10, RECIPES["digits"])
 
 
 def _mnist(options: DataOptions) -> Dataset:
@@ -126,20 +137,19 @@ def _fashion_mnist(options: DataOptions) -> Dataset:
 
 
 def _idx(name: str, title: str, options: DataOptions) -> Dataset:
-    train, validation = _small(name, title, _layout("mnist (idx)"), options)
-    return Dataset(name, train, validation, 10, AugmentConfig(shape=(1, 28, 28), rgb_mean=(0.0,), rgb_std=(255.0,)))
+    train, validation = small_set(name, title, layout_named("mnist (idx)"), options)
+    return Dataset(name, train, validation, 10, RECIPES[name])
 
 
 def _cifar10(options: DataOptions) -> Dataset:
-    """32x32 images padded by 4 to 40x40, random crops of 28x28, mirrored; validation takes the middle 28x28."""
-    augment = AugmentConfig(shape=(3, 28, 28), random_crop=True, random_mirror=True, pad_size=4, rgb_mean=IMAGENET_MEAN)
-    if options.data_train or _in(options, "cifar10_train.rec"):
-        sources = _record_pair("cifar10", options, "cifar10_train.rec", "cifar10_val.rec")
-        train, validation = (MemorySource.from_source(source) if source else None for source in sources)
-        assert train is not None
-        return Dataset("cifar10", train, validation, 10, augment)
-    layout = _layout("cifar10 (python)" if _in(options, "cifar-10-batches-py/data_batch_1") else "cifar10 (binary)")
-    return Dataset("cifar10", *_small("cifar10", "CIFAR-10", layout, options), 10, augment)
+    augment = RECIPES["cifar10"]
+    if options.data_train or named_in(options, "cifar10_train.rec"):
+        train, validation = image_pair("cifar10", options, "cifar10_train.rec", "cifar10_val.rec")
+        held_out = in_memory(validation, options) if validation is not None else None
+        return Dataset("cifar10", in_memory(train, options), held_out, 10, augment)
+    is_python = named_in(options, "cifar-10-batches-py/data_batch_1")
+    layout = layout_named("cifar10 (python)" if is_python else "cifar10 (binary)")
+    return Dataset("cifar10", *small_set("cifar10", "CIFAR-10", layout, options), 10, augment)
 
 
 def _imagenet(options: DataOptions) -> Dataset:
@@ -151,78 +161,32 @@ def _folder(options: DataOptions) -> Dataset:
 
 
 def _images(name: str, options: DataOptions, num_classes: int | None) -> Dataset:
-    """Record files where they are given or there; otherwise one folder a class, under train and val if there are."""
-    augment = AugmentConfig(rgb_mean=IMAGENET_MEAN)
-    root = Path(options.data_train or options.data_dir)
-    if root.is_dir() and not list(root.glob("*.rec")):
-        train = FolderSource.from_classes(root / "train" if (root / "train").is_dir() else root)
-        held_out = Path(options.data_val) if options.data_val else root / "val"
-        validation = FolderSource.from_classes(held_out, train.classes) if held_out.is_dir() else None
-        return Dataset(name, train, validation, num_classes or len(train.classes), augment)
-    source, held_out_source = _record_pair(name, options, "train.rec", "val.rec")
-    assert source is not None
-    return Dataset(name, source, held_out_source, num_classes or options.num_classes or _count_classes(source), augment)
-
-
-def _count_classes(source: RecordSource) -> int:
-    """One more than the largest label; reads every record's head, about 0.3 million a second."""
-    return 1 + int(max(np.max(source.read(number).label) for number in range(len(source))))
+    """Record files, or folders of one folder a class."""
+    train, validation = image_pair(name, options, "train.rec", "val.rec")
+    found = num_classes or options.num_classes or count_classes(train, options)
+    return Dataset(name, train, validation, found, RECIPES[name])
 
 
 def _synthetic(options: DataOptions) -> Dataset:
     shape, num_classes = options.image_shape or (3, 224, 224), options.num_classes or 1000
     source = SyntheticSource(shape, num_classes, options.num_examples or 1281167)
-    return Dataset("synthetic", source, None, num_classes, AugmentConfig(shape=shape))
+    return Dataset("synthetic", source, None, num_classes, RECIPES["synthetic"])
 
 
-def _record_pair(
-    name: str, options: DataOptions, train_name: str, val_name: str
-) -> tuple[RecordSource, RecordSource | None]:
-    train = options.data_train or str(Path(options.data_dir) / train_name)
-    if not options.data_train and not Path(train).is_file():
-        raise DataError(
-            f"{name}: no file {train_name} and no class folders in {Path(options.data_dir).absolute()}; make it: "
-            f"echelon data im2rec {Path(train).with_suffix('')} FOLDER, or name yours with --data-train"
-        )
-    validation = options.data_val or (_in(options, val_name) if not options.data_train else None)
-    on_bad = (lambda error: None) if options.skip_bad_records else None
-    return (
-        RecordSource(train, options.data_train_idx, on_bad),
-        RecordSource(validation, options.data_val_idx, on_bad) if validation else None,
-    )
-
-
-def _small(name: str, title: str, layout: Layout, options: DataOptions) -> tuple[MemorySource, MemorySource]:
-    """Load a published set, from the folder itself or the one below it with the set's name."""
-    root = Path(options.data_dir)
-    folders = [below for folder in (root / name, root) for below in (folder, folder / layout.folder)]
-    first = layout.train[0]
-    for folder in folders:
-        if any((folder / found).is_file() for found in (first, first + ".gz", first.replace("-idx", ".idx"))):
-            parts = find_layout(folder).parts
-            return _load(layout, parts.get("train", []), title), _load(layout, parts.get("val", []), title)
-    looked, command = ", ".join(str(folder.absolute()) for folder in folders), get_command(name, options.data_dir)
-    raise DataError(f"{title}: no file {first} (or {first}.gz) in any of {looked}; get the set: {command}")
-
-
-def _load(layout: Layout, files: list[Path], title: str) -> MemorySource:
-    if not files:
-        raise DataError(f"{title}: only a part of {', '.join(layout.train + layout.val)} is there; get the rest")
-    blocks = list(layout.read(files, layout.num_classes, None))
-    images = np.concatenate([block.images for block in blocks])
-    labels = np.concatenate([block.labels for block in blocks])
-    return MemorySource(images if images.ndim == 4 else images[..., None], labels, os.fspath(files[0].parent))
-
-
-def _in(options: DataOptions, name: str) -> str | None:
-    path = Path(options.data_dir) / name
-    return str(path) if path.is_file() else None
-
-
-def _layout(name: str) -> Layout:
-    return next(layout for layout in LAYOUTS if layout.name == name)
-
-
+_IDX = AugmentConfig(shape=(1, 28, 28), rgb_mean=(0.0,), rgb_std=(255.0,))
+_PHOTOGRAPHS = AugmentConfig(rgb_mean=IMAGENET_MEAN)
+RECIPES: dict[str, AugmentConfig] = {
+    "digits": AugmentConfig(shape=(1, 8, 8), rgb_mean=(4.8,), rgb_std=(8.0,)),
+    "mnist": _IDX,
+    "fashion-mnist": _IDX,
+    # 32x32 images padded by 4 to 40x40, random crops of 28x28, mirrored; validation takes the middle 28x28.
+    "cifar10": AugmentConfig(
+        shape=(3, 28, 28), random_crop=True, random_mirror=True, pad_size=4, rgb_mean=IMAGENET_MEAN
+    ),
+    "imagenet": _PHOTOGRAPHS,
+    "folder": _PHOTOGRAPHS,
+    "synthetic": AugmentConfig(),
+}
 DATASETS: dict[str, Callable[[DataOptions], Dataset]] = {
     "digits": _digits,
     "mnist": _mnist,

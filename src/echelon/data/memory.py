@@ -8,10 +8,10 @@ give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from echelon.data.sharding import Indices
 from echelon.data.sources import Sample, Source
 from echelon.errors import DataError, UsageError
 
+OnBad: TypeAlias = Callable[[DataError], None]
+
 
 class MemorySource:
     """Decoded images (count, height, width, channels) in uint8, with int64 labels. Also a Source."""
@@ -41,16 +43,26 @@ class MemorySource:
         self.images, self.labels, self.name = images, labels, name
 
     @classmethod
-    def from_source(cls, source: Source, channels: int = 3, threads: int = 4) -> MemorySource:
-        """Decode a whole source; its images must have one size."""
-        first, _ = _decoded(source, 0, Decoder(channels))
-        images = np.empty((len(source), *first.shape), np.uint8)
+    def from_source(
+        cls, source: Source, channels: int = 3, threads: int = 4, on_bad: OnBad | None = None
+    ) -> MemorySource:
+        """Decode a whole source; its images must have one size. With `on_bad`, what cannot be read is left out."""
+        first = _first_shape(source, Decoder(channels), on_bad is not None)
+        images = np.empty((len(source), *first), np.uint8)
         labels = np.empty(len(source), np.int64)
+        is_good = np.ones(len(source), np.bool_)
 
         def load(start: int) -> None:
             decoder = Decoder(channels)
             for number in range(start, len(source), threads):
-                pixels, labels[number] = _decoded(source, number, decoder)
+                try:
+                    pixels, labels[number] = _decoded(source, number, decoder)
+                except DataError as error:
+                    if on_bad is None:
+                        raise
+                    on_bad(error)
+                    is_good[number] = False
+                    continue
                 if pixels.shape != images.shape[1:]:
                     raise DataError(
                         f"{source.where(number)}: {pixels.shape[1]}x{pixels.shape[0]} pixels, but the first image has "
@@ -60,7 +72,8 @@ class MemorySource:
 
         with ThreadPoolExecutor(threads) as executor:
             list(executor.map(load, range(threads)))
-        return cls(images, labels, source.where(0).split(":")[0])
+        name = source.where(0).split(":")[0]
+        return cls(images, labels, name) if is_good.all() else cls(images[is_good], labels[is_good], name)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -72,6 +85,17 @@ class MemorySource:
     def where(self, number: int) -> str:
         """See Source."""
         return f"{self.name} (image {number})"
+
+
+def _first_shape(source: Source, decoder: Decoder, skips_bad: bool) -> tuple[int, ...]:
+    """The shape of the first image, or of the first that can be read."""
+    for number in range(len(source)):
+        try:
+            return _decoded(source, number, decoder)[0].shape
+        except DataError:
+            if not skips_bad:
+                raise
+    raise DataError(f"{source.where(0)}: neither this one nor any other can be read as an image")
 
 
 def _decoded(source: Source, number: int, decoder: Decoder) -> tuple[Pixels, int]:

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 _MAX_CHUNK = 16
 _KEPT_REPORTS = 100
+_SHOWN_REPORTS = 10
 _START_TIMEOUT_S = 60.0
 _starting = threading.Lock()
 
@@ -88,7 +89,8 @@ class Loader:
     `output`: "float32" gives normalised (N, C, H, W); "uint8" gives (N, H, W, C) for a GPU to normalise, in pinned
     memory where there is CUDA. Labels are int64 class numbers, or float32 rows where records have several.
     `exact` gives the pixels of a full decode, without shortcuts that change them (see `decode`): for validation.
-    With `skip_bad_records` a sample that cannot be read is left out of its batch, counted in `num_bad` and logged.
+    With `skip_bad_records` a sample that cannot be read is left out of its batch and counted in `num_bad`; the first
+    few are logged with their places, and their number at the end of every epoch.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class Loader:
             raise UsageError(f"the source has {len(source)} samples, the sampling is for {sampling.num_samples}")
         self.source, self.augment, self.sampling = source, augment, sampling
         self.state = state or State()
-        self.num_bad = 0
+        self.num_bad = self._bad_of_epoch = 0
         self.bad_records: deque[str] = deque(maxlen=_KEPT_REPORTS)
         self._output, self._skip = output, skip_bad_records
         size = sampling.batch_size
@@ -172,7 +174,7 @@ class Loader:
         except BaseException:
             self.close()
             raise
-        self._report(pending.bad)
+        self._report(pending.bad, ends_epoch=pending.batch.after.epoch != pending.batch.epoch)
         self.state = pending.batch.after
         return batch
 
@@ -211,11 +213,16 @@ class Loader:
             self._tools.normaliser.into(out, pixels)
         return label
 
-    def _report(self, bad: dict[int, str]) -> None:
+    def _report(self, bad: dict[int, str], ends_epoch: bool) -> None:
         for _, message in sorted(bad.items()):
             self.num_bad += 1
             self.bad_records.append(message)
-            log.warning("skipped bad record %d: %s", self.num_bad, message)
+            if self.num_bad <= _SHOWN_REPORTS:
+                log.warning("skipped bad record %d: %s", self.num_bad, message)
+        self._bad_of_epoch += len(bad)
+        if ends_epoch and self._bad_of_epoch:
+            log.warning("bad records skipped in this epoch: %d", self._bad_of_epoch)
+            self._bad_of_epoch = 0
 
 
 def _finish(pending: _Pending) -> tuple[Tensor, Tensor] | None:

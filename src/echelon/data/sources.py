@@ -46,8 +46,10 @@ class RecordSource:
     """The images of record files: `a.rec`, `a.rec;b.rec`, or a folder of them.
 
     An index is used where given, or beside the file; without one, the heads are scanned. With `on_bad`, such a scan
-    reports damaged records and goes on behind them.
+    reports damaged records and goes on behind them. Labels must be below `num_classes`, where that is known.
     """
+
+    num_classes: int | None = None
 
     def __init__(
         self, rec: str | Path, idx: str | Path | None = None, on_bad: Callable[[RecordError], None] | None = None
@@ -75,6 +77,9 @@ class RecordSource:
         except DataError as error:
             raise RecordError(file.path, offset, record, str(error)) from None
         labels = header.labels
+        if self.num_classes is not None and len(labels) == 1 and not 0 <= labels[0] < self.num_classes:
+            allowed = f"--num-classes {self.num_classes} allows 0 ... {self.num_classes - 1}"
+            raise RecordError(file.path, offset, record, f"its label is {labels[0]:g}, but {allowed}")
         return Sample(image, float(labels[0]) if len(labels) == 1 else labels)
 
     def where(self, number: int) -> str:

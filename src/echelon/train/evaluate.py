@@ -22,11 +22,19 @@ KEPT_BYTES = 512 << 20  # a decoded set up to this size is kept; a bigger one is
 class Validation:
     """The validation data of a run."""
 
-    def __init__(self, source: Source, augment: AugmentConfig, device: torch.device, threads: int = 4) -> None:
+    def __init__(
+        self,
+        source: Source,
+        augment: AugmentConfig,
+        device: torch.device,
+        threads: int = 4,
+        skip_bad_records: bool = False,
+    ) -> None:
         self._source = source
         self._augment = augment.for_validation()
         self._device = device
         self._threads = threads
+        self._skip_bad_records = skip_bad_records
         self._kept: list[tuple[Tensor, Tensor]] | None = None
 
     def measure(self, model: nn.Module, metrics: Metrics, precision: Precision | None = None) -> dict[str, float]:
@@ -49,7 +57,14 @@ class Validation:
 
     def _decode(self) -> Iterator[tuple[Tensor, Tensor]]:
         sampling = Sampling(len(self._source), BATCH, shuffle=False)
-        loader = make_loader(self._source, self._augment, sampling, threads=self._threads, exact=True)
+        loader = make_loader(
+            self._source,
+            self._augment,
+            sampling,
+            threads=self._threads,
+            exact=True,
+            skip_bad_records=self._skip_bad_records,
+        )
         with closing(loader):
             for images, labels in loader:  # whose memory is used again
                 yield images.to(self._device, copy=True), labels.to(self._device, copy=True)

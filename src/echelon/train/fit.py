@@ -183,7 +183,7 @@ class _Run:
             options, self._place, trainer, dataset.augment, dataset.num_classes, self._scaler, self._average
         )
         self._validation = (
-            Validation(dataset.validation, dataset.augment, device, options.data_nthreads)
+            Validation(dataset.validation, dataset.augment, device, options.data_nthreads, options.skip_bad_records)
             if dataset.validation is not None and self._leader
             else None
         )
@@ -212,6 +212,8 @@ class _Run:
             obstacle = "--monitor looks into steps"
         elif options.mixup:
             obstacle = "--mixup draws on the host"
+        elif options.skip_bad_records and not isinstance(self._dataset.train, MemorySource | SyntheticSource):
+            obstacle = "--skip-bad-records makes some batches smaller"
         elif options.pace.seconds:
             obstacle = "--pace waits inside the step"
         elif not served:

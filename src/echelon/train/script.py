@@ -81,7 +81,7 @@ def read_options(given: argparse.Namespace, data: str) -> TrainOptions:
 def check(options: TrainOptions, job: Job) -> None:
     """What is wrong with the flags together is said before anything is started."""
     from echelon import models
-    from echelon.data.datasets import dataset_names, open_dataset
+    from echelon.data.datasets import check_files, dataset_names, open_dataset, recipe
     from echelon.kvstore.create import check_name
     from echelon.models.choices import unknown
     from echelon.train.optimizers import ON_SERVERS, check_optimizer
@@ -102,6 +102,9 @@ def check(options: TrainOptions, job: Job) -> None:
     device_batch(options.batch_size, len(options.devices))
     if options.data not in dataset_names():
         open_dataset(options.data)  # raises
+    data = "synthetic" if options.benchmark else options.data
+    check_files(data, options)
+    recipe(data, options.image_shape, **options.augment)
     if ":" not in options.network and options.network not in models.names():
         raise unknown("network", options.network, models.names(), " Your own is named package.module:function.")
     served = options.kv_store.startswith("dist_") and "device" not in options.kv_store and job.num_servers

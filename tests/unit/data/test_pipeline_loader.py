@@ -225,8 +225,10 @@ def test_bad_records_are_left_out_counted_and_reported(damaged: RecordSource, ca
         assert [message.split(":")[1] for message in batches.bad_records] == [
             f" record {number} at byte {offset}" for number, offset in zip((4, 9, 11), _offsets(damaged), strict=True)
         ]
+        list(batches)
     assert seen == [[0, 1, 2, 3], [5, 6, 7], [8, 10], [12, 13]]
     assert "skipped bad record 3" in caplog.text
+    assert [line for line in caplog.messages if "in this epoch" in line] == ["bad records skipped in this epoch: 3"] * 2
 
 
 def _offsets(source: RecordSource) -> list[int]:

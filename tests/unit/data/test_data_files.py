@@ -1,0 +1,104 @@
+"""Which files a dataset is opened from, and what is said where flags and files do not go together."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from pipeline_images import encoded, jpeg, picture, write_records
+
+from echelon.data.datasets import DataOptions, open_dataset, recipe
+from echelon.data.memory import MemorySource
+from echelon.data.sources import FolderSource, RecordSource
+from echelon.errors import DataError, UsageError
+
+
+def classes(root: Path, *names: str) -> Path:
+    for number, name in enumerate(names):
+        (root / name).mkdir(parents=True)
+        (root / name / "one.png").write_bytes(encoded(picture(number), "PNG"))
+    return root
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    return write_records(tmp_path / "three.rec", [jpeg(picture(number)) for number in range(3)])
+
+
+def test_training_and_validation_may_lie_in_different_ways(tmp_path: Path, records: Path) -> None:
+    folder = classes(tmp_path / "classes", "ape", "bee", "cat")
+    for train, validation in ((records, folder), (folder, records)):
+        opened = open_dataset("folder", DataOptions(tmp_path, data_train=str(train), data_val=str(validation)))
+        kinds = [RecordSource if path is records else FolderSource for path in (train, validation)]
+        assert [type(opened.train), type(opened.validation)] == kinds
+        assert opened.num_classes == 3
+
+
+def test_validation_that_is_not_there_is_not_forgotten(tmp_path: Path) -> None:
+    folder = classes(tmp_path / "classes", "ape", "bee")
+    with pytest.raises(DataError, match=r"no record file .*nowhere"):
+        open_dataset("folder", DataOptions(data_train=str(folder), data_val=str(tmp_path / "nowhere")))
+
+
+def test_an_index_is_for_records(tmp_path: Path) -> None:
+    folder = classes(tmp_path / "classes", "ape", "bee")
+    with pytest.raises(UsageError, match=r"the index a\.idx is for a \.rec, and .*classes is a folder of class"):
+        open_dataset("folder", DataOptions(data_train=str(folder), data_train_idx="a.idx"))
+
+
+def test_sets_of_their_own_refuse_other_files() -> None:
+    for name in ("digits", "mnist", "fashion-mnist"):
+        with pytest.raises(UsageError, match=rf"--data-val x\.rec: {name} is a set of its own.*--data folder"):
+            open_dataset(name, DataOptions(data_val="x.rec"))
+
+
+def test_a_label_that_is_no_class_is_named_with_its_place(tmp_path: Path, records: Path) -> None:
+    opened = open_dataset("imagenet", DataOptions(data_train=str(records), num_classes=2))
+    assert opened.train.read(1).label == 1
+    with pytest.raises(
+        DataError, match=r"three\.rec: record 2 at byte \d+: its label is 2, but --num-classes 2 allows 0"
+    ):
+        opened.train.read(2)
+    folder = classes(tmp_path / "classes", "ape", "bee", "cat")
+    with pytest.raises(UsageError, match=r"cat/one\.png .*: its label is 2, but --num-classes 2 allows 0 \.\.\. 1"):
+        open_dataset("folder", DataOptions(data_train=str(folder), num_classes=2))
+    with pytest.raises(UsageError, match=r"digits .*: its label is 9, but --num-classes 9 allows"):
+        open_dataset("digits", DataOptions(num_classes=9))
+
+
+def test_what_cannot_be_decoded_is_left_out_of_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    payloads = [b"no image", *(jpeg(picture(number, 32, 32)) for number in range(1, 6)), b"none"]
+    path = str(write_records(tmp_path / "cifar10_train.rec", payloads))
+    with pytest.raises(DataError, match=r"record 0 at byte 0: 8 bytes .* are no image"):
+        open_dataset("cifar10", DataOptions(data_train=path))
+    with caplog.at_level(logging.WARNING):
+        train = open_dataset("cifar10", DataOptions(data_train=path, skip_bad_records=True)).train
+    assert isinstance(train, MemorySource)
+    assert train.labels.tolist() == [1, 2, 3, 4, 5]
+    assert (train.images[0] != train.images[1]).any()
+    assert caplog.messages[0].startswith("bad records skipped while opening: 2, the first: ")
+
+
+def test_damage_found_by_a_scan_is_counted(records: Path, caplog: pytest.LogCaptureFixture) -> None:
+    records.with_suffix(".idx").unlink()
+    records.write_bytes(records.read_bytes()[:-40])
+    with caplog.at_level(logging.WARNING):
+        opened = open_dataset("folder", DataOptions(data_train=str(records), skip_bad_records=True))
+    assert (len(opened.train), opened.num_classes) == (2, 2)
+    assert "bad records skipped while opening: 1, the first: " in caplog.text
+
+
+def test_a_file_without_a_good_image(tmp_path: Path) -> None:
+    path = str(write_records(tmp_path / "bad.rec", [b"no", b"nothing"]))
+    with pytest.raises(DataError, match=r"bad\.rec: record 0 .*neither this one nor any other"):
+        open_dataset("cifar10", DataOptions(data_train=path, skip_bad_records=True))
+
+
+def test_a_recipe_needs_no_files() -> None:
+    assert recipe("cifar10").random_crop
+    assert recipe("imagenet", (3, 32, 32), brightness=0.4).shape == (3, 32, 32)
+    with pytest.raises(UsageError, match="excludes random_crop: use --random-crop 0"):
+        recipe("cifar10", random_resized_crop=True)
+    with pytest.raises(UsageError, match=r"needs 3 means .*change --image-shape"):
+        recipe("mnist", (3, 28, 28))
