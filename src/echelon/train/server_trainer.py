@@ -39,6 +39,7 @@ class ServerTrainer(Trainer):
         self._early: set[int] = set()  # buckets with parameters that are read without a call of their module
         self._arrived: set[str] = set()  # gradients of the step that is being made
         self._buckets = make_buckets([p.numel() * p.element_size() for p in self._parameters.values()])
+        self._order_by_group()
         self._bucket_of = {self._names[i]: bucket for bucket in self._buckets for i in bucket.members}
         self._missing = [len(bucket.members) for bucket in self._buckets]
         self._sent: list[list[Ticket] | None] = [None] * len(self._buckets)  # of the step that is being made
@@ -52,6 +53,19 @@ class ServerTrainer(Trainer):
     def lock_step(self) -> bool:
         """Whether every step waits for all workers."""
         return self.kvstore.type == "dist_sync"
+
+    def _order_by_group(self) -> None:
+        """Inside a bucket, parameters of one optimizer group lie together: servers treat neighbours alike in one run.
+
+        Weights that decay and biases that do not, in turn, would be a run each: CIFAR's ResNet-50 took 5 times as long.
+        """
+        groups = enumerate(self.optimizer.param_groups)
+        group_of = {id(parameter): index for index, group in groups for parameter in group["params"]}
+        for bucket in self._buckets:
+            first, last = bucket.members[0], bucket.members[-1]
+            members = self._names[first : last + 1]
+            self._names[first : last + 1] = sorted(members, key=lambda name: group_of[id(self._parameters[name])])
+        self._parameters = {name: self._parameters[name] for name in self._names}
 
     # --- the loop
 
