@@ -1,0 +1,40 @@
+"""Runs many commands in one process, because every import of torch takes seconds: `flag_cases.py CASES.json`.
+
+The file maps names to command lines: `train_imagenet.py …` is run as the script that it is, `echelon …` as the command.
+Before and after a case a line with its name goes to standard error, the second one with its exit status.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+from echelon.cli.main import main
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "image-classification"
+
+
+def run(command: list[str]) -> int:
+    """Run a command in this process; its exit status, as the interpreter would give it."""
+    if command[0] == "echelon":
+        return main(command[1:])
+    sys.argv = [str(EXAMPLES / command[0]), *command[1:]]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+            return 1
+        return leaving.code or 0
+    return 0
+
+
+if __name__ == "__main__":
+    for name, line in json.loads(Path(sys.argv[1]).read_text()).items():
+        print(f"case {name}", file=sys.stderr, flush=True)
+        status = run(shlex.split(line))
+        sys.stdout.flush()
+        print(f"ends {name} {status}", file=sys.stderr, flush=True)

@@ -1,0 +1,279 @@
+"""The data and augmentation flags reach training: real processes on tiny files, every flag seen by what it changes.
+
+The same images lie as a .rec with an index, a .rec without, and class folders, as JPEG, PNG and WebP. The cross-entropy
+of an epoch's training, to six digits, tells whether the network saw the same pixels in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from echelon.cli.main import main
+from echelon.data.recordio import read_index
+
+CLASSES = {"ape": ".jpg", "bee": ".png", "cat": ".webp"}
+SMALL = "--network mlp --batch-size 6 --num-epochs 1 --lr 0.01 --rgb-std 60,60,60 --loss ce --disp-batches 1"
+SHAPE = "--image-shape 3,32,32 --num-classes 3"
+TRAIN = f"train_imagenet.py {SMALL} {SHAPE} --num-examples 24"
+INDEXED = "--data-train train.rec --data-train-idx train.idx"
+
+AUGMENTATIONS = {  # what each is added to, and the flags; a result of its own shows that they arrive
+    "random-crop": ("", "--random-crop 1"),
+    "random-mirror": ("", "--random-mirror 1"),
+    "hue": ("", "--max-random-h 40"),
+    "saturation-of-hls": ("", "--max-random-s 50"),
+    "lightness": ("", "--max-random-l 50"),
+    "aspect-ratio": ("", "--max-random-aspect-ratio 0.3"),
+    "aspect-ratios": ("", "--min-random-aspect-ratio 0.5 --max-random-aspect-ratio 2"),
+    "rotate": ("", "--max-random-rotate-angle 20"),
+    "shear": ("", "--max-random-shear-ratio 0.3"),
+    "larger": ("", "--max-random-scale 1.5"),
+    "smaller": ("", "--min-random-scale 0.8"),
+    "crop-size": ("", "--min-crop-size 20 --max-crop-size 30"),
+    "brightness": ("", "--brightness 0.4"),
+    "contrast": ("", "--contrast 0.4"),
+    "saturation": ("", "--saturation 0.4"),
+    "pca-noise": ("", "--pca-noise 5"),
+    "random-resized-crop": ("", "--random-resized-crop 1 --min-random-area 0.3 --max-random-area 0.9"),
+    "pad": ("", "--pad-size 12 --random-crop 1"),
+    "fill": ("--pad-size 12 --random-crop 1", "--fill-value 0"),
+    "mean": ("", "--rgb-mean 100,110,120"),
+    "std": ("", "--rgb-std 50,60,70"),
+    "resize": ("", "--resize 33"),
+}
+IMAGENET = {
+    "indexed": f"{TRAIN} {INDEXED} --data-val val.rec --data-val-idx val.idx",
+    "scanned": f"{TRAIN} --data-train scanned.rec --data-val val.rec",
+    "folders": f"{TRAIN} --data-train classes",
+    "one thread": f"{TRAIN} {INDEXED} --data-val classes/val --data-nthreads 1",
+    "half": f"{TRAIN} {INDEXED} --num-examples 12",
+    "shape": f"{TRAIN} {INDEXED} --image-shape 3,24,28",
+    "benchmark": f"train_imagenet.py {SMALL} {SHAPE} --benchmark 1 --num-examples 18",
+    "test-io": f"{TRAIN} {INDEXED} --test-io 1 --disp-batches 2",
+    "bad": f"{TRAIN} --data-train bad.rec",
+    "bad, skipped": f"{TRAIN} --data-train bad.rec --data-val bad.rec --skip-bad-records --num-epochs 2",
+    "bad, scanned": f"{TRAIN} --data-train bad-scanned.rec --skip-bad-records",
+    "contradiction": f"{TRAIN} {INDEXED} --random-resized-crop 1 --random-crop 1",
+    "no range": f"{TRAIN} {INDEXED} --min-random-scale 2",
+    "grey": f"{TRAIN} {INDEXED} --image-shape 1,32,32 --brightness 0.1",
+    "no shape": f"{TRAIN} {INDEXED} --image-shape 3,32",
+    "few classes": f"{TRAIN} {INDEXED} --num-classes 2",
+    "wrong index": f"{TRAIN} --data-train classes --data-train-idx train.idx",
+    "no data": f"{TRAIN} --data-train none.rec",
+    **{f"{name}, before": f"{TRAIN} {INDEXED} {base}" for name, (base, _) in AUGMENTATIONS.items() if base},
+    **{name: f"{TRAIN} {INDEXED} {base} {flags}" for name, (base, flags) in AUGMENTATIONS.items()},
+}
+OTHERS = {
+    "cifar": f"train_cifar10.py {SMALL} --data-train train.rec --data-val val.rec --num-examples 24",
+    "cifar, bad": f"train_cifar10.py {SMALL} --data-train bad.rec",
+    "cifar, bad, skipped": f"train_cifar10.py {SMALL} --data-train bad.rec --skip-bad-records",
+    "cifar, contradiction": f"train_cifar10.py {SMALL} --data-train train.rec --random-resized-crop 1",
+    "cifar, resized": (
+        f"train_cifar10.py {SMALL} --data-train train.rec --random-resized-crop 1 --min-random-area 0.3 --random-crop 0"
+    ),
+    "cifar, missing": f"train_cifar10.py {SMALL} --data-dir nowhere",
+    "own files": "echelon train --data digits --data-train train.rec",
+    "command, test-io": f"echelon train {SMALL} {SHAPE} --data folder --data-train classes --test-io 1 --disp 2",
+    "command, skipped": (
+        f"echelon train {SMALL} {SHAPE} -n 2 -s 1 --kv-store dist_sync --data imagenet --data-train bad.rec "
+        "--data-val classes/val --skip-bad-records"
+    ),
+}
+BAD = (5, 9)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a command came to."""
+
+    status: int
+    text: str
+
+    @property
+    def loss(self) -> str:
+        """The cross-entropy of the first epoch's training."""
+        assert self.status == 0, self.text
+        found = re.search(r"Epoch\[0\] Train-cross-entropy=([\d.]+)", self.text)
+        assert found is not None, self.text
+        return found[1]
+
+    @property
+    def lines(self) -> list[str]:
+        """Without what is said at the beginning of every run."""
+        said = re.compile(r"INFO:root:(start with arguments|engine|precision)")
+        return [line for line in self.text.splitlines() if not said.match(line)]
+
+
+def write_images(root: Path, part: str, count: int) -> None:
+    random = np.random.default_rng(len(part))
+    for label, (name, suffix) in enumerate(CLASSES.items()):
+        folder = root / part / name
+        folder.mkdir(parents=True)
+        for number in range(count):
+            pixels = random.integers(0, 80, (40, 48, 3))
+            pixels[:, :, label] += 120
+            pixels[: 10 + number] //= 2
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}{suffix}", quality=90)
+
+
+def damage(rec: Path) -> None:
+    """One record is no image, another no record."""
+    data = bytearray(rec.read_bytes())
+    offsets = read_index(rec.with_suffix(".idx"))[1]
+    image, frame = (int(offsets[number]) for number in BAD)
+    data[image + 32 : image + 64] = bytes(32)
+    data[frame : frame + 4] = b"XXXX"
+    rec.write_bytes(data)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("flags")
+    for part, count in (("train", 8), ("val", 2)):
+        write_images(root / "classes", part, count)
+        images = ["--exts", *CLASSES.values(), "--pass-through", "--no-shuffle"]
+        assert main(["data", "im2rec", str(root / part), str(root / "classes" / part), *images]) == 0
+    shutil.copy(root / "train.rec", root / "scanned.rec")
+    for suffix in (".rec", ".idx"):
+        shutil.copy(root / f"train{suffix}", root / f"bad{suffix}")
+    damage(root / "bad.rec")
+    shutil.copy(root / "bad.rec", root / "bad-scanned.rec")
+    return root
+
+
+def run(folder: Path, name: str, cases: dict[str, str]) -> dict[str, Case]:
+    (folder / f"{name}.json").write_text(json.dumps(cases))
+    command = [sys.executable, str(Path(__file__).parent / "flag_cases.py"), f"{name}.json"]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=110,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    found = re.findall(r"^case (.*)\n((?:.*\n)*?)ends \1 (\d+)$", done.stdout, re.MULTILINE)
+    assert [case for case, _, _ in found] == list(cases), done.stdout
+    return {case: Case(int(status), text) for case, text, status in found}
+
+
+@pytest.fixture(scope="module")
+def cases(folder: Path) -> dict[str, Case]:
+    with ThreadPoolExecutor(2) as side_by_side:
+        ran = side_by_side.map(run, [folder] * 2, ["imagenet", "others"], [IMAGENET, OTHERS])
+        return {name: case for some in ran for name, case in some.items()}
+
+
+def test_the_same_images_train_alike_wherever_they_lie(cases: dict[str, Case]) -> None:
+    for name in ("scanned", "folders", "one thread"):
+        assert cases[name].loss == cases["indexed"].loss, name
+    for name in ("indexed", "scanned", "folders", "one thread"):
+        assert "Epoch[0] Validation-accuracy=" in cases[name].text, name
+    assert "Validation" not in cases["half"].text
+
+
+def test_an_epoch_has_as_many_examples_as_told(cases: dict[str, Case]) -> None:
+    batches = {name: re.findall(r"Epoch\[0\] Batch \[(.*)\]\t", cases[name].text)[-1] for name in ("indexed", "half")}
+    assert {name: int(last.split("-")[-1]) for name, last in batches.items()} == {"indexed": 3, "half": 1}
+
+
+def test_a_shape_and_synthetic_data(cases: dict[str, Case]) -> None:
+    assert cases["shape"].loss != cases["indexed"].loss
+    assert float(cases["benchmark"].loss) > 0
+
+
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_an_augmentation_has_an_effect_on_training(cases: dict[str, Case], name: str) -> None:
+    before = cases[f"{name}, before"] if AUGMENTATIONS[name][0] else cases["indexed"]
+    assert cases[name].loss != before.loss
+    assert np.isfinite(float(cases[name].loss))
+
+
+@pytest.mark.parametrize("name", ["test-io", "command, test-io"])
+def test_reading_alone_prints_the_speed(cases: dict[str, Case], name: str) -> None:
+    assert cases[name].status == 0
+    speed = re.compile(r"INFO:root:Batch \[(\d+)\]\tSpeed: \d+\.\d\d samples/sec")
+    said = [speed.fullmatch(line) for line in cases[name].lines]
+    assert [line and line[1] for line in said] == ["1", "3"]
+
+
+def test_a_bad_record_ends_training_with_its_place(cases: dict[str, Case]) -> None:
+    assert cases["bad"].status == 1
+    assert re.search(r"train_imagenet\.py: error: bad\.rec: record [59] at byte \d+: ", cases["bad"].lines[-1])
+    assert cases["cifar, bad"].status == 1
+    assert "train_cifar10.py: error: bad.rec: record 5 at byte " in cases["cifar, bad"].lines[-1]
+
+
+def test_bad_records_are_skipped_and_counted_every_epoch(cases: dict[str, Case]) -> None:
+    case = cases["bad, skipped"]
+    assert case.status == 0, case.text
+    counts = [line for line in case.lines if "in this epoch" in line]
+    assert counts == ["WARNING:root:bad records skipped in this epoch: 2"] * 3  # training twice; validation is kept
+    for number in BAD:
+        assert re.search(rf"skipped bad record \d: bad\.rec: record {number} at byte", case.text)
+    assert "Epoch[1] Validation-accuracy" in case.text
+
+
+def test_damage_found_while_opening_is_counted_too(cases: dict[str, Case]) -> None:
+    for name, count in (("bad, scanned", 1), ("cifar, bad, skipped", 2)):
+        assert cases[name].status == 0, cases[name].text
+        assert f"WARNING:root:bad records skipped while opening: {count}, the first: bad" in cases[name].text
+    assert "bad records skipped in this epoch: 1" in cases["bad, scanned"].text
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "contradiction",
+            "random_resized_crop decides the crop by itself; it excludes random_crop: use --random-crop 0",
+        ),
+        ("no range", "random scale from 2.0 to 1.0 is no range above 0"),
+        ("grey", "colour augmentation needs 3 channels, the image shape is (1, 32, 32)"),
+        ("no shape", "--image-shape '3,32' is not channels,height,width, for example 3,224,224"),
+        (
+            "wrong index",
+            "the index train.idx is for a .rec, and classes/train is a folder of class folders; leave it out",
+        ),
+        ("cifar, contradiction", "it excludes random_crop: use --random-crop 0"),
+        ("cifar, missing", "get the set: echelon data get cifar10 --data-dir nowhere"),
+        ("no data", "no record file none.rec"),
+        ("own files", "echelon: --data-train train.rec: digits is a set of its own"),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(cases: dict[str, Case], name: str, said: str) -> None:
+    assert cases[name].status in (1, 2)
+    assert len(cases[name].lines) == 1, cases[name].text
+    assert said in cases[name].lines[0]
+
+
+def test_a_label_beyond_the_classes_is_named(cases: dict[str, Case]) -> None:
+    assert cases["few classes"].status == 1
+    said = r"error: train\.rec: record \d+ at byte \d+: its label is 2, but --num-classes 2 allows 0 \.\.\. 1"
+    assert re.search(said, cases["few classes"].lines[-1])
+
+
+def test_cifar_takes_records_and_its_recipe_can_be_changed(cases: dict[str, Case]) -> None:
+    assert "Epoch[0] Validation-accuracy=" in cases["cifar"].text
+    assert cases["cifar, resized"].loss != cases["cifar"].loss
+
+
+def test_the_command_shows_what_its_workers_skipped(cases: dict[str, Case]) -> None:
+    case = cases["command, skipped"]
+    assert case.status == 0, case.text
+    assert re.search(r"^accuracy +[01]\.\d{4}$", case.text, re.MULTILINE)
+    counts = re.findall(r"\[worker \d\] bad records skipped in this epoch: (\d)", case.text)
+    assert sum(map(int, counts)) == 2
