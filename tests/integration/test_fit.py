@@ -16,8 +16,9 @@ from torch import Tensor
 
 from echelon.errors import DataError, UsageError
 from echelon.train import snapshots
-from echelon.train.fit import TERMINATED, fit
+from echelon.train.fit import fit
 from echelon.train.options import TrainOptions
+from echelon.train.run import STOPS
 
 # 1437 samples in batches of 128: 12 steps an epoch, the last of 29 samples.
 OPTIONS = TrainOptions(batch_size=128, num_epochs=3, lr=0.1, lr_step_epochs="2", disp_batches=5, seed=7)
@@ -123,7 +124,7 @@ def test_sigterm_saves_and_leaves_and_going_on_gives_the_same_bits(
         return line(epoch, first, last, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(log_lines, "speed_line", tell_and_terminate)
-    assert fit(part) == TERMINATED
+    assert fit(part) == STOPS["SIGTERM"] == 143
     assert [one.point for one in snapshots.find(prefix)] == [(1, 5), (1, 0)]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     fit(replace(part, resume=True))

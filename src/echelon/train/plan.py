@@ -11,6 +11,7 @@ from echelon.data.order import Sampling, State
 from echelon.data.sharding import ByFraction, ByPart, Sharding
 from echelon.errors import UsageError
 from echelon.train.options import TrainOptions
+from echelon.train.schedules import Schedule, make_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +98,24 @@ def state_at(sampling: Sampling, epoch: int, samples_done: int, size: int) -> St
     if steps == sampling.batches_per_epoch:
         return State(epoch + 1, 0)
     return State(epoch, steps * sampling.batch_size)
+
+
+def schedule_for(options: TrainOptions, place: Place, batches_per_epoch: int, begin_epoch: int) -> Schedule:
+    """The learning rate of every step of a process. lbsgd warms up to the rate of its macrobatch."""
+    scale = 1.0
+    if options.optimizer.lower() == "lbsgd":
+        total = options.batch_size * place.num_workers
+        scale = max(1.0, math.ceil(max(options.macrobatch_size, total) / total))
+    warmup = options.warmup_epochs if options.warmup_epochs is not None else 5.0 if scale > 1 else 0.0
+    return make_schedule(
+        lr=options.lr,
+        factor=options.lr_factor,
+        step_epochs=options.lr_step_epochs,
+        kind=options.lr_schedule,
+        epoch_size=batches_per_epoch,
+        num_epochs=options.num_epochs,
+        begin_epoch=begin_epoch,
+        warmup_epochs=warmup,
+        warmup_strategy=options.warmup_strategy,
+        warmup_scale=scale,
+    )

@@ -1,0 +1,67 @@
+"""What a run reads: its dataset with the augmentation that was asked for, and the loader that suits its device."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from echelon.data.datasets import DataOptions, Dataset, make_loader, open_dataset
+from echelon.data.device_augment import DeviceLoader, DeviceMemoryLoader
+from echelon.data.memory import MemorySource, is_plain
+from echelon.data.order import Sampling
+from echelon.data.pipeline import Batches, measure_io
+from echelon.data.synthetic import SyntheticSource
+from echelon.train.options import TrainOptions
+from echelon.train.plan import Place, sampling_for
+
+log = logging.getLogger(__name__)
+
+
+def open_data(options: TrainOptions) -> Dataset:
+    """The dataset that the options name, with the augmentation they ask for."""
+    told = DataOptions(
+        data_dir=options.data_dir,
+        data_train=options.data_train,
+        data_train_idx=options.data_train_idx,
+        data_val=options.data_val,
+        data_val_idx=options.data_val_idx,
+        image_shape=options.image_shape,
+        num_classes=options.num_classes,
+        num_examples=options.num_examples,
+        skip_bad_records=options.skip_bad_records,
+    )
+    dataset = open_dataset("synthetic" if options.benchmark else options.data, told)
+    given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.augment.items()}
+    return replace(dataset, augment=replace(dataset.augment, **given))
+
+
+def read_only(options: TrainOptions, dataset: Dataset) -> int:
+    """Only read the training data, and say how fast that is."""
+    sampling = sampling_for(options, len(dataset.train), Place(0, 1), fixed=False)
+    with closing(train_loader(options, dataset, sampling, torch.device("cpu"))) as loader:
+        for line in measure_io(loader, options.disp_batches):
+            log.info(line)
+    return 0
+
+
+def train_loader(options: TrainOptions, dataset: Dataset, sampling: Sampling, device: torch.device) -> Batches:
+    """Batches for a device: on a GPU small sets live there, others cross as bytes and are normalised there."""
+    source, augment = dataset.train, dataset.augment
+    on_gpu = device.type == "cuda"
+    if on_gpu and isinstance(source, MemorySource) and is_plain(augment, *source.images.shape[1:3]):
+        return DeviceMemoryLoader(source, augment, sampling, device)
+    loader = make_loader(
+        source,
+        augment,
+        sampling,
+        threads=options.data_nthreads,
+        output="uint8" if on_gpu else "float32",
+        skip_bad_records=options.skip_bad_records,
+    )
+    if on_gpu and not isinstance(source, SyntheticSource):
+        return DeviceLoader(loader, augment, device)
+    return loader

@@ -1,0 +1,284 @@
+"""One process's way through a run: epochs, steps, lines, evaluations, checkpoints, and the end.
+
+How a step runs is the engine's matter, who waits for whom the trainer's. The words are MXNet's; the events are what
+`echelon train` shows.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+
+from echelon.data.datasets import Dataset
+from echelon.train import checkpoint, log_lines, stepping
+from echelon.train.average import MovingAverage
+from echelon.train.board import Board
+from echelon.train.engine import patience
+from echelon.train.evaluate import Validation
+from echelon.train.inputs import train_loader
+from echelon.train.metrics import Metrics
+from echelon.train.monitor import Monitor
+from echelon.train.options import TrainOptions
+from echelon.train.plan import Place, epoch_size, sampling_for, schedule_for, state_at
+from echelon.train.precision import LossScaler, choose_precision
+from echelon.train.saving import Point, Saver
+from echelon.train.served import ServedStep
+from echelon.train.steps import Work, set_rate
+from echelon.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+STOPS = {number.name: 128 + number for number in (signal.SIGINT, signal.SIGTERM)}  # why a run was stopped: its status
+
+
+class Run:
+    """One process's training."""
+
+    def __init__(
+        self,
+        options: TrainOptions,
+        dataset: Dataset,
+        trainer: Trainer,
+        device: torch.device,
+        run_dir: str | None,
+        num_devices: int,
+        device_index: int,
+    ) -> None:
+        kvstore = trainer.kvstore
+        self._options = options
+        self._dataset = dataset
+        self._trainer = trainer
+        self._kvstore = kvstore
+        self._events = kvstore.events
+        self._run_dir = run_dir
+        workers = kvstore.workers
+        self._place = Place(workers.index(kvstore.rank), len(workers), num_devices)
+        self._leader = self._place.rank == 0
+        self._speaks = device_index == 0
+        self._metrics = Metrics(options.top_k, options.loss)
+        self._precision = choose_precision(options.dtype, device)
+        self._scaler = LossScaler(device) if self._precision.half is torch.float16 else None
+        examples = min(options.num_examples or len(dataset.train), len(dataset.train))
+        num_steps = options.num_epochs * epoch_size(examples, self._place.num_workers, options.batch_size)
+        self._choice = stepping.choose(options, dataset.train, trainer, self._precision, self._place, num_steps)
+        self._sampling = sampling_for(options, len(dataset.train), self._place, fixed=self._fixed)
+        self._loader = train_loader(options, dataset, self._sampling, device)
+        self._work = Work(
+            trainer.model, self._precision, self._metrics, self._sampling.batch_size, options.label_smoothing
+        )
+        horizon = options.ema_epochs * len(self._loader)
+        self._average = MovingAverage(trainer.model, horizon) if horizon and self._leader else None
+        self._saver = Saver(
+            options, self._place, trainer, dataset.augment, dataset.num_classes, self._scaler, self._average
+        )
+        self._validation = (
+            Validation(dataset.validation, dataset.augment, device, options.data_nthreads, options.skip_bad_records)
+            if dataset.validation is not None and self._leader
+            else None
+        )
+        self._monitor = Monitor(trainer.model, options.monitor) if options.monitor else None
+        self._board = Board.open(options.tensorboard if self._leader else None)
+        self._began = 0.0
+        self._measured: dict[str, float] = {}
+        self._stop: str | None = None
+
+    @property
+    def _fixed(self) -> bool:
+        """Whether all steps are of one size, and all processes make as many."""
+        return self._choice.captured or self._choice.compiled or (self._place.size > 1 and self._trainer.lock_step)
+
+    # --- training
+
+    def run(self) -> int:
+        """Train, meet the others, and as the leader evaluate and save what came out."""
+        with closing(self._loader), self._terminable():
+            stepping.prepare(self._choice, self._trainer, self._precision, self._scaler)
+            point = self._saver.load()
+            self._loader.state = state_at(self._sampling, point.epoch, point.samples_done, self._place.size)
+            self._schedule = schedule_for(self._options, self._place, len(self._loader), point.epoch)
+            self._tell(point)
+            self._kvstore.barrier()
+            self._began = time.monotonic()
+            self._events.write("begin", rank=self._kvstore.rank, batches_per_epoch=len(self._loader))
+            self._step = stepping.make_step(
+                self._choice, self._options, self._work, self._trainer, self._scaler, self._average
+            )
+            while self._loader.state.epoch < self._options.num_epochs and not self._kvstore.halted:
+                self._train_epoch(self._loader.state.epoch)
+            self._finish()
+        return STOPS.get(self._kvstore.halted or "", 0)
+
+    def _train_epoch(self, epoch: int) -> None:
+        first = self._loader.state.position // self._sampling.batch_size
+        per_epoch = len(self._loader)
+        speedometer = log_lines.Speedometer(self._options.batch_size, self._options.disp_batches)
+        self._work.sums.zero_()
+        shown = torch.zeros(len(self._work.sums), dtype=torch.float64)
+        began = time.perf_counter()
+        self._trainer.model.train()
+        for index, batch in enumerate(self._step.batches(self._loader), first):
+            self._one_step(epoch * per_epoch + index + 1, batch)
+            if index % self._options.disp_batches == 0 or index == first:
+                now = self._work.sums.to("cpu", copy=True)  # waits for the device, which may be many steps behind
+                if (due := speedometer.tick(epoch, index)) is not None:
+                    self._say_speed(epoch, due, self._metrics.means(now - shown))
+                    shown = now
+            if self._after_step(epoch, index + 1, per_epoch):
+                return
+        self._end_epoch(epoch, began)
+
+    def _one_step(self, update: int, batch: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        schedule = self._schedule
+        rate = schedule.rate(update)
+        if rate != self._rate:
+            set_rate(self._trainer.optimizer, rate)
+            self._rate = rate
+        if (line := schedule.changes(update)) is not None:
+            self._say(line)
+        if self._monitor is not None:
+            self._monitor.begin()
+            self._step.step(batch)
+            self._trainer.sync()
+            for line in self._monitor.end():
+                self._say(line)
+        elif self._trainer.clock == 0 and self._choice.compiled:
+            with patience("compiling the step"):
+                self._step.step(batch)
+                if self._precision.device.type == "cuda":
+                    torch.cuda.synchronize()
+        else:
+            self._step.step(batch)
+        if self._average is not None:
+            self._average.num_steps += 1
+
+    _rate: float | None = None
+
+    def _after_step(self, epoch: int, done: int, per_epoch: int) -> bool:
+        """Evaluate and save where that is due; whether training ends here."""
+        options, clock = self._options, self._trainer.clock
+        if self._leader and options.eval_every and clock % options.eval_every == 0:
+            self._evaluate(epoch + done / per_epoch)
+        if self._stop is not None and not self._kvstore.halted:
+            self._kvstore.halt(self._stop)
+        if done == per_epoch:
+            return False  # the end of an epoch saves by itself
+        if self._kvstore.halted or (options.save_batches and done % options.save_batches == 0):
+            self._saver.save(self._point(epoch, done), self._measured)
+        return bool(self._kvstore.halted)
+
+    def _point(self, epoch: int, done: int) -> Point:
+        return Point(epoch, done, done * self._sampling.batch_size * self._place.size)
+
+    def _end_epoch(self, epoch: int, began: float) -> None:
+        means = self._metrics.means(self._work.sums)  # waits for the device, so that the time is all of the epoch
+        seconds = time.perf_counter() - began
+        for name, value in means.items():
+            self._say(log_lines.train_line(epoch, name, value))
+            self._board.scalar(f"train/{name}", value, epoch + 1)
+        self._say(log_lines.time_line(epoch, seconds))
+        last = epoch + 1 == self._options.num_epochs or self._kvstore.halted
+        if last or (epoch + 1) % self._options.save_period == 0:
+            self._saver.save(Point(epoch + 1), means)
+        if not self._options.eval_every and self._kvstore.halted not in STOPS:
+            self._evaluate(epoch + 1)
+
+    def _evaluate(self, epoch: float) -> None:
+        self._trainer.sync()
+        if self._validation is None:
+            return
+        measured = self._validate(self._validation)
+        self._measured = measured
+        seconds = round(time.monotonic() - self._began, 6)
+        loss = measured["cross-entropy"]
+        self._events.write(
+            "validation", epoch=round(epoch, 3), accuracy=measured["accuracy"], loss=loss, seconds=seconds
+        )
+        if epoch == int(epoch):
+            for name in self._metrics.names:
+                self._say(log_lines.validation_line(int(epoch) - 1, name, measured[name]))
+                self._board.scalar(f"validation/{name}", measured[name], int(epoch))
+        target = self._options.target_accuracy
+        if target is not None and measured["accuracy"] >= target and not self._kvstore.halted:
+            self._kvstore.halt(f"accuracy {measured['accuracy']:.4f} reached the target {target:g}")
+
+    def _validate(self, validation: Validation) -> dict[str, float]:
+        with self._average.applied() if self._average is not None else nullcontext():
+            return validation.measure(self._trainer.model, self._evaluation_metrics, self._precision)
+
+    @property
+    def _evaluation_metrics(self) -> Metrics:
+        """The run's own and the cross-entropy, which curves are drawn of."""
+        losses = self._options.loss if "ce" in self._options.loss.split(",") else f"ce,{self._options.loss}"
+        return Metrics(self._options.top_k, losses)
+
+    # --- the end
+
+    def _finish(self) -> None:
+        self._trainer.sync()
+        self._trainer.average_buffers()
+        self._kvstore.retire()
+        seconds = time.monotonic() - self._began
+        self._events.write("done", seconds=round(seconds, 6), **self._trainer.facts())
+        self._kvstore.barrier()
+        if self._leader and self._kvstore.halted not in STOPS:
+            self._conclude()
+        self._board.close()
+        if isinstance(self._step, ServedStep):
+            self._step.close()
+        self._trainer.close()
+
+    def _conclude(self) -> None:
+        """Everybody's pushes are in: look at the final weights."""
+        self._trainer.refresh()
+        facts = {"network": self._options.network, "clock": self._trainer.clock}
+        if self._validation is not None and self._run_dir is not None:
+            measured = self._validate(self._validation)
+            self._events.write("final", accuracy=measured["accuracy"], loss=measured["cross-entropy"])
+            facts |= {"accuracy": measured["accuracy"]}
+        if self._run_dir is not None:
+            path = checkpoint.save(Path(self._run_dir), self._trainer.model, self._kvstore, facts)
+            self._events.write("checkpoint", file=path.name)
+
+    # --- words
+
+    def _tell(self, point: Point) -> None:
+        if self._fixed and self._place.size > 1:
+            self._say(log_lines.resize_line(len(self._loader)))
+        if (line := self._schedule.adjustment()) is not None:
+            self._say(line)
+        self._say(str(self._choice))
+        self._say(f"precision {self._precision.name}: {self._precision.reason}")
+
+    def _say(self, line: str) -> None:
+        if self._speaks:
+            log.info(line)
+
+    def _say_speed(self, epoch: int, due: tuple[int, int, float], values: dict[str, float]) -> None:
+        self._say(log_lines.speed_line(epoch, *due, values))
+        self._board.scalar("samples/s", due[2], self._trainer.clock)
+
+    @contextmanager
+    def _terminable(self) -> Iterator[None]:
+        """SIGTERM or Ctrl-C ends training after the step under way, with a checkpoint; a second Ctrl-C, at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def note(number: int, frame: object) -> None:
+            if self._stop is not None and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self._stop = signal.Signals(number).name
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
