@@ -10,6 +10,7 @@ import argparse
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def run_im2rec(args: argparse.Namespace) -> int:
         return 0
     if prefix.suffix == ".lst":
         raise DataError(f"no list {prefix}; make it: echelon data im2rec --list {prefix.with_suffix('')} {root}")
-    entries = imagelist.list_folder(root, args.exts, args.recursive)
+    entries = _list(root, args)
     parts = imagelist.cut(
         imagelist.shuffled(entries, args.seed) if args.shuffle else entries,
         args.chunks,
@@ -81,6 +82,15 @@ def run_im2rec(args: argparse.Namespace) -> int:
         else:
             _pack(args, path.with_suffix(".rec"), part.entries, encoding, BadRecords(args))
     return 0
+
+
+def _list(root: Path, args: argparse.Namespace) -> list[imagelist.Entry]:
+    left_out: Counter[str] = Counter()
+    entries = imagelist.list_folder(root, args.exts, args.recursive, left_out)
+    if left_out:
+        files = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in left_out.most_common())
+        print(f"left out: {files}; --exts names the suffixes to pack", file=sys.stderr)
+    return entries
 
 
 def _encoding(args: argparse.Namespace) -> im2rec.Encoding:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +38,17 @@ class Part(NamedTuple):
     entries: list[Entry]
 
 
-def list_folder(root: Path, suffixes: Sequence[str] = IMAGE_SUFFIXES, recursive: bool = True) -> list[Entry]:
-    """List the images under `root`; every folder that holds some is a class, numbered in walking order."""
+def list_folder(
+    root: Path,
+    suffixes: Sequence[str] = IMAGE_SUFFIXES,
+    recursive: bool = True,
+    left_out: Counter[str] | None = None,
+) -> list[Entry]:
+    """List the images under `root`; every folder that holds some is a class, numbered in walking order.
+
+    Files of other suffixes are counted in `left_out`.
+    """
+    others: Counter[str] = Counter() if left_out is None else left_out
     if not root.is_dir():
         raise UsageError(f"{root} is no folder; expected a folder of images, or of one folder of images a class")
     wanted = {suffix.lower() if suffix.startswith(".") else f".{suffix.lower()}" for suffix in suffixes}
@@ -47,10 +57,13 @@ def list_folder(root: Path, suffixes: Sequence[str] = IMAGE_SUFFIXES, recursive:
     for folder, subfolders, names in os.walk(root, followlinks=True):
         subfolders.sort()
         for name in sorted(names):
-            if os.path.splitext(name)[1].lower() in wanted:
+            suffix = os.path.splitext(name)[1].lower()
+            if suffix in wanted:
                 label = classes.setdefault(folder, len(classes))
                 path = os.path.relpath(os.path.join(folder, name), root)
                 entries.append(Entry(len(entries), (float(label),), path))
+            else:
+                others[suffix] += 1
         if not recursive:
             break
     if not entries:

@@ -183,7 +183,7 @@ def find_layout(source: Path) -> Found:
             f"{source} is a file; expected the folder with the dataset. An archive: unpack it (tar xf) first"
         )
     if not source.is_dir():
-        raise UsageError(f"no folder {source}; expected the folder with the dataset's files")
+        raise UsageError(f"no folder {source}; expected the folder with the dataset's files; echelon data get has some")
     for layout in LAYOUTS:
         for folder in (source, source / layout.folder):
             parts = {"train": _present(folder, layout.train), "val": _present(folder, layout.val)}

@@ -50,6 +50,19 @@ def test_im2rec_in_one_step(photos: Path, tmp_path: Path, capsys: pytest.Capture
     assert names == {"photos", "x_train.rec", "x_train.idx", "x_val.rec", "x_val.idx"}
 
 
+def test_im2rec_says_what_it_left_out(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (photos / "cat").mkdir()
+    for number in range(3):
+        Image.new("RGB", (8, 8)).save(photos / "cat" / f"{number}.webp")
+    (photos / "README").touch()
+    echelon_data("im2rec", tmp_path / "x", photos)
+    assert capsys.readouterr().err == "left out: 3 .webp, 1 without suffix; --exts names the suffixes to pack\n"
+    echelon_data("im2rec", tmp_path / "y", photos, "--exts", ".png", ".webp")
+    said = capsys.readouterr()
+    assert "label 2: cat" in said.out
+    assert said.err == "left out: 1 without suffix; --exts names the suffixes to pack\n"
+
+
 def test_im2rec_by_lists_gives_the_same_files(photos: Path, tmp_path: Path) -> None:
     direct, listed = tmp_path / "a", tmp_path / "b"
     echelon_data("im2rec", direct, photos, "--train-ratio", "0.8")
