@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from echelon.errors import UsageError
 
@@ -123,6 +124,12 @@ def _as_torchrun_says(job: Job, env: Mapping[str, str]) -> Job:
         device_index=_number(env, "LOCAL_RANK", 0) if devices > 1 else 0,
         num_devices=devices,
     )
+
+
+def use_compile_cache() -> str:
+    """Let torch keep compiled kernels in the user's cache unless somebody has said where; returns where."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "echelon" / "inductor"
+    return os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default))
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:

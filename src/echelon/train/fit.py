@@ -16,13 +16,14 @@ from echelon.train.inputs import open_data, read_only
 from echelon.train.optimizers import make_optimizer
 from echelon.train.options import TrainOptions
 from echelon.train.plan import worker_batch
+from echelon.train.progress import TrainingProgress
 from echelon.train.run import Run
 from echelon.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 
-def fit(options: TrainOptions, run_dir: str | None = None) -> int:
+def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingProgress | None = None) -> int:
     """Train as one process of the job that the environment describes; returns the exit status."""
     job = Job.from_environment()
     device = torch.device(options.devices[job.device_index])
@@ -65,7 +66,7 @@ def fit(options: TrainOptions, run_dir: str | None = None) -> int:
         check_finite=options.check_finite,
         overlap=options.dtype != "float16",  # its gradients are looked at, and unscaled, before they leave
     )
-    return Run(options, dataset, trainer, device, run_dir, len(options.devices), job.device_index).run()
+    return Run(options, dataset, trainer, device, run_dir, job.device_index, progress).run()
 
 
 def _prepare(device: torch.device) -> None:

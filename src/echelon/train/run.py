@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from echelon.data.datasets import Dataset
+from echelon.environment import use_compile_cache
 from echelon.train import checkpoint, log_lines, stepping
 from echelon.train.average import MovingAverage
 from echelon.train.board import Board
@@ -28,6 +29,7 @@ from echelon.train.monitor import Monitor
 from echelon.train.options import TrainOptions
 from echelon.train.plan import Place, epoch_size, sampling_for, schedule_for, state_at
 from echelon.train.precision import LossScaler, choose_precision
+from echelon.train.progress import TrainingProgress
 from echelon.train.saving import Point, Saver
 from echelon.train.served import ServedStep
 from echelon.train.steps import Work, set_rate
@@ -48,8 +50,8 @@ class Run:
         trainer: Trainer,
         device: torch.device,
         run_dir: str | None,
-        num_devices: int,
         device_index: int,
+        progress: TrainingProgress | None,
     ) -> None:
         kvstore = trainer.kvstore
         self._options = options
@@ -59,7 +61,7 @@ class Run:
         self._events = kvstore.events
         self._run_dir = run_dir
         workers = kvstore.workers
-        self._place = Place(workers.index(kvstore.rank), len(workers), num_devices)
+        self._place = Place(workers.index(kvstore.rank), len(workers), len(options.devices))
         self._leader = self._place.rank == 0
         self._speaks = device_index == 0
         self._metrics = Metrics(options.top_k, options.loss)
@@ -85,6 +87,7 @@ class Run:
         )
         self._monitor = Monitor(trainer.model, options.monitor) if options.monitor else None
         self._board = Board.open(options.tensorboard if self._leader else None)
+        self._progress = progress
         self._began = 0.0
         self._measured: dict[str, float] = {}
         self._stop: str | None = None
@@ -130,6 +133,8 @@ class Run:
                 if (due := speedometer.tick(epoch, index)) is not None:
                     self._say_speed(epoch, due, self._metrics.means(now - shown))
                     shown = now
+            if self._progress is not None:
+                self._progress.step(epoch, self._options.num_epochs, index + 1, per_epoch)
             if self._after_step(epoch, index + 1, per_epoch):
                 return
         self._end_epoch(epoch, began)
@@ -149,6 +154,7 @@ class Run:
             for line in self._monitor.end():
                 self._say(line)
         elif self._trainer.clock == 0 and self._choice.compiled:
+            log.info("what is compiled is kept in %s", use_compile_cache())
             with patience("compiling the step"):
                 self._step.step(batch)
                 if self._precision.device.type == "cuda":

@@ -64,10 +64,12 @@ def _run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str]) -
         from echelon.launch.devices import run_devices
 
         return run_devices([sys.executable, sys.argv[0], *arguments], len(options.devices))
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     from echelon.train.fit import fit  # torch: not before the flags are known to be right
+    from echelon.train.progress import TrainingProgress
 
-    return fit(options, job.run_dir)
+    with TrainingProgress() as progress:
+        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[progress.handler()])
+        return fit(options, job.run_dir, progress)
 
 
 def read_options(given: argparse.Namespace, data: str) -> TrainOptions:
