@@ -88,7 +88,9 @@ def _command(command: Sequence[str], job: Job, index: int, num_devices: int, lis
     if index == 0:
         environment["ECHELON_DEVICE_FD"] = str(listener.fileno())
         fds = [listener.fileno(), *([job.listen_fd] if job.listen_fd is not None else [])]
-    return Command(f"device {index}", command, environment, essential=False, pass_fds=tuple(fds), needed=True)
+    name = f"device {index}"
+    shown = name == FIRST
+    return Command(name, command, environment, essential=False, pass_fds=tuple(fds), needed=True, shown=shown)
 
 
 def threads_and_interface(job: Job, sharing: int, *, one_machine: bool) -> dict[str, str]:

@@ -38,7 +38,8 @@ End = Callable[[str, str, bool], None]  # a process's name, how it ended, whethe
 class Command:
     """A process to start. `essential`: it serves the workers, and the job cannot go on without it.
 
-    `needed`: it is a worker, and the others cannot go on without it.
+    `needed`: it is a worker, and the others cannot go on without it. `shown`: all it says stands where its end is told,
+    so its last lines need not be told again.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Command:
     essential: bool
     pass_fds: tuple[int, ...] = ()
     needed: bool = False
+    shown: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +108,8 @@ class Supervisor:
                 while not all(child.ended for child in self._children):
                     self._turn()
                 self._read_rest()
+            except BrokenPipeError:
+                self._unheard()
             finally:
                 self._end_all()
         if self._status:
@@ -161,7 +165,7 @@ class Supervisor:
         how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
         if code and not self._status:
             self._fail(128 - code if code < 0 else code, child, how)
-            if child.lines and code > 0:
+            if child.lines and code > 0 and not child.command.shown:
                 self._reason += "; its last lines:\n" + "\n".join(f"    {line}" for line in child.lines)
         if code and (child.command.essential or child.command.needed) and not self._stopping:
             self._stop(signal.SIGTERM, self._children)
@@ -208,6 +212,12 @@ class Supervisor:
             text = raw.decode(errors="replace").rstrip("\r")
             child.lines.append(text)
             self._on_line(child.command.name, text)
+
+    def _unheard(self) -> None:
+        """Nobody reads what is printed, as after `… | head -1`: all is ended, and nothing more is printed."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        self._status = 128 + signal.SIGPIPE
+        self._reason = "stopped, because nobody reads its output any more"
 
     def _read_rest(self) -> None:
         deadline = time.monotonic() + 1.0

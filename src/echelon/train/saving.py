@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -21,7 +23,18 @@ from echelon.train.average import MovingAverage
 from echelon.train.options import TrainOptions
 from echelon.train.plan import Place
 from echelon.train.precision import LossScaler
-from echelon.train.snapshots import Snapshot, capture_rng, load, load_latest, locate, path_for, prune, restore_rng, save
+from echelon.train.snapshots import (
+    Snapshot,
+    capture_rng,
+    find,
+    load,
+    load_latest,
+    locate,
+    path_for,
+    prune,
+    restore_rng,
+    save,
+)
 from echelon.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -89,22 +102,38 @@ class Saver:
         """Go on from the snapshot that the options name; the beginning, if they name none."""
         if self._prefix is None:
             return Point()
+        point = self._load(self._prefix)
+        _check_writable(self._prefix)
+        return point
+
+    def _load(self, prefix: str) -> Point:
         if self._options.load_epoch is not None:
-            path = locate(self._prefix, 0, self._options.load_epoch)
+            path = locate(prefix, 0, self._options.load_epoch)
             snapshot = load(path)
         elif self._options.resume:
-            found = load_latest(self._prefix)
+            found = load_latest(prefix)
             if found is None:
-                log.info("no checkpoint %s-*: training begins at the beginning", self._prefix)
+                log.info("no checkpoint %s-*: training begins at the beginning", prefix)
                 return Point()
             snapshot, path = found
         else:
+            self._warn_of_earlier(prefix)
             return Point()
         self._check(snapshot.facts, str(path))
         self._apply(snapshot)
         facts = snapshot.facts
-        log.info(log_lines.loaded_line(str(self._prefix), facts["epoch"]))
+        log.info(log_lines.loaded_line(prefix, facts["epoch"]))
         return Point(facts["epoch"], facts["batch"], facts["samples_done"])
+
+    def _warn_of_earlier(self, prefix: str) -> None:
+        """A later --resume would take an earlier run's newest file for this one's."""
+        names = find(prefix) if self._place.rank == 0 else []
+        if names:
+            log.warning(
+                "%s is there from an earlier run, and this one begins at the beginning; --resume auto goes on from it, "
+                "and another --model-prefix keeps the two apart",
+                names[0].path,
+            )
 
     @property
     def _device(self) -> torch.device:
@@ -163,6 +192,20 @@ class Saver:
         if before != options.optimizer:
             pairs.append(f"optimizer {before} there, {options.optimizer} here")
         raise UsageError(f"{path} is of another run: {'; '.join(pairs)}. Give the same flags, or another prefix")
+
+
+def _check_writable(prefix: str) -> None:
+    """Said at the beginning: the first checkpoint may be hours away."""
+    folder = Path(prefix).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"--model-prefix {prefix}: no checkpoint can be written in {folder.absolute()}: "
+            f"{error.strerror or error}; make it a folder to write in, or name another"
+        ) from error
 
 
 def _set_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
