@@ -9,13 +9,14 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from echelon.errors import DataError, UsageError
-from echelon.train import snapshots
+from echelon.train import saving, snapshots
 from echelon.train.fit import fit
 from echelon.train.options import TrainOptions
 from echelon.train.run import STOPS
@@ -94,19 +95,34 @@ def test_going_on_from_an_epoch_gives_the_same_bits(uninterrupted: Path, tmp_pat
     assert same(weights(prefix, 3), weights(uninterrupted, 3))
 
 
-def test_going_on_in_mid_epoch_gives_the_same_bits(uninterrupted: Path, tmp_path: Path) -> None:
-    prefix = tmp_path / "model"
-    part = replace(OPTIONS, model_prefix=str(prefix), save_batches=5)
-    fit(replace(part, num_epochs=2))
-    for epoch in (1, 2):  # as if it had died after batch 10 of the second epoch
-        path = snapshots.path_for(prefix, 0, epoch)
-        if epoch == 2:
-            path.unlink()
-    assert not snapshots.path_for(prefix, 0, 1, 5).exists(), "only the newest in mid-epoch is kept"
-    fit(replace(part, num_epochs=2, load_epoch=1))  # makes mid-epoch files again, and the end of epoch 2
-    snapshots.path_for(prefix, 0, 2).unlink()
-    fit(replace(part, resume=True))
-    assert same(weights(prefix, 3), weights(uninterrupted, 3))
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param({}, id="in memory"),
+        pytest.param({"augment": {"max_random_rotate_angle": 5}}, id="decoded by threads"),
+        pytest.param({"benchmark": True, "image_shape": (1, 8, 8), "num_classes": 10, "num_examples": 512}, id="made"),
+    ],
+)
+def test_every_kind_of_loader_goes_on_in_mid_epoch_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
+    options = replace(OPTIONS, batch_size=64, num_epochs=2, save_batches=3, model_prefix=str(tmp_path / "m"), **changed)
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "prune", lambda *_, **__: [])  # what was saved in mid-epoch goes when the epoch ends
+        fit(options)
+    whole = weights(tmp_path / "m", 2)
+    for end in (2, 1):
+        snapshots.path_for(tmp_path / "m", 0, end).unlink()
+    middle = snapshots.find(tmp_path / "m")[0]
+    assert middle.epoch == 1
+    assert middle.batch >= 3
+    fit(replace(options, resume=True))
+    assert same(weights(tmp_path / "m", 2), whole)
+
+
+def test_what_was_saved_in_mid_epoch_goes_when_the_epoch_ends(tmp_path: Path) -> None:
+    fit(replace(OPTIONS, num_epochs=2, save_batches=3, model_prefix=str(tmp_path / "m")))
+    assert [one.point for one in snapshots.find(tmp_path / "m")] == [(2, 0), (1, 0)]
 
 
 def test_sigterm_saves_and_leaves_and_going_on_gives_the_same_bits(

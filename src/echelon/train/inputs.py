@@ -12,7 +12,7 @@ import torch
 from echelon.data.datasets import DataOptions, Dataset, make_loader, open_dataset
 from echelon.data.device_augment import DeviceLoader, DeviceMemoryLoader
 from echelon.data.memory import MemorySource, is_plain
-from echelon.data.order import Sampling
+from echelon.data.order import Sampling, State
 from echelon.data.pipeline import Batches, measure_io
 from echelon.data.synthetic import SyntheticSource
 from echelon.train.options import TrainOptions
@@ -48,12 +48,14 @@ def read_only(options: TrainOptions, dataset: Dataset) -> int:
     return 0
 
 
-def train_loader(options: TrainOptions, dataset: Dataset, sampling: Sampling, device: torch.device) -> Batches:
-    """Batches for a device: on a GPU small sets live there, others cross as bytes and are normalised there."""
+def train_loader(
+    options: TrainOptions, dataset: Dataset, sampling: Sampling, device: torch.device, state: State | None = None
+) -> Batches:
+    """Batches for a device, from `state` on: on a GPU small sets live there, others cross as bytes."""
     source, augment = dataset.train, dataset.augment
     on_gpu = device.type == "cuda"
     if on_gpu and isinstance(source, MemorySource) and is_plain(augment, *source.images.shape[1:3]):
-        return DeviceMemoryLoader(source, augment, sampling, device)
+        return DeviceMemoryLoader(source, augment, sampling, device, state=state)
     loader = make_loader(
         source,
         augment,
@@ -61,6 +63,7 @@ def train_loader(options: TrainOptions, dataset: Dataset, sampling: Sampling, de
         threads=options.data_nthreads,
         output="uint8" if on_gpu else "float32",
         skip_bad_records=options.skip_bad_records,
+        state=state,
     )
     if on_gpu and not isinstance(source, SyntheticSource):
         return DeviceLoader(loader, augment, device)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from echelon.data.datasets import Dataset
+from echelon.data.pipeline import Batches
 from echelon.environment import use_compile_cache
 from echelon.train import checkpoint, log_lines, stepping
 from echelon.train.average import MovingAverage
@@ -71,11 +72,11 @@ class Run:
         num_steps = options.num_epochs * epoch_size(examples, self._place.num_workers, options.batch_size)
         self._choice = stepping.choose(options, dataset.train, trainer, self._precision, self._place, num_steps)
         self._sampling = sampling_for(options, len(dataset.train), self._place, fixed=self._fixed)
-        self._loader = train_loader(options, dataset, self._sampling, device)
+        self._per_epoch = self._sampling.batches_per_epoch
         self._work = Work(
             trainer.model, self._precision, self._metrics, self._sampling.batch_size, options.label_smoothing
         )
-        horizon = options.ema_epochs * len(self._loader)
+        horizon = options.ema_epochs * self._per_epoch
         self._average = MovingAverage(trainer.model, horizon) if horizon and self._leader else None
         self._saver = Saver(
             options, self._place, trainer, dataset.augment, dataset.num_classes, self._scaler, self._average
@@ -101,32 +102,36 @@ class Run:
 
     def run(self) -> int:
         """Train, meet the others, and as the leader evaluate and save what came out."""
-        with closing(self._loader), self._terminable():
-            stepping.prepare(self._choice, self._trainer, self._precision, self._scaler)
-            point = self._saver.load()
-            self._loader.state = state_at(self._sampling, point.epoch, point.samples_done, self._place.size)
-            self._schedule = schedule_for(self._options, self._place, len(self._loader), point.epoch)
-            self._tell(point)
+        stepping.prepare(self._choice, self._trainer, self._precision, self._scaler)
+        point = self._saver.load()
+        state = state_at(self._sampling, point.epoch, point.samples_done, self._place.size)
+        self._schedule = schedule_for(self._options, self._place, self._per_epoch, point.epoch)
+        self._step = stepping.make_step(
+            self._choice, self._options, self._work, self._trainer, self._scaler, self._average
+        )
+        device = self._precision.device
+        with (
+            closing(train_loader(self._options, self._dataset, self._sampling, device, state)) as loader,
+            self._terminable(),
+        ):
+            self._tell()
             self._kvstore.barrier()
             self._began = time.monotonic()
-            self._events.write("begin", rank=self._kvstore.rank, batches_per_epoch=len(self._loader))
-            self._step = stepping.make_step(
-                self._choice, self._options, self._work, self._trainer, self._scaler, self._average
-            )
-            while self._loader.state.epoch < self._options.num_epochs and not self._kvstore.halted:
-                self._train_epoch(self._loader.state.epoch)
+            self._events.write("begin", rank=self._kvstore.rank, batches_per_epoch=self._per_epoch)
+            while loader.state.epoch < self._options.num_epochs and not self._kvstore.halted:
+                self._train_epoch(loader)
             self._finish()
         return STOPS.get(self._kvstore.halted or "", 0)
 
-    def _train_epoch(self, epoch: int) -> None:
-        first = self._loader.state.position // self._sampling.batch_size
-        per_epoch = len(self._loader)
+    def _train_epoch(self, loader: Batches) -> None:
+        epoch, per_epoch = loader.state.epoch, self._per_epoch
+        first = loader.state.position // self._sampling.batch_size
         speedometer = log_lines.Speedometer(self._options.batch_size, self._options.disp_batches)
         self._work.sums.zero_()
         shown = torch.zeros(len(self._work.sums), dtype=torch.float64)
         began = time.perf_counter()
         self._trainer.model.train()
-        for index, batch in enumerate(self._step.batches(self._loader), first):
+        for index, batch in enumerate(self._step.batches(loader), first):
             self._one_step(epoch * per_epoch + index + 1, batch)
             if index % self._options.disp_batches == 0 or index == first:
                 now = self._work.sums.to("cpu", copy=True)  # waits for the device, which may be many steps behind
@@ -135,7 +140,7 @@ class Run:
                     shown = now
             if self._progress is not None:
                 self._progress.step(epoch, self._options.num_epochs, index + 1, per_epoch)
-            if self._after_step(epoch, index + 1, per_epoch):
+            if self._after_step(epoch, index + 1):
                 return
         self._end_epoch(epoch, began)
 
@@ -166,9 +171,9 @@ class Run:
 
     _rate: float | None = None
 
-    def _after_step(self, epoch: int, done: int, per_epoch: int) -> bool:
+    def _after_step(self, epoch: int, done: int) -> bool:
         """Evaluate and save where that is due; whether training ends here."""
-        options, clock = self._options, self._trainer.clock
+        options, clock, per_epoch = self._options, self._trainer.clock, self._per_epoch
         if self._leader and options.eval_every and clock % options.eval_every == 0:
             self._evaluate(epoch + done / per_epoch)
         if self._stop is not None and not self._kvstore.halted:
@@ -254,9 +259,9 @@ class Run:
 
     # --- words
 
-    def _tell(self, point: Point) -> None:
+    def _tell(self) -> None:
         if self._fixed and self._place.size > 1:
-            self._say(log_lines.resize_line(len(self._loader)))
+            self._say(log_lines.resize_line(self._per_epoch))
         if (line := self._schedule.adjustment()) is not None:
             self._say(line)
         self._say(str(self._choice))
