@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +20,12 @@ from echelon.data.order import Sampling
 from echelon.data.sharding import ByPart
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
-from echelon.train.captured import next_batches
+from echelon.train.captured import Compiler, next_batches
 from echelon.train.metrics import Metrics
 from echelon.train.optimizers import make_optimizer
 from echelon.train.pace import Pace, Pacer
 from echelon.train.precision import Precision
+from echelon.train.regions import in_regions, regions_of
 from echelon.train.served import ServedBody
 from echelon.train.server_trainer import ServerTrainer
 from echelon.train.steps import EagerStep, Work
@@ -51,14 +54,14 @@ def work_for(model: nn.Module, half: torch.dtype | None) -> Work:
     return Work(model, Precision(CPU, half, ""), Metrics(), BATCH)
 
 
-def train(kv: KVStore, half: torch.dtype | None, served: bool) -> dict[str, Tensor]:
+def train(kv: KVStore, half: torch.dtype | None, served: bool, compiler: Compiler | None = None) -> dict[str, Tensor]:
     model = network()
     trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
     assert isinstance(trainer, ServerTrainer)
     work, batches = work_for(model, half), loader(kv.rank, kv.num_workers)
     samples = 64 // kv.num_workers  # before somebody has finished and left
     if served:
-        body = ServedBody(work, trainer, compiled=False)
+        body = ServedBody(work, trainer, compiler)
         for _ in next_batches(body, batches):
             body()
             for crossing in body.crossings:
@@ -96,3 +99,51 @@ def test_in_bfloat16_the_servers_keep_float32_weights() -> None:
     flat = [torch.cat([weights[name].flatten() for name in weights if "weight" in name]) for weights in (plain, ours)]
     assert flat[1].dtype is torch.float32
     assert float((flat[0] - flat[1]).norm() / flat[0].norm()) < 5e-3
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it itself
+def test_compiled_in_regions_it_does_the_same() -> None:
+    def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, backend="aot_eager")
+
+    (plain,), (ours,) = (
+        run(lambda kv, one=one: train(kv, None, True, one), "dist_sync", num_workers=1)  # type: ignore[misc]
+        for one in (None, compiler)
+    )
+    for name in plain:
+        assert torch.allclose(plain[name], ours[name], rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("network", "layers", "shape"),
+    [("resnet", 50, (3, 28, 28)), ("inception-bn", None, (3, 224, 224)), ("mlp", None, (1, 8, 8))],
+)
+def test_regions_are_the_whole_network_in_order(network: str, layers: int | None, shape: tuple[int, int, int]) -> None:
+    model = models.build(network, num_classes=10, image_shape=shape, num_layers=layers).eval()
+    regions = regions_of(model)
+    names = [f"{prefix}{name}" for region in regions for prefix, module in region for name in module.state_dict()]
+    assert names == list(model.state_dict())
+    x = torch.rand(2, *shape)
+    with torch.no_grad():
+        assert torch.equal(in_regions(model, {}, lambda function: function)(x), model(x))
+    if network == "resnet":
+        counts = [sum(len(list(module.parameters())) for _, module in region) for region in regions]
+        assert len(counts) >= 3
+        assert max(counts) < 0.45 * sum(counts)
+
+
+def test_a_network_that_is_no_chain_is_one_region() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(x) + x  # type: ignore[no-any-return]
+
+    model = Own()
+    assert regions_of(model) == [[("", model)]]
+    doubled = {"one.weight": model.one.weight.detach() * 2}
+    x = torch.rand(3, 4)
+    out = in_regions(model, doubled, lambda function: function)(x)
+    assert torch.allclose(out, x @ doubled["one.weight"].T + model.one.bias + x)

@@ -9,6 +9,16 @@ BUCKET_BYTES = 4 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # a small first one, so that the wire is busy soon after backward begins
 
 
+_GPU_BUCKETS = 8
+_SMALLEST_BYTES = 256 << 10
+
+
+def limits_on_gpu(total_bytes: int) -> tuple[int, int]:
+    """Backward takes milliseconds there: a small network needs small buckets for any to leave before it is over."""
+    limit = min(BUCKET_BYTES, max(_SMALLEST_BYTES, total_bytes // _GPU_BUCKETS))
+    return limit, limit
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Parameters by index, pushed as one message a server."""

@@ -1,25 +1,26 @@
 """Steps whose forward and backward are one CUDA graph and whose update happens on servers.
 
 Gradients leave for the store's own memory, which is pinned, while backward is still running: as soon as a bucket is
-complete, one copy brings it over and an event tells the host, which pushes it. (Compiled by Inductor, backward is one
-piece and the buckets are complete together, at its end.) The weights that come back go to flat copies on the GPU, a
-bucket at a time; the graph begins by putting them where the network reads them, in half precision where it is wanted.
+complete, one copy brings it over and an event tells the host, which pushes it. So that buckets are complete early when
+Inductor compiles, it compiles the network in a few pieces (`regions`). The weights that come back go to flat copies on
+the GPU, a bucket at a time; the graph begins by putting them where the network reads them, in half precision where it
+is wanted.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from echelon.data.pipeline import Batches
 from echelon.errors import UsageError
 from echelon.train.average import MovingAverage
-from echelon.train.captured import WARM_STEPS, HalfWeights, OnDevice, bring, next_batches
+from echelon.train.captured import WARM_STEPS, Compiler, HalfWeights, OnDevice, bring, next_batches
+from echelon.train.regions import in_regions
 from echelon.train.server_trainer import ServerTrainer
 from echelon.train.steps import Batch, Work
 
@@ -70,7 +71,11 @@ class ServedBody:
     """Weights in, forward, backward, gradients out; runs on any device. `launch` is called for each complete bucket."""
 
     def __init__(
-        self, work: Work, trainer: ServerTrainer, *, compiled: bool, average: MovingAverage | None = None
+        self,
+        work: Work,
+        trainer: ServerTrainer,
+        compiler: Compiler | None = None,
+        average: MovingAverage | None = None,
     ) -> None:
         self._work = work
         self._average = average
@@ -82,7 +87,10 @@ class ServedBody:
         for index, names in enumerate(trainer.drive()):
             full: dict[str, Tensor] = {name: parameters[name] for name in names}
             self.crossings.append(Crossing(trainer, index, full, {n: copies.get(n, full[n]) for n in names}))
-        self._forward = torch.compile(self._measured) if compiled else self._measured
+        self._compiler = compiler or (lambda function: function)
+        self._network = in_regions(work.model, copies, self._compiler)
+        self._judge = self._compiler(work.judge)
+        self._gather: Callable[[], Batch] | None = None
         self.source: OnDevice | None = None
         self.input: Batch | None = None
         self.launch: Any = Crossing.bring_gradients
@@ -103,7 +111,7 @@ class ServedBody:
             for crossing in self.crossings:
                 crossing.renew()
             self._average.update()
-        loss, sums = self._forward()
+        loss, sums = self._measured()
         loss.backward()  # type: ignore[no-untyped-call]
         self._work.sums.add_(sums)
         late = [crossing.index for crossing in self.crossings if crossing.missing]
@@ -119,17 +127,19 @@ class ServedBody:
         return ready
 
     def _measured(self) -> tuple[Tensor, Tensor]:
-        if self.source is not None:
-            images, labels = self.source.gather()
-        else:
-            assert self.input is not None
-            images, labels = self.input
-        return self._work.run(images, labels, self._call)
+        images, labels = self._batch()
+        with self._work.precision.autocast():
+            logits = self._network(images)
+        loss, sums = self._judge(logits, labels)
+        return loss, sums
 
-    def _call(self, images: Tensor) -> Tensor:
-        copies = self._halves.copies if self._halves is not None else {}
-        output: Tensor = functional_call(self._work.model, copies, (images,))
-        return output
+    def _batch(self) -> Batch:
+        if self.source is None:
+            assert self.input is not None
+            return self.input
+        if self._gather is None:
+            self._gather = self._compiler(self.source.gather)
+        return self._gather()
 
 
 class ServedStep:
@@ -141,7 +151,7 @@ class ServedStep:
         self.work = work
         self._trainer = trainer
         self._pinned = [pin(memory) for memory in trainer.kvstore.memory()]
-        self._body = ServedBody(work, trainer, compiled=compiled, average=average)
+        self._body = ServedBody(work, trainer, torch.compile if compiled else None, average)
         self._side = torch.cuda.Stream(work.precision.device)  # type: ignore[no-untyped-call]
         self._arrived = [torch.cuda.Event(external=True) for _ in self._body.crossings]  # type: ignore[no-untyped-call]
         self._body.launch = self._launch

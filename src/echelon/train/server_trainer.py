@@ -23,7 +23,7 @@ from echelon.kvstore.client import Ticket
 from echelon.kvstore.optimizers import learning_rates, spec_of
 from echelon.kvstore.server_store import ServerStore
 from echelon.server.optimization import NO_OPTIMIZER
-from echelon.train.buckets import Bucket, make_buckets
+from echelon.train.buckets import Bucket, limits_on_gpu, make_buckets
 from echelon.train.trainer import Trainer
 
 _BUFFERS = "buffers"
@@ -38,7 +38,9 @@ class ServerTrainer(Trainer):
         self._called: set[str] = set()  # parameters whose module was called since the last step
         self._early: set[int] = set()  # buckets with parameters that are read without a call of their module
         self._arrived: set[str] = set()  # gradients of the step that is being made
-        self._buckets = make_buckets([p.numel() * p.element_size() for p in self._parameters.values()])
+        sizes = [p.numel() * p.element_size() for p in self._parameters.values()]
+        on_cpu = next(iter(self._parameters.values())).device.type == "cpu"
+        self._buckets = make_buckets(sizes) if on_cpu else make_buckets(sizes, *limits_on_gpu(sum(sizes)))
         self._order_by_group()
         self._bucket_of = {self._names[i]: bucket for bucket in self._buckets for i in bucket.members}
         self._missing = [len(bucket.members) for bucket in self._buckets]

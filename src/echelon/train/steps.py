@@ -63,6 +63,10 @@ class Work:
         """The loss, and the sums of what was measured. Looks at no value: it can be compiled or captured."""
         with self.precision.autocast():
             logits = (network or self.model)(images)
+        return self.judge(logits, labels, mixed)
+
+    def judge(self, logits: Tensor, labels: Tensor, mixed: Mixed | None = None) -> tuple[Tensor, Tensor]:
+        """The part of `run` after the network."""
         logits = logits.float()
         loss = cross_entropy(logits, labels, self._label_smoothing, mixed)
         return loss, self.metrics.measure(logits, labels)
