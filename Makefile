@@ -17,10 +17,11 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/pytest
 
-# Needs root: installs Debian packages, makes network namespaces.
+# Needs root: installs Debian packages, makes network namespaces. Also runs what takes minutes.
 test-system: $(VENV)/.installed
 	tests/system/install.sh
 	$(BIN)/pytest -m system tests/system
+	$(BIN)/pytest -m long
 
 # Needs a GPU and CIFAR-10 (DATA). GPU_FLAGS: --only, --jobs, --budget-s, …; `echelon bench gpu --help` has them all.
 DATA ?= data

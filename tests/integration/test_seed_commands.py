@@ -14,8 +14,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +31,6 @@ LIST: dict[str, Any] = tomllib.loads((EXAMPLES / "seed_commands.toml").read_text
 SWEEP: dict[str, Any] = LIST["sweep"]
 LOG = re.compile(r"(?:\[worker (?P<worker>\d)\] )?INFO:root:(?P<text>.*)")
 ACCURACY = r"(0\.\d{6}|1\.000000)"
-
-# ResNet-50 in float16 takes a CPU five seconds an image, so these get one process where another of the list has the
-# same store with two, and run side by side.
-ONE_PROCESS = {"imagenet-benchmark", "imagenet-records", "imagenet-records-nccl-allreduce", "imagenet-records-nccl"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +52,7 @@ class Seed:
     def num_devices(self) -> int:
         """How many CPU processes stand for the GPUs."""
         several = re.search(r"--gpus? \d,", self.run) is not None
-        return 2 if several and self.name not in ONE_PROCESS else 1
+        return 2 if several else 1
 
     def scaled(self, data: Path) -> list[str]:
         """The command's words, made small."""
@@ -72,11 +66,8 @@ class Seed:
 
 
 COMMANDS = {one["name"]: Seed(**one) for one in LIST["command"]}
-TOGETHER = [
-    ["imagenet-benchmark", "imagenet-records"],
-    ["imagenet-records-nccl-allreduce", "imagenet-records-nccl"],
-]
-GROUPS = TOGETHER + [[name] for name in COMMANDS if not any(name in group for group in TOGETHER)]
+# ResNet-50 in float16 takes a CPU five seconds an image.
+NAMES = [pytest.param(name, marks=pytest.mark.long) if "imagenet" in name else name for name in COMMANDS]
 
 
 @pytest.fixture(scope="module")
@@ -84,24 +75,23 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_data(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize("names", GROUPS, ids="+".join)
-def test_a_command_runs(names: Sequence[str], data: Path, tmp_path: Path) -> None:
-    with ThreadPoolExecutor(len(names)) as pool:
-        for command, lines in pool.map(lambda name: run(COMMANDS[name], data, tmp_path / name), names):
-            for worker in range(command.num_workers):
-                said = "\n".join(text for who, text in lines if who == worker)
-                validates = command.validates and worker == 0
-                assert said.startswith("start with arguments Namespace(data='"), said
-                assert re.search(rf"^Epoch\[0\] Train-accuracy={ACCURACY}$", said, re.MULTILINE), said
-                assert re.search(r"^Epoch\[0\] Time cost=\d+\.\d{3}$", said, re.MULTILINE), said
-                found = re.findall(rf"^Epoch\[0\] Validation-accuracy={ACCURACY}$", said, re.MULTILINE)
-                assert len(found) == validates, said
-                assert "Epoch[1]" not in said
+@pytest.mark.parametrize("name", NAMES)
+def test_a_command_runs(name: str, data: Path, tmp_path: Path) -> None:
+    command = COMMANDS[name]
+    lines = run(command, data, tmp_path)
+    for worker in range(command.num_workers):
+        said = "\n".join(text for who, text in lines if who == worker)
+        validates = command.validates and worker == 0
+        assert said.startswith("start with arguments Namespace(data='"), said
+        assert re.search(rf"^Epoch\[0\] Train-accuracy={ACCURACY}$", said, re.MULTILINE), said
+        assert re.search(r"^Epoch\[0\] Time cost=\d+\.\d{3}$", said, re.MULTILINE), said
+        found = re.findall(rf"^Epoch\[0\] Validation-accuracy={ACCURACY}$", said, re.MULTILINE)
+        assert len(found) == validates, said
+        assert "Epoch[1]" not in said
 
 
-def run(command: Seed, data: Path, folder: Path) -> tuple[Seed, list[tuple[int, str]]]:
+def run(command: Seed, data: Path, folder: Path) -> list[tuple[int, str]]:
     """Run a command to its end; its log as (worker, line), in which every line must be."""
-    folder.mkdir()
     (folder / "data").symlink_to(data / "data")
     for name, text in command.files.items():
         (folder / name).write_text(text)
@@ -118,7 +108,7 @@ def run(command: Seed, data: Path, folder: Path) -> tuple[Seed, list[tuple[int, 
     assert done.returncode == 0, done.stdout
     found = [LOG.fullmatch(line) for line in done.stdout.splitlines()]
     assert all(found), f"not all of this is the log:\n{done.stdout}"
-    return command, [(int(one["worker"] or 0), one["text"]) for one in found if one is not None]
+    return [(int(one["worker"] or 0), one["text"]) for one in found if one is not None]
 
 
 @pytest.mark.parametrize("row", SWEEP["rows"], ids=lambda row: "-".join(map(str, row)))
