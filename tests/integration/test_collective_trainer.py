@@ -442,7 +442,10 @@ def test_models_that_differ_are_refused() -> None:
         return str(caught.value)
 
     said = run(program, "nccl_allreduce", num_workers=2)[1]
-    assert said.startswith("worker 1: the model's parameters must be the same on all: worker 0 has weight (2, 3), here")
+    assert said.startswith(
+        "worker 0, device 1: the model's parameters must be the same on all: worker 0, device 0 has "
+    )
+    assert "has weight (2, 3), here is bias (3,)" in said
 
 
 def test_who_does_not_come_is_named() -> None:

@@ -1,4 +1,4 @@
-"""Making a store by name: of servers or of collectives; and what happens in a process whose role is to serve."""
+"""Making a store by name: of servers, of collectives, or both; and what a process does whose role is to serve."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from echelon.errors import UsageError
 from echelon.kvstore.client import Client
 from echelon.kvstore.collective import SHARDED, CollectiveStore
 from echelon.kvstore.group import Group, Meeting
+from echelon.kvstore.multi_device import MultiDeviceStore
 from echelon.kvstore.server_store import ServerStore
 from echelon.kvstore.session import Joined
 from echelon.kvstore.store import KVStore
@@ -66,11 +67,8 @@ def create(
         )
     if job.num_servers < 1:
         raise UsageError(f"{name} needs at least one server; the job has {job.num_servers} (launch with -s 1 or more)")
-    if job.num_devices > 1:
-        raise UsageError(
-            f"{name} with {job.num_devices} devices a worker: with servers a worker has one device; start more workers "
-            f"(-n {job.num_workers * job.num_devices}), or use dist_device_sync"
-        )
+    if has_devices(job):
+        return _with_devices(name, job, torch.device(device), check_finite, staleness, groups)
     return join(name, job, by_name(job.transport), staleness=staleness, groups=groups, check_finite=check_finite)
 
 
@@ -82,6 +80,11 @@ def is_collective(name: str, job: Job | None = None) -> bool:
     return name in ONE_WORKER or name in ALL_WORKERS
 
 
+def has_devices(job: Job | None = None) -> bool:
+    """Whether a worker of this job is several processes, one a device."""
+    return (job or Job.from_environment()).num_devices > 1
+
+
 def join(
     name: str,
     job: Job,
@@ -90,7 +93,7 @@ def join(
     staleness: int | None = None,
     groups: Groups | None = None,
     check_finite: bool = False,
-) -> KVStore:
+) -> ServerStore:
     """Join a job as a worker over a given transport."""
     if name in ("dist_ssync", "dist_gsync") and staleness is None:
         staleness = job.staleness
@@ -165,6 +168,28 @@ def _collective(
     return store
 
 
+def _with_devices(
+    name: str, job: Job, device: torch.device, check_finite: bool, staleness: int | None, groups: Groups | None
+) -> MultiDeviceStore:
+    """A worker whose devices meet first; then device 0 joins the job for all of them."""
+    if job.device_port is None:
+        raise UsageError(
+            f"{name}: the {job.num_devices} devices of a worker need a port of their machine to meet at; set "
+            "ECHELON_DEVICE_PORT, for each worker another"
+        )
+    group = Group(device, meeting_of("device", job))
+    with ExitStack() as undo:
+        undo.callback(group.close, failed=True)
+        served = None
+        if job.device_index == 0:
+            transport = by_name(job.transport)
+            served = join(name, job, transport, staleness=staleness, groups=groups, check_finite=check_finite)
+        store = MultiDeviceStore(name, group, served, check_finite=check_finite)
+        undo.pop_all()
+    _call_at_exit(store, lambda failed: store.close(failed=failed))
+    return store
+
+
 def meeting_of(name: str, job: Job) -> Meeting | None:
     """Where the group of a store without servers meets: a worker's own devices, or everybody's. None: it is alone."""
     devices, everybody = job.num_devices, name not in ONE_WORKER
@@ -208,7 +233,7 @@ def _groups(groups: Groups | None, hosts: dict[int, str]) -> list[list[int]] | N
     return [list(group) for group in parse_groups(text, hosts)]
 
 
-def _call_at_exit(store: ServerStore | CollectiveStore, end: Callable[[bool], None]) -> None:
+def _call_at_exit(store: ServerStore | CollectiveStore | MultiDeviceStore, end: Callable[[bool], None]) -> None:
     """A script that ends well leaves in order; one that ends by an exception is seen to die."""
 
     def at_exit() -> None:

@@ -61,6 +61,7 @@ class Group:
     def __init__(self, device: torch.device, meeting: Meeting | None = None) -> None:
         self.device = device
         self.rank, self.size = (meeting.rank, meeting.size) if meeting is not None else (0, 1)
+        self._names = meeting.names if meeting is not None else ["worker 0"]
         self._broken = False
         self._agreed = 0
         self._store: Store | None = None
@@ -68,6 +69,11 @@ class Group:
             self._store = _meet(meeting)
             self._timeout_s = meeting.timeout_s
             self._join()
+
+    @property
+    def broken(self) -> bool:
+        """Whether something that needed all has failed: one of them is gone, or did not come."""
+        return self._broken
 
     @property
     def _gloo(self) -> bool:
@@ -133,7 +139,8 @@ class Group:
             self.tell(f"agree/{self._agreed}", mine)
         elif (first := self.told(f"agree/{self._agreed}")) != mine:
             raise UsageError(
-                f"worker {self.rank}: {what} must be the same on all: worker 0 has {first}, here is {mine}"
+                f"{self._names[self.rank]}: {what} must be the same on all: {self._names[0]} has {first}, "
+                f"here is {mine}"
             )
 
     def tell(self, key: str, text: str) -> None:
@@ -221,8 +228,8 @@ class Group:
             self._broken = True
             time.sleep(LINGER_S)
             raise JobError(
-                f"worker {self.rank}: {what} of {self.size} processes failed: one of them died, failed, or did not "
-                f"come in time ({_gist(error)})"
+                f"{self._names[self.rank]}: {what} of {self.size} processes failed: one of them died, failed, or did "
+                f"not come in time ({_gist(error)})"
             ) from error
 
 

@@ -129,14 +129,14 @@ class ServerStore(KVStore):
         """Give the servers a state. Call it on one worker, then a barrier."""
         states.scatter(source, self._client, self._wire.layout, self._optimizer(), given)
 
-    def close(self) -> None:
+    def close(self, reason: str = "it finished") -> None:
         """Wait for what is under way, say goodbye, let go. Harmless when done twice."""
         if not self._closed:
             self._closed = True
             try:
                 self._wire.settle()
             finally:
-                self._session.leave("it finished")
+                self._session.leave(reason)
                 self._client.close()
                 self.events.close()
                 self.on_closed()

@@ -1,4 +1,4 @@
-"""The KVStore: what a worker calls, be it servers (`server_store.py`) or collectives (`collective.py`) behind it.
+"""The KVStore: what a worker calls, be it servers (`server_store.py`), collectives (`collective.py`) or both behind it.
 
     kv = echelon.kvstore.create("dist_sync")
     kv.init("w", torch.zeros(3))
@@ -56,6 +56,11 @@ class KVStore(ABC):
     @abstractmethod
     def rank(self) -> int:
         """This worker's number."""
+
+    @property
+    def worker_rank(self) -> int:
+        """The number of the worker in the scheme: `rank`, but for a worker of several devices with servers."""
+        return self.rank
 
     @property
     @abstractmethod

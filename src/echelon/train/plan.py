@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.cluster.shares import parse_shares
@@ -60,6 +60,8 @@ def sampling_for(options: TrainOptions, num_samples: int, place: Place, *, fixed
     if fixed or shorter:
         examples = min(options.num_examples or num_samples, num_samples)
         batches = epoch_size(examples, place.num_workers, options.batch_size)
+    elif place.num_devices > 1:
+        batches = _longest(options, num_samples, place)
     return Sampling(
         num_samples,
         device_batch(options.batch_size, place.num_devices),
@@ -67,6 +69,18 @@ def sampling_for(options: TrainOptions, num_samples: int, place: Place, *, fixed
         sharding=sharding_for(options, place),
         num_batches=batches,
     )
+
+
+def _longest(options: TrainOptions, num_samples: int, place: Place) -> int:
+    """Batches of an epoch when a worker goes once through its part: its devices, who meet in every step, make as many.
+
+    Their parts may differ by a sample, and that by a batch.
+    """
+    size = device_batch(options.batch_size, place.num_devices)
+    first = place.rank - place.rank % place.num_devices
+    devices = [replace(place, rank=first + index) for index in range(place.num_devices)]
+    parts = [Sampling(num_samples, size, sharding=sharding_for(options, device)) for device in devices]
+    return max(part.batches_per_epoch for part in parts)
 
 
 def sharding_for(options: TrainOptions, place: Place) -> Sharding:

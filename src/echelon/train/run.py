@@ -117,7 +117,7 @@ class Run:
             self._tell()
             self._kvstore.barrier()
             self._began = time.monotonic()
-            self._events.write("begin", rank=self._kvstore.rank, batches_per_epoch=self._per_epoch)
+            self._events.write("begin", rank=self._kvstore.worker_rank, batches_per_epoch=self._per_epoch)
             while loader.state.epoch < self._options.num_epochs and not self._kvstore.halted:
                 self._train_epoch(loader)
             self._finish()
@@ -238,16 +238,17 @@ class Run:
         seconds = time.monotonic() - self._began
         self._events.write("done", seconds=round(seconds, 6), **self._trainer.facts())
         self._kvstore.barrier()
-        if self._leader and self._kvstore.halted not in STOPS:
-            self._conclude()
+        if self._kvstore.halted not in STOPS:
+            self._trainer.refresh()  # everybody's pushes are in
+            if self._leader:
+                self._conclude()
         self._board.close()
         if isinstance(self._step, ServedStep):
             self._step.close()
         self._trainer.close()
 
     def _conclude(self) -> None:
-        """Everybody's pushes are in: look at the final weights."""
-        self._trainer.refresh()
+        """Look at the final weights."""
         facts = {"network": self._options.network, "clock": self._trainer.clock}
         if self._validation is not None and self._run_dir is not None:
             measured = self._validate(self._validation)

@@ -110,10 +110,5 @@ def check(options: TrainOptions, job: Job) -> None:
     if ":" not in options.network and options.network not in models.names():
         raise unknown("network", options.network, models.names(), " Your own is named package.module:function.")
     served = options.kv_store.startswith("dist_") and "device" not in options.kv_store and job.num_servers
-    if served and len(options.devices) > 1:
-        raise UsageError(
-            f"--kv-store {options.kv_store} with servers has one device in a worker, and {len(options.devices)} were "
-            "given; start a worker for each, or use dist_device_sync"
-        )
     if served and options.optimizer.lower() not in ON_SERVERS:
         raise UsageError(f"servers cannot run the optimizer {options.optimizer!r}; use one of {', '.join(ON_SERVERS)}")

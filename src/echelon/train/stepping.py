@@ -69,5 +69,5 @@ def make_step(
         return CapturedStep(work, trainer, scaler, compiled=choice.compiled, average=average)
     rank = trainer.kvstore.rank
     mixup = Mixup(options.mixup, options.seed, rank) if options.mixup else None
-    pacer = Pacer(options.pace, rank)
+    pacer = Pacer(options.pace, trainer.kvstore.worker_rank)
     return EagerStep(work, trainer, scaler, pacer, compiled=choice.compiled, mixup=mixup, average=average)

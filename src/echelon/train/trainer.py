@@ -7,8 +7,8 @@
         trainer.step(len(images))
 
 What happens in between is the store's matter: with servers (`server_trainer.py`) gradients are pushed and weights come
-back; without (`collective_trainer.py`) gradients are summed and the optimizer runs here. `Trainer(…)` picks the one
-that fits the store.
+back; without (`collective_trainer.py`) gradients are summed and the optimizer runs here; a worker with several devices
+(`multi_device_trainer.py`) does the first after summing between them. `Trainer(…)` picks the one that fits the store.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torch.utils.hooks import RemovableHandle
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
 from echelon.kvstore.collective import CollectiveStore
-from echelon.kvstore.create import Groups, is_collective
+from echelon.kvstore.create import Groups, has_devices, is_collective
+from echelon.kvstore.multi_device import MultiDeviceStore
 
 REPORT_S = 0.25
 
@@ -46,6 +47,10 @@ class Trainer:
             from echelon.train.collective_trainer import CollectiveTrainer
 
             return super().__new__(CollectiveTrainer)
+        if has_devices() if isinstance(kvstore, str) else isinstance(kvstore, MultiDeviceStore):
+            from echelon.train.multi_device_trainer import MultiDeviceTrainer
+
+            return super().__new__(MultiDeviceTrainer)
         from echelon.train.server_trainer import ServerTrainer
 
         return super().__new__(ServerTrainer)
@@ -118,11 +123,15 @@ class Trainer:
     def close(self) -> None:
         """Finish what is under way and leave the job; the model keeps its weights and loses the hooks."""
         self.sync()
+        self.unhook()
+        self.report()
+        self.kvstore.close()
+
+    def unhook(self) -> None:
+        """See forward and backward passes of the model no more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.report()
-        self.kvstore.close()
 
     def __enter__(self) -> Self:
         return self
@@ -240,7 +249,7 @@ class Trainer:
     def facts(self) -> dict[str, Any]:
         """What this worker has done so far."""
         return {
-            "rank": self.kvstore.rank,
+            "rank": self.kvstore.worker_rank,
             "clock": self.clock,
             "samples": self.samples,
             "wait_s": round(self.wait_s, 6),

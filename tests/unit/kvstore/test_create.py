@@ -86,8 +86,9 @@ def test_a_workers_own_collectives_do_not_reach_others() -> None:
         create("nccl", job=Job(scheduler_port=1, num_workers=2, rank=0, num_devices=2))
 
 
-def test_servers_serve_one_device_a_worker() -> None:
-    with pytest.raises(UsageError, match=r"dist_async with 4 devices a worker: .*\(-n 8\), or use dist_device_sync"):
+def test_devices_of_a_worker_with_servers_need_somewhere_to_meet() -> None:
+    """Not at the scheduler's port, which is another's."""
+    with pytest.raises(UsageError, match=r"dist_async: the 4 devices of a worker need a port .* ECHELON_DEVICE_PORT"):
         create("dist_async", job=Job(scheduler_port=1, num_workers=2, num_servers=1, num_devices=4))
 
 

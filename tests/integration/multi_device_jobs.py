@@ -1,0 +1,90 @@
+"""A job with servers whose workers have several devices, as forks of the test: real processes, started in no time."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from echelon.environment import Job
+from echelon.kvstore import KVStore, create
+from echelon.scheduler.serve import serve as serve_scheduler
+from echelon.server.serve import serve as serve_server
+from echelon.testing.forked import _fork, _result, _warm_up
+from echelon.transport import by_name
+
+TIMEOUT_S = 60.0
+Sizes = tuple[int, int, int]  # workers, devices of each, servers
+
+
+def run(program: Callable[[KVStore], Any], store: str, *, sizes: Sizes = (1, 2, 1), **options: Any) -> list[Any]:
+    """Run `program` on every device of every worker; what each returned, or the error it ended by, by rank."""
+
+    def work(job: Job) -> Any:
+        with create(store, job=job, **options) as kv:
+            return program(kv)
+
+    return run_processes(work, sizes)
+
+
+def run_as_launched(program: Callable[[], Any], sizes: Sizes, run_dir: str | None = None) -> list[Any]:
+    """The same for a program that reads its environment."""
+
+    def work(job: Job) -> Any:
+        os.environ.update(replace(job, run_dir=run_dir).to_environment())
+        if job.device_fd is not None:
+            os.environ["ECHELON_DEVICE_FD"] = str(job.device_fd)
+        return program()
+
+    return run_processes(work, sizes)
+
+
+def run_processes(program: Callable[[Job], Any], sizes: Sizes) -> list[Any]:
+    """A scheduler, servers, and `program` for every device."""
+    num_workers, num_devices, num_servers = sizes
+    _warm_up()
+    with ExitStack() as sockets:
+        scheduler, *meetings = [
+            sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128)) for _ in range(num_workers + 1)
+        ]
+        job = Job(
+            scheduler_port=scheduler.getsockname()[1],
+            num_workers=num_workers,
+            num_servers=num_servers,
+            num_devices=num_devices,
+            stall_seconds=TIMEOUT_S / 2,
+            timeout_s=TIMEOUT_S,
+        )
+
+        def work(rank: int) -> Any:
+            worker, index = divmod(rank, num_devices)
+            meeting = meetings[worker]
+            mine = replace(
+                job,
+                rank=worker,
+                device_index=index,
+                device_port=meeting.getsockname()[1],
+                device_fd=meeting.fileno() if index == 0 else None,
+            )
+            for other in [scheduler, *meetings]:
+                if other is not meeting or index:
+                    other.close()  # a door that this process would not open
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            torch.set_num_threads(1)
+            return program(mine)
+
+        def serve(rank: int) -> int:
+            sockets.close()
+            return serve_server(job.as_role("server", rank), by_name("auto"))
+
+        others = [_fork(lambda _: serve_scheduler(job, scheduler), 0)]
+        others += [_fork(serve, rank) for rank in range(num_servers)]
+        devices = [_fork(work, rank) for rank in range(num_workers * num_devices)]
+    found = [_result(*fork) for fork in devices]
+    assert [_result(*fork) for fork in others] == [0] * len(others)
+    return found

@@ -1,0 +1,355 @@
+"""Workers of several devices under the stores with servers: to the scheme a worker is one, whatever it consists of."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from collective_loops import Normed, joined, largest_difference, train
+from multi_device_jobs import Sizes, run, run_as_launched
+from plain_loops import Batch, Loop, Net, State, assert_same_bits, batches, differs, loss_of, seeded, snapshot
+from tiny_data import make_data
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+import echelon
+from echelon.kvstore import KVStore
+from echelon.train.fit import fit
+from echelon.train.options import TrainOptions
+from echelon.train.snapshots import load
+from jobs import Job, rows
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "image-classification"
+STEPS = 4
+TOLERANCE = 1e-6  # relative, of a tensor's norm: sums are made in another order than in one batch
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def parts_of(*sizes: int, steps: int = STEPS) -> list[list[Batch]]:
+    """A device's batches, for each of them."""
+    return [batches(steps, size, seed=rank + 1) for rank, size in enumerate(sizes)]
+
+
+def on_devices(store: str, loop: Loop, parts: Sequence[Sequence[Batch]], sizes: Sizes, **more: Any) -> list[State]:
+    found = run(lambda kv: train(kv, loop, parts[kv.rank]), store, sizes=sizes, **more)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found
+
+
+# --- the joined batch
+
+
+@pytest.mark.parametrize("batch_sizes", [(6, 2), (3, 4, 1, 5)], ids=["1x2", "2x2"])
+def test_lock_step_is_one_process_on_the_joined_batch(batch_sizes: tuple[int, ...]) -> None:
+    loop = Loop(seeded(Net), momentum, lambda optimizer: StepLR(optimizer, 2, gamma=0.5))
+    parts = parts_of(*batch_sizes)
+    expected = loop.plain(joined(parts))
+    found = on_devices("dist_sync", loop, parts, (len(parts) // 2, 2, 2))
+    for state in found:
+        assert largest_difference(state, expected) < TOLERANCE
+        assert_same_bits(state, found[0])
+    assert largest_difference(expected, snapshot(loop.model)) > 1000 * TOLERANCE
+
+
+def channels_last() -> nn.Module:
+    """Weights whose order in memory is not that of the store's."""
+    layers = nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.Conv2d(4, 5, 3), nn.Flatten())
+    return layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.parametrize("make", [Normed, channels_last])
+def test_what_is_not_used_is_left_alone_and_layouts_do_not_matter(make: Callable[[], nn.Module]) -> None:
+    model = seeded(make).eval()  # statistics of half a batch would be others
+    loop = Loop(model, momentum)
+    parts = parts_of(4, 3)
+    for state in on_devices("dist_sync", loop, parts, (1, 2, 1)):
+        assert largest_difference(state, loop.plain(joined(parts))) < TOLERANCE
+
+
+@pytest.mark.parametrize(("store", "more"), [("dist_async", {}), ("dist_ssync", {"staleness": 1})])
+def test_the_only_worker_of_a_relaxed_scheme_is_plain_pytorch(store: str, more: dict[str, int]) -> None:
+    loop = Loop(seeded(Net), lambda model: Adam(model.parameters(), lr=0.01))
+    parts = parts_of(2, 5, 3)
+    for state in on_devices(store, loop, parts, (1, 3, 1), **more):
+        assert largest_difference(state, loop.plain(joined(parts))) < 10 * TOLERANCE  # Adam divides by small numbers
+
+
+# --- the members of a scheme
+
+
+def places(kv: KVStore) -> tuple[Any, ...]:
+    """Who a device is; then worker 0 trains alone, and worker 1 not at all."""
+    model = seeded(Net)
+    trainer = echelon.Trainer(model, momentum(model), kv)
+    facts = [kv.rank, kv.worker_rank, kv.workers, kv.num_workers]
+    if kv.worker_rank == 0:
+        for batch in batches(3, 2, seed=kv.rank):
+            loss_of(model, batch).backward()
+            trainer.step()
+    kv.barrier()
+    trainer.refresh()
+    state = snapshot(model)
+    reported = trainer.facts()
+    trainer.close()
+    return *facts, reported["clock"], reported["samples"], state
+
+
+def test_groups_are_of_workers_not_of_devices() -> None:
+    """Were 1 a device of worker 0, its group would wait for worker 1; and rank 3 would be in no group."""
+    found = run(places, "dist_gsync", sizes=(2, 2, 1), groups=[[0], [1]])
+    assert [one[:4] for one in found] == [(r, r // 2, [0, 1, 2, 3], 4) for r in range(4)]
+    assert [one[4:6] for one in found] == [(3, 12), (3, 6), (0, 0), (0, 0)], "device 0 reports for the worker"
+    for one in found[1:]:
+        assert_same_bits(one[6], found[0][6])
+
+
+def unequal(kv: KVStore) -> tuple[int, State]:
+    """Device 1 of worker 0 has a batch more than the others."""
+    model = seeded(Net)
+    trainer = echelon.Trainer(model, momentum(model), kv)
+    for batch in batches(3 if kv.rank == 1 else 2, 2, seed=kv.rank):
+        loss_of(model, batch).backward()
+        trainer.step()
+    kv.retire()
+    kv.barrier()
+    trainer.refresh()
+    state = snapshot(model)
+    trainer.close()
+    return trainer.facts()["clock"], state
+
+
+def test_who_has_no_more_data_takes_part_with_nothing() -> None:
+    found = run(unequal, "dist_sync", sizes=(2, 2, 1))
+    assert [clock for clock, _ in found] == [3, 3, 2, 2]
+    for _, state in found[1:]:
+        assert_same_bits(state, found[0][1])
+
+
+# --- stopping
+
+
+def stopped(kv: KVStore) -> tuple[str | None, int]:
+    """The last device asks for a stop after its second step."""
+    model = seeded(Net)
+    trainer = echelon.Trainer(model, momentum(model), kv)
+    for batch in batches(1000, 1, seed=kv.rank):
+        loss_of(model, batch).backward()
+        trainer.step()
+        if kv.rank == 3 and trainer.clock == 2:
+            kv.halt("enough")
+        if kv.halted:
+            break
+    kv.retire()
+    kv.barrier()
+    trainer.close()
+    return kv.halted, trainer.clock
+
+
+def test_a_stop_is_heard_by_all_and_by_a_workers_devices_at_the_same_step() -> None:
+    found = run(stopped, "dist_async", sizes=(2, 2, 1))
+    assert [reason for reason, _ in found] == ["enough"] * 4
+    clocks = [clock for _, clock in found]
+    assert (clocks[0], clocks[2]) == (clocks[1], clocks[3])
+    assert max(clocks) < 1000
+
+
+# --- states
+
+
+def saved_and_taken_up(kv: KVStore) -> tuple[State, State, State]:
+    """Two steps, a snapshot, two steps; then back to the snapshot, and the last two steps again."""
+    model = seeded(Normed)
+    trainer = echelon.Trainer(model, momentum(model), kv, average_buffers=True)
+    data = batches(STEPS, 2, seed=kv.rank)
+
+    def steps(chosen: Sequence[Batch]) -> State:
+        for batch in chosen:
+            loss_of(model, batch).backward()
+            trainer.step()
+        return snapshot(model)
+
+    weights = steps(data[:2])
+    if kv.rank:  # what device 0 of worker 0 has counts
+        weights = {name: torch.zeros_like(value) for name, value in weights.items()}
+    optimizer = trainer.optimizer_state()
+    first = steps(data[2:])
+    trainer.load_weights(weights)
+    trainer.load_optimizer_state(optimizer)
+    second = steps(data[2:])
+    trainer.average_buffers()
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    trainer.close()
+    return first, second, optimizer | {f"buffer {name}": value for name, value in buffers.items()}
+
+
+def test_weights_and_optimizer_are_taken_up_again_on_all_devices() -> None:
+    found = run(saved_and_taken_up, "dist_sync", sizes=(1, 3, 1))
+    names = [name for name, _ in seeded(Normed).named_parameters()]
+    for first, second, shared in found:
+        for name in names:
+            assert torch.equal(first[name], second[name]), name
+        assert_same_bits(shared, found[0][2])
+    assert "last.weight/momentum_buffer" in found[0][2]
+    running = [second["norm.running_mean"] for _, second, _ in found]
+    assert not torch.equal(running[0], running[1]), "statistics are a device's own until they are averaged"
+    torch.testing.assert_close(found[0][2]["buffer norm.running_mean"], torch.stack(running).mean(0))
+
+
+# --- the store by itself
+
+
+def classic(kv: KVStore) -> list[float]:
+    kv.init(["a", "b"], [torch.full((2,), 5.0), torch.zeros(3)])
+    kv.push("a", torch.full((2,), kv.rank + 1.0))
+    first, second = torch.empty(2), torch.empty(2)
+    kv.pull("a", [first, second])
+    assert torch.equal(first, second)
+    kv.set_optimizer("sgd", lr=0.5)
+    out = torch.empty(3)
+    kv.pushpull("b", torch.full((3,), 2.0), out)
+    kv.save_optimizer_states(f"states-{kv.worker_rank}")
+    kv.barrier()
+    return [*first.tolist(), *out.tolist()]
+
+
+def test_the_classic_calls_sum_over_devices_and_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = run(classic, "dist_sync", sizes=(2, 2, 1))
+    assert found == [[10.0, 10.0, -4.0, -4.0, -4.0]] * 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["states-0", "states-1"]
+
+
+# --- mistakes and deaths
+
+
+def wrong_model(kv: KVStore) -> None:
+    model = nn.Linear(2, 2 + kv.rank)
+    echelon.Trainer(model, momentum(model), kv)
+
+
+def test_another_model_is_refused_before_a_server_hears_of_it() -> None:
+    found = run(wrong_model, "dist_sync")
+    assert (
+        "worker 0, device 1: the model's parameters must be the same on all: worker 0, device 0 has bias (2,)"
+        in str(found[1])
+    )
+
+
+def infinite(kv: KVStore) -> None:
+    model = copy.deepcopy(seeded(Net))
+    trainer = echelon.Trainer(model, momentum(model), kv, check_finite=True)
+    loss = loss_of(model, batches(1)[0])
+    (loss * (float("inf") if kv.rank else 1.0)).backward()
+    trainer.step()
+
+
+def test_what_is_not_finite_is_named_where_it_came_from() -> None:
+    found = run(infinite, "dist_sync")
+    assert "worker 1: the gradient of " in str(found[1])
+    assert "at clock 0 has NaN or infinity in it" in str(found[1])
+
+
+def mortal(kv: KVStore) -> tuple[list[int], int]:
+    """Device 1 of worker 1 is killed in its third step; who lives goes on."""
+    model = seeded(Net)
+    trainer = echelon.Trainer(model, momentum(model), kv)
+    for batch in batches(6, 2, seed=kv.rank):
+        loss_of(model, batch).backward()
+        if kv.rank == 3 and trainer.clock == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        trainer.step()
+    trainer.close()
+    return kv.workers, trainer.clock
+
+
+def test_a_worker_ends_with_any_of_its_devices_and_the_others_go_on() -> None:
+    *living, orphan, killed = run(mortal, "dist_sync", sizes=(2, 2, 1))
+    assert living == [([0, 1], 6)] * 2
+    assert re.match(r"worker 1, device 0: .* of 2 processes failed: one of them died", str(orphan))
+    assert "ended with status 9 and no word" in str(killed)
+
+
+# --- whole runs
+
+
+def test_the_command_of_two_workers_of_two_devices(tmp_path: Path) -> None:
+    data = make_data(tmp_path / "tiny") / "data"
+    flags = ["--devices", "cpu:2", "--kv-store", "dist_sync", "--batch-size", "64", "--data-dir", str(data)]
+    flags += ["--num-layers", "8", "--num-examples", "32", "--num-epochs", "1"]
+    words = [sys.executable, str(EXAMPLES / "train_cifar10.py"), *flags]
+    with Job(tmp_path / "job", num_workers=2, command=words, environment={"OMP_NUM_THREADS": "1"}) as job:
+        assert job.wait() == 0, job.out + job.err
+    for worker in (0, 1):
+        said = "\n".join(re.findall(rf"^\[worker {worker}\] INFO:root:(.*)$", job.out, re.MULTILINE))
+        assert said.count("Train-accuracy=") == 1, "device 0 speaks for the worker"
+        assert said.count("Validation-accuracy=") == (worker == 0)
+    assert len(job.events("registered")) == 3, "a server and two workers"
+    done = sorted((row["rank"], row["clock"], row["samples"]) for row in job.events("done"))
+    assert done == [(0, 1, 16), (1, 1, 16)], "a line a worker"
+
+
+def fitted(folder: Path, **options: Any) -> list[int]:
+    """Two workers of two devices train the network of the digits; their exit statuses."""
+    given = TrainOptions(
+        network="mlp", num_examples=256, batch_size=32, num_epochs=2, devices=("cpu", "cpu"), **options
+    )
+    folder.mkdir(exist_ok=True)
+    return run_as_launched(lambda: fit(replace(given, model_prefix=str(folder / "m"))), (2, 2, 1))
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert fitted(whole, kv_store="dist_sync") == [0] * 4
+    parts.mkdir()
+    for path in whole.glob("*-0001.safetensors"):
+        (parts / path.name).write_bytes(path.read_bytes())
+    assert fitted(parts, kv_store="dist_sync", resume=True) == [0] * 4
+    names = sorted(path.name for path in parts.glob("*-0002.safetensors"))
+    assert names == ["m-0002.safetensors", *(f"m-{rank}-0002.safetensors" for rank in (1, 2, 3))]
+    assert_same_bits(load(parts / names[0]).weights, load(whole / names[0]).weights)
+    assert differs(load(whole / names[0]).weights, load(whole / "m-0001.safetensors").weights)
+
+
+def test_unequal_shares_of_a_relaxed_scheme(tmp_path: Path) -> None:
+    """Worker 1 has thrice the data; a worker's devices make as many steps, workers need not."""
+    shares = tmp_path / "data_sharding"
+    shares.write_text("0 0.25\n0.25 1\n")
+    run_dir = tmp_path / "run"
+    given = TrainOptions(
+        network="mlp",
+        kv_store="dist_gsync",
+        groups="0/1",
+        batch_size=32,
+        num_epochs=1,
+        devices=("cpu", "cpu"),
+        data_allocator=True,
+        data_sharding=str(shares),
+    )
+    assert run_as_launched(lambda: fit(given, str(run_dir)), (2, 2, 1), run_dir=str(run_dir)) == [0] * 4
+    done = {row["rank"]: row for row in rows(run_dir / "events.jsonl") if row["event"] == "done"}
+    clocks = {rank: row["clock"] for rank, row in done.items()}
+    assert clocks == {0: 12, 1: 34}, "1437 digits, of which 359 and 1078, by 32"
+    assert {rank: row["samples"] for rank, row in done.items()} == {0: 32 * 12, 1: 32 * 34}
