@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import echelon
 from echelon.kvstore import KVStore
+from echelon.testing import check_kvstore
 from echelon.train.fit import fit
 from echelon.train.options import TrainOptions
 from echelon.train.snapshots import load
@@ -240,6 +241,19 @@ def test_the_classic_calls_sum_over_devices_and_workers(tmp_path: Path, monkeypa
     found = run(classic, "dist_sync", sizes=(2, 2, 1))
     assert found == [[10.0, 10.0, -4.0, -4.0, -4.0]] * 4
     assert sorted(path.name for path in tmp_path.iterdir()) == ["states-0", "states-1"]
+
+
+def test_the_devices_of_one_worker_pass_the_conformance_suite() -> None:
+    """Of several workers sums are made in two stages, which is another order than the suite's."""
+
+    def on_one_worker(program: Callable[[KVStore], Any], store: str, **options: Any) -> list[Any]:
+        found = run(program, store, sizes=(1, options.pop("num_workers"), options.pop("num_servers")), **options)
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return found
+
+    check_kvstore(on_one_worker, "dist_sync", num_workers=2)
 
 
 # --- mistakes and deaths

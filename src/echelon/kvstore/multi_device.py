@@ -151,16 +151,14 @@ class MultiDeviceStore(KVStore):
             self.group.tell(HALT, reason)
 
     def save_optimizer_states(self, path: str | Path) -> None:
-        """Write the servers' optimizer state to a file. The devices of one worker call it, and device 0 writes."""
+        """Write the servers' optimizer state to a file, on device 0; on others nothing. Call it on one worker."""
         if self.served is not None:
             self.served.save_optimizer_states(path)
-        self.group.meet()
 
     def load_optimizer_states(self, path: str | Path) -> None:
-        """Give the servers a state. The devices of one worker call it, and device 0 reads; then a barrier."""
+        """Give the servers a state, on device 0; on others nothing. Call it on one worker, then a barrier."""
         if self.served is not None:
             self.served.load_optimizer_states(path)
-        self.group.meet()
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the servers and the other devices. Harmless when done twice."""
