@@ -179,6 +179,13 @@ def test_a_checkpoint_of_another_run_is_refused(uninterrupted: Path, changed: di
         fit(replace(OPTIONS, model_prefix=str(uninterrupted), load_epoch=1, **changed))  # type: ignore[arg-type]
 
 
+def test_with_nothing_left_to_train_that_is_said(uninterrupted: Path, lines: pytest.LogCaptureFixture) -> None:
+    before = weights(uninterrupted, 3)
+    assert fit(replace(OPTIONS, model_prefix=str(uninterrupted), resume=True)) == 0
+    assert "nothing is left to train: 3 epochs of --num-epochs 3" in lines.text
+    assert same(weights(uninterrupted, 3), before)
+
+
 def test_with_nothing_to_resume_training_begins(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
     assert fit(replace(OPTIONS, num_epochs=1, model_prefix=str(tmp_path / "none"), resume=True)) == 0
     assert "training begins at the beginning" in lines.text

@@ -118,6 +118,10 @@ class Run:
             self._kvstore.barrier()
             self._began = time.monotonic()
             self._events.write("begin", rank=self._kvstore.worker_rank, batches_per_epoch=self._per_epoch)
+            if loader.state.epoch >= self._options.num_epochs:
+                self._say(
+                    f"nothing is left to train: {loader.state.epoch} epochs of --num-epochs {self._options.num_epochs}"
+                )
             while loader.state.epoch < self._options.num_epochs and not self._kvstore.halted:
                 self._train_epoch(loader)
             self._finish()
