@@ -27,6 +27,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_the_tiny_list_runs_and_ends_in_the_document(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     docs, results = tmp_path / "results.md", tmp_path / "gpu-tiny.json"
     docs.write_text("# Results\n<!-- gpu:begin -->\n<!-- gpu:end -->\n")
@@ -46,6 +47,7 @@ def test_the_tiny_list_runs_and_ends_in_the_document(tmp_path: Path, capfd: pyte
     assert "python train_cifar10.py" not in capfd.readouterr().err  # all there: nothing was started
 
 
+@pytest.mark.long
 def test_an_accuracy_run_gives_an_accuracy_an_epoch(tmp_path: Path) -> None:
     (tmp_path / "train_digits.py").write_text(DIGITS)
     records: list[Record] = []
@@ -60,6 +62,7 @@ def test_an_accuracy_run_gives_an_accuracy_an_epoch(tmp_path: Path) -> None:
     assert record.command.endswith("--data-dir DIR --seed 3")
 
 
+@pytest.mark.long
 def test_kept_figures_outlive_a_failure_and_others_do_not(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer, results = tmp_path / "train_cifar10.py", tmp_path / "gpu.json"
     command = ["bench", "gpu", "--list", "tiny", "--only", "tiny-local", "--examples", str(tmp_path)]
@@ -76,6 +79,7 @@ def test_kept_figures_outlive_a_failure_and_others_do_not(tmp_path: Path, capfd:
     assert json.loads(results.read_text())["rows"][0]["error"] == "exit status 1; no memory left"
 
 
+@pytest.mark.long
 def test_a_terminated_benchmark_takes_its_trainer_with_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "train_cifar10.py").write_text(

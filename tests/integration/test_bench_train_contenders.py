@@ -20,6 +20,7 @@ def plan(tmp_path: Path) -> Iterator[TrainPlan]:
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
+@pytest.mark.long
 def test_echelon_and_ddp_do_the_same_training(plan: TrainPlan) -> None:
     with echelon(plan) as first, ddp(plan) as second:
         times = [first.run_round(6), second.run_round(6)]

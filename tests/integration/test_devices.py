@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from jobs import Job, until
 
 SCRIPT = str(Path(__file__).with_name("device_script.py"))
@@ -59,6 +61,7 @@ def test_signals_go_on_to_all_devices(tmp_path: Path) -> None:
     assert said == (b"device 0 of 3\n", b"echelon: stopped by SIGTERM\n")
 
 
+@pytest.mark.long
 def test_devices_of_several_workers_without_servers(tmp_path: Path) -> None:
     """`echelon launch -n 2 -s 0` around a program that starts two devices: ranks 0 to 3 in one group."""
     with Job(tmp_path, num_workers=2, num_servers=0, command=starter(2, "well", "dist_device_sync")) as job:
@@ -82,6 +85,7 @@ def test_a_worker_that_leaves_ends_a_job_without_servers_and_is_named(tmp_path: 
     assert job.err.endswith("    rank 1 of 2: [3.0, 3.0]\n    enough of this\n")
 
 
+@pytest.mark.long
 def test_torchrun_starts_a_group(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, "well", "nccl"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

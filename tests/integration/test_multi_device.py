@@ -243,6 +243,7 @@ def test_the_classic_calls_sum_over_devices_and_workers(tmp_path: Path, monkeypa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["states-0", "states-1"]
 
 
+@pytest.mark.long
 def test_the_devices_of_one_worker_pass_the_conformance_suite() -> None:
     """Of several workers sums are made in two stages, which is another order than the suite's."""
 
@@ -309,6 +310,7 @@ def test_a_worker_ends_with_any_of_its_devices_and_the_others_go_on() -> None:
 # --- whole runs
 
 
+@pytest.mark.long
 def test_the_command_of_two_workers_of_two_devices(tmp_path: Path) -> None:
     data = make_data(tmp_path / "tiny") / "data"
     flags = ["--devices", "cpu:2", "--kv-store", "dist_sync", "--batch-size", "64", "--data-dir", str(data)]

@@ -84,6 +84,7 @@ def test_an_error_in_every_device_is_said_and_not_twice(data: Path) -> None:
     assert said.count("start with arguments") == 1
 
 
+@pytest.mark.long
 def test_a_pipe_that_closes_ends_all_devices(data: Path) -> None:
     command = [*MNIST, "--devices", "cpu:2", "--num-epochs", "100000"]
     with subprocess.Popen(command, cwd=data, env=ONE_THREAD, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
@@ -115,6 +116,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_ctrl_c_leaves_a_checkpoint_of_every_device(interrupted: Path) -> None:
     names = [one.path.name for rank in (0, 1) for one in snapshots.find(interrupted / "model", rank)[:1]]
     assert len(names) == 2
@@ -146,6 +148,7 @@ def copy(interrupted: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_one_device_goes_on_where_two_were(
     interrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -158,6 +161,7 @@ def test_one_device_goes_on_where_two_were(
     goes_on(interrupted, caplog.text, 1)
 
 
+@pytest.mark.long
 def test_workers_with_a_server_go_on_where_devices_were(interrupted: Path, tmp_path: Path) -> None:
     command = [*MNIST, *FLAGS, *GO_ON, "--kv-store", "dist_sync"]
     with Job(copy(interrupted, tmp_path), num_workers=2, num_servers=1, command=command, environment=ONE_THREAD) as job:
