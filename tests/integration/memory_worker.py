@@ -54,7 +54,7 @@ def resident_trimmed() -> tuple[int, int]:
 def servers() -> list[int]:
     """The servers' pids: this process's siblings."""
     siblings = psutil.Process(os.getppid()).children()
-    return [p.pid for p in siblings if "echelon.server" in p.cmdline()]
+    return [p.pid for p in siblings if p.status() != psutil.STATUS_ZOMBIE and "echelon.server" in p.cmdline()]
 
 
 def step(model: nn.Module, trainer: echelon.Trainer) -> None:

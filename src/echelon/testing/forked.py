@@ -2,11 +2,15 @@
 
 A fork costs milliseconds where a new interpreter costs seconds to import torch. What a program returns comes back
 through a pipe; the first error is raised here. Forks end with this process, whatever happens to it.
+
+The process that forks must use one thread of torch's (`torch.set_num_threads(1)` before any work): a fork has none of
+the threads that OpenMP keeps for later, and now and then waits for them for ever.
 """
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import functools
 import os
 import pickle
@@ -25,6 +29,7 @@ from echelon.kvstore import KVStore, create
 from echelon.kvstore.create import ONE_WORKER
 
 T = TypeVar("T")
+STUCK_S = 60.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -80,6 +85,7 @@ def _fork(work: Callable[[int], Any], rank: int) -> tuple[int, int]:
         os.close(writer)
         return pid, reader
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.dump_traceback_later(STUCK_S, exit=True)  # says where, and ends what would hang for ever
     try:
         result: Any = work(rank)
     except BaseException as error:
