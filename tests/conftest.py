@@ -1,6 +1,7 @@
 """Fixtures of all tests. Those of `leaks` are autouse: a test that leaves something behind fails."""
 
 import torch
+
 from leaks import leaves_nothing, marked_session
 
 __all__ = ["leaves_nothing", "marked_session"]
