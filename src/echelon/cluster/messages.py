@@ -14,6 +14,8 @@ from echelon.errors import JobError
 
 WORKER, SERVER, SCHEDULER = "worker", "server", "scheduler"
 
+TAKEN_FOR_DEAD = "this worker is not in the view; it is taken for dead"  # how a server refuses one that was
+
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass

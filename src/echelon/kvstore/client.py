@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from echelon.cluster.messages import (
+    TAKEN_FOR_DEAD,
     Ask,
     Done,
     Failed,
@@ -104,6 +105,8 @@ class Client:
             for ticket in self._refused(tickets):
                 ticket.told = True
                 assert isinstance(ticket.response, Failed)
+                if ticket.response.reason.endswith(TAKEN_FOR_DEAD):
+                    self._session.hear_why()
                 raise UsageError(f"worker {self._session.rank}: {ticket.response.reason}")
 
     def call(self, server: int, request: Request, frames: Sequence[Buffer] = ()) -> Response:

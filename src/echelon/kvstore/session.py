@@ -25,6 +25,8 @@ from echelon.errors import JobError
 from echelon.transport.enlist import enlist
 from echelon.transport.interface import Transport
 
+REASON_S = 2.0
+
 
 class Session(Protocol):
     """What a store asks of the job around it."""
@@ -37,6 +39,10 @@ class Session(Protocol):
 
     def check(self) -> None:
         """Raise JobError if the job is broken."""
+        ...
+
+    def hear_why(self) -> None:
+        """Raise JobError with the scheduler's reason, if a word of it comes within moments."""
         ...
 
     def barrier(self) -> None:
@@ -80,6 +86,12 @@ class Joined:
         broken = self._broken or self._control.lost
         if broken is not None:
             raise JobError(f"worker {self.rank}: the job is broken: {broken}")
+
+    def hear_why(self) -> None:
+        """A server takes this worker for dead: the scheduler, who knows why, may be heard a moment later."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._broken is not None or self._control.lost is not None, REASON_S)
+        self.check()
 
     def barrier(self) -> None:
         """Wait for all living workers, with a deadline."""

@@ -10,6 +10,7 @@ import torch
 
 from echelon.cluster.messages import (
     SERVER,
+    TAKEN_FOR_DEAD,
     WORKER,
     Abort,
     Ask,
@@ -105,7 +106,7 @@ class _Server:
         elif isinstance(request, Ask):  # its Configure was lost: whatever it asks about never came
             self._endpoint.send(peer, [encode(Status(request.id, request.about, False, ""))])
         else:
-            refusal = Failed(request.id, f"server {self._rank}: this worker is not in the view; it is taken for dead")
+            refusal = Failed(request.id, f"server {self._rank}: {TAKEN_FOR_DEAD}")
             self._endpoint.send(peer, [encode(refusal)])
 
     def _change_view(self, view: View) -> None:
