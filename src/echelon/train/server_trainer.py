@@ -59,7 +59,7 @@ class ServerTrainer(Trainer):
     def _order_by_group(self) -> None:
         """Inside a bucket, parameters of one optimizer group lie together: servers treat neighbours alike in one run.
 
-        Weights that decay and biases that do not, in turn, would be a run each: CIFAR's ResNet-50 took several times as long.
+        Weights that decay and biases that do not, in turn, would be a run each, and a step several times as long.
         """
         groups = enumerate(self.optimizer.param_groups)
         group_of = {id(parameter): index for index, group in groups for parameter in group["params"]}
