@@ -131,7 +131,7 @@ def test_the_other_stores_learn_too_and_stop_at_the_target(tmp_path: Path, argum
     assert 0 < facts["samples"] < 20 * NUM_TRAIN, "all workers stopped"
     clocks = [worker["clock"] for worker in facts["workers"]]
     if "dist_sync" in arguments:
-        assert max(clocks) - min(clocks) <= 1
+        assert len(set(clocks)) == 1, "all stop after the same step"
         assert [worker["staleness"] for worker in facts["workers"]] == [{"0": clock} for clock in clocks]
     if "dist_ssync" in arguments:
         assert max(int(value) for worker in facts["workers"] for value in worker["staleness"]) <= 2 * 3 + 1

@@ -177,7 +177,10 @@ class SetOptimizer(_Message, frozen=True):
 
 
 class Push(_Message, frozen=True):
-    """Gradients of one clock for some keys. `samples` None: a plain sum is wanted. `pull`: answer with weights."""
+    """Gradients of one clock for some keys. `samples` None: a plain sum is wanted. `pull`: answer with weights.
+
+    `halt`: this worker asks all to stop; whoever gets an answer of this clock or a later one hears it.
+    """
 
     id: int
     view: int
@@ -187,6 +190,7 @@ class Push(_Message, frozen=True):
     lrs: list[float]
     pull: bool
     framed: bool
+    halt: bool = False
 
 
 class Pull(_Message, frozen=True):
@@ -243,6 +247,7 @@ class Done(_Message, frozen=True):
     id: int
     version: int = 0
     staleness: int = 0
+    halt: bool = False
 
 
 class Failed(_Message, frozen=True):

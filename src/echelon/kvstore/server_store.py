@@ -2,6 +2,9 @@
 
 A key's weights and gradient have a place in memory that the servers of this machine see (`views`). Pushing and
 pulling these very tensors copies nothing; any other tensor is copied in and out.
+
+Who asks all to stop is heard through the scheduler. Under `dist_sync`, where all make the same steps, the word goes
+with a push, so that all hear it in the answers of one clock (`stops_with`) and no one makes a step that others do not.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.cluster.messages import Configure, OptimizerSpec, Retire, SetOptimizer
+from echelon.cluster.messages import Configure, Done, OptimizerSpec, Retire, SetOptimizer
 from echelon.cluster.placement import KeySpec, Slot
 from echelon.errors import UsageError
 from echelon.kvstore import state_files, states
@@ -47,6 +50,9 @@ class ServerStore(KVStore):
         self._session = session
         self._client = client
         self._wire = Wire(client, session, num_servers, transport, events)
+        self._lock_step = scheme == "dist_sync"
+        self._asks_to_halt = False
+        self._halted: str | None = None
         self._closed = False
         self.on_closed: Callable[[], None] = lambda: None
         listed = [sorted(group) for group in groups] if groups else None
@@ -72,7 +78,7 @@ class ServerStore(KVStore):
     @property
     def halted(self) -> str | None:
         """Why a worker asked everybody to stop training, or None."""
-        return self._session.halted
+        return self._halted if self._lock_step else self._session.halted
 
     @property
     def memory_is_shared(self) -> bool:
@@ -84,14 +90,14 @@ class ServerStore(KVStore):
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
         """Send values on their way; returns without waiting for other workers."""
         values = self._checked(key, value)
-        self._wire.push(self._slots(key), values, pull=False)
+        self._wire.push(self._slots(key), values, pull=False, halt=self._asks_to_halt)
 
     def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
         """Wait until the scheme lets this worker go on, then copy the weights into `out` (every tensor of a list)."""
         outs = self._targets(key, out)
         slots = self._slots(key)
         pushes = self._wire.pushes(slots)  # one that was refused would never be answered by weights
-        self._client.wait([*pushes, *self._wire.pull(slots)])
+        self._wait_and_listen([*pushes, *self._wire.pull(slots)])
         self._deliver(slots, outs)
 
     def pushpull(self, key: Keys, value: Values, out: Values | None = None, priority: int = 0) -> None:
@@ -99,7 +105,7 @@ class ServerStore(KVStore):
         values = self._checked(key, value)
         outs = self._targets(key, value if out is None else out)
         slots = self._slots(key)
-        self._client.wait(self._wire.push(slots, values, pull=True))
+        self._wait_and_listen(self._wire.push(slots, values, pull=True, halt=self._asks_to_halt))
         self._deliver(slots, outs)
 
     def retire(self) -> None:
@@ -110,6 +116,7 @@ class ServerStore(KVStore):
     def barrier(self) -> None:
         """Wait until all living workers are here."""
         self._session.barrier()
+        self._halted = self._halted or self._session.halted  # which the scheduler tells to all before this, or after
 
     def save_optimizer_states(self, path: str | Path) -> None:
         """Write the servers' optimizer state to a safetensors file, whole or not at all. Call it on one worker."""
@@ -173,7 +180,7 @@ class ServerStore(KVStore):
     def exchange(self, keys: Sequence[int], samples: float, lrs: list[float]) -> list[Ticket]:
         """Push the gradients that lie in `views`, ask for the weights there, and do not wait."""
         slots = [self._wire.layout.slots[key] for key in keys]
-        return self._wire.push(slots, None, pull=True, samples=samples, lrs=lrs)
+        return self._wire.push(slots, None, pull=True, samples=samples, lrs=lrs, halt=self._asks_to_halt)
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
         """Until an exchange is answered."""
@@ -209,9 +216,26 @@ class ServerStore(KVStore):
 
     def halt(self, reason: str) -> None:
         """Ask every worker to stop training (`halted` tells)."""
-        self._session.halt(reason)
+        if not self._asks_to_halt:
+            self._session.halt(reason)
+            self._asks_to_halt = self._lock_step
+            if self._lock_step and self.workers == [self.rank]:
+                self.stop()
+
+    def stops_with(self, tickets: Sequence[Ticket]) -> bool:
+        """Whether the answers of a clock say that somebody asked all to stop."""
+        return any(isinstance(ticket.response, Done) and ticket.response.halt for ticket in tickets)
+
+    def stop(self) -> None:
+        """Take the word to stop for heard: `halted` says why from now on."""
+        self._halted = self._session.hear_halt()
 
     # --- within
+
+    def _wait_and_listen(self, tickets: Sequence[Ticket]) -> None:
+        self._client.wait(tickets)
+        if self._halted is None and self.stops_with(tickets):
+            self.stop()
 
     def _deliver(self, slots: Sequence[Slot], outs: Sequence[Sequence[Tensor]]) -> None:
         for slot, tensors in zip(slots, outs, strict=True):

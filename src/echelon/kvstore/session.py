@@ -53,6 +53,10 @@ class Session(Protocol):
         """Ask all workers to stop training."""
         ...
 
+    def hear_halt(self) -> str:
+        """Somebody asked all to stop: wait for the word why."""
+        ...
+
     def leave(self, reason: str) -> None:
         """Go in order."""
         ...
@@ -110,6 +114,13 @@ class Joined:
     def halt(self, reason: str) -> None:
         """Ask all workers to stop training; `halted` is set when the scheduler has told everybody."""
         self._control.send(Halt(reason))
+
+    def hear_halt(self) -> str:
+        """Somebody asked all to stop: wait for the word why, which the scheduler passes on."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.halted or self._broken or self._control.lost, REASON_S)
+        self.check()
+        return self.halted or "a worker that is gone asked all to stop"
 
     def leave(self, reason: str) -> None:
         """Say goodbye and close."""

@@ -92,13 +92,17 @@ class Wire:
         pull: bool,
         samples: float | None = None,
         lrs: Sequence[float] = (),
+        halt: bool = False,
     ) -> list[Ticket]:
-        """Send gradients on their way. `values` None: they are in their places already. `pull`: ask for the weights."""
+        """Send gradients on their way. `values` None: they are in their places already. `pull`: ask for the weights.
+
+        `halt`: ask all to stop, too.
+        """
         tickets: list[Ticket] = []
         for clock, indices in self._messages(slots):
             chosen = [slots[i] for i in indices]
             given = None if values is None else [values[i] for i in indices]
-            tickets += self._push(chosen, given, clock, pull, samples, list(lrs))
+            tickets += self._push(chosen, given, clock, pull, samples, list(lrs), halt)
         return tickets
 
     def pull(self, slots: Sequence[Slot]) -> list[Ticket]:
@@ -129,6 +133,7 @@ class Wire:
         pull: bool,
         samples: float | None,
         lrs: list[float],
+        halt: bool,
     ) -> list[Ticket]:
         busy = values is not None and not self._client.ready(self.pushes(slots))
         if values is not None and not busy:
@@ -144,7 +149,8 @@ class Wire:
                 frames = self._copied(route, slots, values)
             elif framed:
                 frames = [self.arena.mirrors[piece.segment].gradient_bytes(piece) for piece in route.pieces]
-            message = Push(self._client.next_id(), self._session.view, clock, route.keys, samples, lrs, pull, framed)
+            request = self._client.next_id()
+            message = Push(request, self._session.view, clock, route.keys, samples, lrs, pull, framed, halt)
             places = self._places(route.pieces) if pull and framed else ()
             tickets.append(self._client.send(route.server, message, frames, places))
         for slot in slots:

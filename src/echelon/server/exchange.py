@@ -48,6 +48,7 @@ class Exchange:
         self._pushed: dict[_Place, Pushed] = {}
         self._expected: dict[_Place, list[Opened]] = {}  # pulls that wait
         self._unapplied: dict[int, list[Opened]] = {}  # lane -> pushes without a pull that wait
+        self._halt_clock: int | None = None  # the first push with which somebody asked all to stop
 
     def opened(self, worker: int, request: int) -> Opened | None:
         """A request under way, if it is."""
@@ -73,6 +74,13 @@ class Exchange:
             if self.engine.clock(worker, lane) > clock:  # it had no gradient, or it had been applied before
                 self._pushed.pop((worker, lane, clock), None)
             self._settle(lane)
+
+    def ask_to_halt(self, clock: int) -> None:
+        """A push of this clock asks all to stop: its answer tells them, and so does every later one.
+
+        Where a round waits for all, all get the answers of one clock, and so they stop at one clock.
+        """
+        self._halt_clock = clock if self._halt_clock is None else min(self._halt_clock, clock)
 
     def pull(self, worker: int, request: int, keys: Sequence[int], clock: int, output: Window) -> None:
         """A worker wants weights."""
@@ -155,7 +163,8 @@ class Exchange:
         opened.waiting.discard(lane)
         if not opened.waiting and self._open.get(opened.worker, {}).pop(opened.id, None) is not None:
             frames = opened.output.buffers() if isinstance(opened.output, Framed) else ()
-            self._finished(opened.worker, Done(opened.id, opened.version, opened.staleness), frames)
+            halt = self._halt_clock is not None and self._halt_clock < opened.clock
+            self._finished(opened.worker, Done(opened.id, opened.version, opened.staleness, halt), frames)
 
     def _split(self, lane: int, parts: tuple[int, ...]) -> None:
         """A lane parts: what was noted for it holds for each of its parts."""

@@ -166,6 +166,8 @@ class Shard:
         )
         known.last_push = time.monotonic()
         output = self._outgoing(known.weights, request.keys, request.framed) if request.pull else None
+        if request.halt:
+            exchange.ask_to_halt(request.clock)
         exchange.push(worker, request.id, request.keys, request.clock, pushed, output)
 
     def _pull(self, worker: int, request: Pull) -> None:

@@ -46,8 +46,10 @@ class ServerTrainer(Trainer):
         self._missing = [len(bucket.members) for bucket in self._buckets]
         self._sent: list[list[Ticket] | None] = [None] * len(self._buckets)  # of the step that is being made
         self._flying: dict[int, list[Ticket]] = {}  # bucket -> exchange to wait for
+        self._flying_step = 0  # the step it belongs to
         self._step_hooks: list[RemovableHandle] = []
         self._driven = False
+        self._stops_at: int | None = None  # the step after which all stop
         self._place()
         self._hook()
 
@@ -76,6 +78,7 @@ class ServerTrainer(Trainer):
         for bucket in self._buckets:
             if self._sent[bucket.index] is None:
                 self._send_rest(bucket, samples)
+        self._flying_step = self.clock + 1
         for bucket in self._buckets:
             tickets = self._sent[bucket.index]
             assert tickets is not None
@@ -87,6 +90,12 @@ class ServerTrainer(Trainer):
         for parameter in self._parameters.values():
             parameter.grad = None
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn unless step() was called
+
+    def count(self, samples: int) -> None:
+        """The host's part of a step: clocks and reports, and whether all stop here."""
+        super().count(samples)
+        if self._stops_at is not None and self.clock >= self._stops_at and not self.kvstore.halted:
+            self.kvstore.stop()
 
     def sync(self) -> None:
         """Wait until every parameter has the weights of the last step."""
@@ -160,6 +169,7 @@ class ServerTrainer(Trainer):
         """A bucket's gradients are in place: push them."""
         keys = [self._keys[self._names[i]] for i in self._buckets[index].members]
         self._flying[index] = self._exchange(keys, samples)
+        self._flying_step = self.clock + 1
 
     def receive(self, index: int) -> None:
         """Wait until a bucket's new weights are in place."""
@@ -261,6 +271,8 @@ class ServerTrainer(Trainer):
 
     def _send_rest(self, bucket: Bucket, samples: int) -> None:
         """A bucket that backward did not complete: what has a gradient leaves, the rest says it has none."""
+        if bucket.index in self._flying:
+            self._wait_for(bucket.index)
         names = [self._names[i] for i in bucket.members]
         given = [name for name in names if self._parameters[name].grad is not None]
         for name in given:
@@ -282,6 +294,8 @@ class ServerTrainer(Trainer):
         self.kvstore.wait(tickets)
         self.wait_s += time.perf_counter() - began
         if index == 0:
+            if self.kvstore.stops_with(tickets):  # all hear that, but some not before the next step is under way
+                self._stops_at = self._flying_step + 1
             self.staleness[max(t.response.staleness for t in tickets if isinstance(t.response, Done))] += 1
 
     def _take_weights(self, names: list[str]) -> None:

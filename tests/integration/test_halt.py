@@ -1,0 +1,121 @@
+"""Who asks all to stop: under `dist_sync` all stop after the same step, whoever hears of it first."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from multi_device_jobs import Sizes, run, run_as_launched
+from plain_loops import Net, assert_same_bits, batches, loss_of, seeded, snapshot
+from torch.optim import SGD
+
+import echelon
+from echelon.kvstore import KVStore
+from echelon.train import log_lines, snapshots
+from echelon.train.fit import fit
+from echelon.train.options import TrainOptions
+from echelon.train.run import STOPS
+
+ASKED_AFTER = 3
+
+
+def until_halted(kv: KVStore) -> tuple[str | None, int, dict[str, torch.Tensor]]:
+    """Rank 1 asks; rank 0 waits for its weights after every step, as one that evaluates does; the others do not."""
+    model = seeded(Net)
+    trainer = echelon.Trainer(model, SGD(model.parameters(), lr=0.01, momentum=0.9), kv)
+    for batch in batches(1000, 1, seed=kv.rank):
+        loss_of(model, batch).backward()
+        trainer.step()
+        if kv.rank == 0:
+            trainer.sync()
+        if kv.rank == 1 and trainer.clock == ASKED_AFTER:
+            kv.halt("enough")
+        if kv.halted:
+            break
+    trainer.sync()
+    state = snapshot(model)
+    kv.retire()
+    kv.barrier()
+    trainer.close()
+    return kv.halted, trainer.clock, state
+
+
+@pytest.mark.parametrize(("sizes", "steps"), [((3, 1, 2), ASKED_AFTER + 2), ((2, 2, 1), ASKED_AFTER + 3)])
+def test_trainers_stop_after_the_same_step_with_the_same_weights(sizes: Sizes, steps: int) -> None:
+    """A word goes with the next push, whose answer is heard in the step after; between devices it takes one more."""
+    found = run(until_halted, "dist_sync", sizes=sizes)
+    assert [one[:2] for one in found] == [("enough", steps)] * len(found)
+    for one in found[1:]:
+        assert_same_bits(one[2], found[0][2])
+
+
+def test_a_single_worker_stops_at_once() -> None:
+    def program(kv: KVStore) -> tuple[str | None, str | None]:
+        before = kv.halted
+        kv.halt("enough")
+        return before, kv.halted
+
+    assert run(program, "dist_sync", sizes=(1, 1, 1)) == [(None, "enough")]
+
+
+def classic(kv: KVStore) -> tuple[str | None, int]:
+    kv.init("w", torch.zeros(4))
+    value = torch.ones(4)
+    rounds = 0
+    while not kv.halted and rounds < 1000:
+        kv.pushpull("w", value.clone())
+        rounds += 1
+        if kv.rank == 1 and rounds == ASKED_AFTER:
+            kv.halt("enough")
+    kv.retire()
+    kv.barrier()
+    return kv.halted, rounds
+
+
+def test_the_classic_calls_hear_it_in_the_round_that_asks() -> None:
+    assert run(classic, "dist_sync", sizes=(3, 1, 1)) == [("enough", ASKED_AFTER + 1)] * 3
+
+
+def at_a_barrier(kv: KVStore) -> list[str | None]:
+    if kv.rank == 1:
+        kv.halt("enough")
+    heard = [kv.halted]
+    kv.barrier()
+    kv.barrier()
+    return [*heard, kv.halted]
+
+
+def test_those_who_only_meet_hear_it_there() -> None:
+    assert run(at_a_barrier, "dist_sync", sizes=(2, 1, 1)) == [[None, "enough"]] * 2
+
+
+def test_a_run_that_one_worker_ends_goes_on_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = TrainOptions(
+        kv_store="dist_sync", batch_size=64, num_epochs=2, num_examples=1280, lr=0.1, disp_batches=1, seed=7
+    )
+    sizes = (2, 1, 1)
+
+    def fitted(folder: Path, given: TrainOptions) -> list[int]:
+        folder.mkdir(exist_ok=True)
+        return run_as_launched(lambda: fit(replace(given, model_prefix=str(folder / "m"))), sizes)
+
+    assert fitted(tmp_path / "whole", options) == [0, 0]
+    line = log_lines.speed_line
+
+    def tell_and_terminate(epoch: int, first: int, last: int, *rest: object) -> str:
+        if (epoch, last) == (1, 4) and os.environ["ECHELON_RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return line(epoch, first, last, *rest)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(log_lines, "speed_line", tell_and_terminate)
+        assert fitted(tmp_path / "parts", options) == [STOPS["SIGTERM"]] * 2
+    prefix = tmp_path / "parts" / "m"
+    assert [snapshots.find(str(prefix), rank=rank)[0].point for rank in (0, 1)] == [(1, 7), (1, 7)]
+    assert fitted(tmp_path / "parts", replace(options, resume=True)) == [0, 0]
+    found, whole = (snapshots.load(snapshots.path_for(tmp_path / name / "m", 0, 2)) for name in ("parts", "whole"))
+    assert_same_bits(found.weights | found.optimizer, whole.weights | whole.optimizer)
