@@ -44,8 +44,9 @@ def test_a_killed_device_ends_the_others_and_is_named() -> None:
     assert done.stdout.startswith("device 0 of 2\nrank 0 of 2: [3.0, 3.0]\n")
 
 
-def test_a_failing_device_shows_its_last_lines_and_ends_the_others() -> None:
-    done = run(2, "fail", "a device has its reasons")
+def test_a_failing_device_shows_its_last_lines_and_ends_the_others(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    done = run(2, "fail", str(tmp_path / "pipe"))
     assert done.returncode == 1
     assert done.stdout == "device 0 of 2\n"
     told = r"echelon: device 1 \(pid \d+\) exited with status 1; its last lines:\n"
