@@ -3,7 +3,7 @@
 A step is `--step-batches` batches taken one after another, while the loader's threads work ahead. A turn ends when
 its loader has stopped working ahead, and begins with steps that use up what was made so, which are not counted: MXNet
 makes 17 batches. `--cached` and `--memory` measure two promises besides: images/s of a CIFAR-sized set kept decoded,
-and the memory of a run against that of one ten times as long.
+and the memory of a run against that of one ten times as long. `--device` compares and times batches on a GPU.
 Only what the command line needs is imported at the top, so that other commands start quickly.
 """
 
@@ -48,6 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--warmup", type=int, default=6, help="steps before those, in each turn: above 17 batches")
     parser.add_argument("--cached", action="store_true", help="also: images/s of a CIFAR-sized set kept decoded")
     parser.add_argument("--memory", action="store_true", help="also: memory growth over a run ten times as long")
+    parser.add_argument("--device", metavar="NAME", help="also: batches on cuda:0 or cpu, compared with those here")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.set_defaults(run=run)
 
@@ -73,6 +74,10 @@ def compete(args: argparse.Namespace, folder: Path) -> None:
         besides["cached_cifar_images_per_s"] = cached_images_per_s()
     if args.memory:
         besides["memory_growth_mb"] = memory_growth_mb(rec, args.batch_size, args.threads)
+    if args.device is not None:
+        from echelon.bench.io_device import device_figures
+
+        besides |= device_figures(rec, args.device, args.batch_size, args.threads)
     with ExitStack() as running:
         contenders = make_contenders(args, rec, folder)
         for contender in contenders:
@@ -81,7 +86,7 @@ def compete(args: argparse.Namespace, folder: Path) -> None:
     print_table(f"io: {args.step_batches} batches of {args.batch_size} a step", cases, ratios(cases))
     per_s = speeds(cases, args.batch_size * args.step_batches)
     for name, value in {**per_s, **besides}.items():
-        print(f"{name}: {value:,.1f}")
+        print(f"{name}: {value:,.7g}")
     if args.json is not None:
         settings = {name: getattr(args, name) for name in SETTINGS}
         write_json(args.json, cases, ratios(cases), {**settings, **per_s, **besides})

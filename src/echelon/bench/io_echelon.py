@@ -14,17 +14,19 @@ from torch import Tensor
 from echelon.bench.protocol import serve, timed
 from echelon.data.augment_config import IMAGENET_MEAN, AugmentConfig
 from echelon.data.order import Sampling
-from echelon.data.pipeline import Batches, Loader
+from echelon.data.pipeline import Batches, Loader, Output
 from echelon.data.sources import RecordSource
 
-SIDE = 224
+CONFIG = AugmentConfig((3, 224, 224), random_crop=True, random_mirror=True, rgb_mean=IMAGENET_MEAN)
 
 
-def make_loader(rec: str, batch_size: int, threads: int) -> Loader:
-    """Float batches of 3x224x224 with random crop and mirror, shuffled, every batch full."""
+def make_loader(
+    rec: str, batch_size: int, threads: int, output: Output = "float32", *, pin_memory: bool = False
+) -> Loader:
+    """Batches of 3x224x224 with random crop and mirror, shuffled, every batch full."""
     source = RecordSource(rec)
-    config = AugmentConfig((3, SIDE, SIDE), random_crop=True, random_mirror=True, rgb_mean=IMAGENET_MEAN)
-    return Loader(source, config, Sampling(len(source), batch_size, last_batch="wrap"), threads=threads)
+    sampling = Sampling(len(source), batch_size, last_batch="wrap")
+    return Loader(source, CONFIG, sampling, threads=threads, output=output, pin_memory=pin_memory)
 
 
 def forever(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from echelon.data.augment_config import AugmentConfig
 
 Draws: TypeAlias = Sequence[float]
@@ -23,6 +26,7 @@ Draws: TypeAlias = Sequence[float]
 _TRIES = 10
 _LANES_A_TRY = 5
 _MAX_SHRINK = 8
+_MIRRORED_BELOW = 0.5
 
 
 class Lane(IntEnum):
@@ -118,7 +122,13 @@ def plan(height: int, width: int, config: AugmentConfig, draws: Draws) -> Geomet
         canvas.width += 2 * config.pad_size
         canvas.height += 2 * config.pad_size
     _crop(canvas, config, draws)
-    return _finish(canvas, config.random_mirror and draws[Lane.MIRROR] < 0.5)
+    return _finish(canvas, config.random_mirror and draws[Lane.MIRROR] < _MIRRORED_BELOW)
+
+
+def mirrors_of(draws: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Say of many samples, by the rows of their numbers, which are mirrored where that is asked for."""
+    mirrors: NDArray[np.bool_] = draws[:, Lane.MIRROR] < _MIRRORED_BELOW
+    return mirrors
 
 
 def _resize_shorter(canvas: _Canvas, edge: int) -> None:

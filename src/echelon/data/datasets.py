@@ -20,7 +20,7 @@ from echelon.data.files import DataOptions as DataOptions
 from echelon.data.files import count_classes, image_pair, in_memory, layout_named, named_in, small_set
 from echelon.data.memory import MemoryLoader, MemorySource, is_plain
 from echelon.data.order import Sampling, State
-from echelon.data.pipeline import Batches, Loader, Output
+from echelon.data.pipeline import Batches, Loader
 from echelon.data.sources import FolderSource, RecordSource, Source
 from echelon.data.synthetic import SyntheticLoader, SyntheticSource
 from echelon.errors import UsageError
@@ -95,16 +95,15 @@ def make_loader(
     *,
     threads: int = 4,
     prefetch: int = 2,
-    output: Output = "float32",
     exact: bool = False,
     skip_bad_records: bool = False,
     state: State | None = None,
 ) -> Batches:
-    """Return the fastest loader that gives what is asked for. Validation: `augment.for_validation()`, exact=True."""
+    """Return the fastest loader of float batches. Validation: `augment.for_validation()`, exact=True."""
     if isinstance(source, SyntheticSource):
         size, count = sampling.batch_size, sampling.num_batches
         return SyntheticLoader(source, size, seed=sampling.seed, num_batches=count, state=state)
-    if isinstance(source, MemorySource) and output == "float32" and is_plain(augment, *source.images.shape[1:3]):
+    if isinstance(source, MemorySource) and is_plain(augment, *source.images.shape[1:3]):
         return MemoryLoader(source, augment, sampling, state=state)
     return Loader(
         source,
@@ -112,7 +111,6 @@ def make_loader(
         sampling,
         threads=threads,
         prefetch=prefetch,
-        output=output,
         exact=exact,
         skip_bad_records=skip_bad_records,
         state=state,

@@ -2,7 +2,9 @@
 
 Over the bus go uint8 pixels, a quarter of the floats: 19 MB instead of 77 for 128 images of 224x224. Batches are
 (N, H, W, C), so the permuted result is in torch's channels-last order without a copy, which is what fast convolutions
-want. A small set lives on the device whole (CIFAR-10: 240 MB padded); an epoch's crops are decided on the CPU and go
+want. They lie in pages that the GPU copies from by itself, one ahead, while the network computes; such a copy costs no
+host time. Decoding takes only the part around a crop, so there is nothing left to crop here (docs/decisions/0009). A
+small set lives on the device whole (CIFAR-10: 240 MB padded); an epoch's crops are decided on the CPU and go
 over once an epoch (1 MB), so a batch costs three small kernels and no traffic.
 
 The numbers are those of `memory` and `pipeline`, up to the rounding of the device's type.
@@ -19,9 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.data.augment import AugmentConfig, Normaliser
+from echelon.data.buffers import Crossing
+from echelon.data.making import Raw, mirrored
 from echelon.data.memory import MemorySource, check_fits, places
 from echelon.data.order import Sampling, State
-from echelon.data.pipeline import Batches
+from echelon.data.pipeline import Loader
+
+_COPIES_UNDER_WAY = 2
 
 
 class DeviceNormaliser:
@@ -50,14 +56,15 @@ def crop_mirror(
 
 
 class DeviceLoader:
-    """Brings another loader's uint8 batches over, one ahead, and normalises them there.
+    """Brings another loader's uint8 batches over, one ahead, and mirrors and normalises them there.
 
-    On CUDA the copy runs on a stream of its own while the network computes.
+    On CUDA the copy runs on a stream of its own while the network computes, if the loader has pinned memory, which is
+    held until the copy is over.
     """
 
     def __init__(
         self,
-        batches: Batches,
+        batches: Loader,
         config: AugmentConfig,
         device: torch.device | str,
         dtype: torch.dtype = torch.float32,
@@ -65,6 +72,7 @@ class DeviceLoader:
         self._batches = batches
         self._device = torch.device(device)
         self._normalise = DeviceNormaliser(config, self._device, dtype)
+        self._crossing = Crossing(_COPIES_UNDER_WAY)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -74,31 +82,46 @@ class DeviceLoader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        ahead: tuple[Tensor, Tensor, State] | None = None
-        for images, labels in self._batches:
-            arriving = (*self._bring(images, labels), self._batches.state)
+        ahead: tuple[Raw, torch.cuda.Event | None, State] | None = None
+        for batch in self._batches.raw():
+            arriving = (*self._bring(batch), self._batches.state)
             if ahead is not None:
                 yield self._hand_out(*ahead)
             ahead = arriving
         if ahead is not None:
             yield self._hand_out(*ahead)
 
-    def _bring(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _bring(self, batch: Raw) -> tuple[Raw, torch.cuda.Event | None]:
+        """Begin the copy of a batch; the event tells when it is there."""
+        if self._stream is None:
+            return batch, None
         with torch.cuda.stream(self._stream):
-            return images.to(self._device, non_blocking=True), labels.to(self._device, non_blocking=True)
+            images = batch.images.to(self._device, non_blocking=True)
+            labels = self._bring_few(batch.labels)
+            mirrors = self._bring_few(batch.mirrors) if batch.mirrors is not None else None
+            there = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            there.record(self._stream)
+        self._crossing.hold(batch.images, there)
+        return Raw(images, labels, mirrors), there
 
-    def _hand_out(self, images: Tensor, labels: Tensor, state: State) -> tuple[Tensor, Tensor]:
-        if self._stream is not None:
+    def _bring_few(self, values: Tensor) -> Tensor:
+        """From a pinned copy of these few bytes; torch looks after that one's memory."""
+        return values.pin_memory().to(self._device, non_blocking=True)
+
+    def _hand_out(self, batch: Raw, there: torch.cuda.Event | None, state: State) -> tuple[Tensor, Tensor]:
+        if there is not None:
             current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            for tensor in (images, labels):
-                tensor.record_stream(current)
+            current.wait_event(there)
+            for tensor in batch:
+                if tensor is not None:
+                    tensor.record_stream(current)
         self.state = state
-        return self._normalise(images), labels
+        return self._normalise(mirrored(batch.images, batch.mirrors)), batch.labels
 
     def close(self) -> None:
         """Stop the loader behind this one."""
         self._batches.close()
+        self._crossing.wait()
 
     def __enter__(self) -> Self:
         return self

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.data.augment import AugmentConfig, Normaliser
-from echelon.data.augment_geometry import Lane
+from echelon.data.augment_geometry import Lane, mirrors_of
 from echelon.data.buffers import BufferPool
 from echelon.data.decode import Decoder, Pixels, inspect
 from echelon.data.order import Sampling, State, uniforms
@@ -135,7 +135,7 @@ def places(config: AugmentConfig, height: int, width: int, seed: int, epoch: int
         )
     else:
         tops, lefts = (np.full(len(counters), room // 2, np.int64) for room in rooms)
-    mirrors = draws[:, Lane.MIRROR] < 0.5 if config.random_mirror else np.zeros(len(counters), np.bool_)
+    mirrors = mirrors_of(draws) if config.random_mirror else np.zeros(len(counters), np.bool_)
     return Places(tops, lefts, mirrors)
 
 

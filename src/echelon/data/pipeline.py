@@ -15,22 +15,25 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.data.augment import AugmentConfig, Augmenter, Normaliser, num_lanes
+from echelon.data.augment_geometry import mirrors_of
 from echelon.data.buffers import BufferPool
+from echelon.data.making import Pending, Raw, finish, mirrored
 from echelon.data.order import Batch, Sampling, State, uniforms
 from echelon.data.sources import Source
+from echelon.data.threads import start_threads
 from echelon.errors import DataError, UsageError
 
 Output: TypeAlias = Literal["float32", "uint8"]
@@ -40,8 +43,6 @@ log = logging.getLogger(__name__)
 _MAX_CHUNK = 16
 _KEPT_REPORTS = 100
 _SHOWN_REPORTS = 10
-_START_TIMEOUT_S = 60.0
-_starting = threading.Lock()
 
 
 class Batches(Protocol):
@@ -59,18 +60,6 @@ class Batches(Protocol):
         """Stop; leave no thread."""
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A batch in the making: its memory, its draws, and the futures of its chunks."""
-
-    batch: Batch
-    images: Tensor
-    draws: list[list[float]]
-    labels: list[Any]
-    bad: dict[int, str] = field(default_factory=dict)
-    futures: list[Future[None]] = field(default_factory=list)
-
-
 class _Tools(threading.local):
     """What each thread has for itself."""
 
@@ -86,11 +75,14 @@ def _equip(tools: _Tools, augment: AugmentConfig, fast: bool) -> None:
 class Loader:
     """Batches of augmented images. Iterating yields the rest of the current epoch; iterate again for the next one.
 
-    `output`: "float32" gives normalised (N, C, H, W); "uint8" gives (N, H, W, C) for a GPU to normalise, in pinned
-    memory where there is CUDA. Labels are int64 class numbers, or float32 rows where records have several.
+    `output`: "float32" gives normalised (N, C, H, W); "uint8" gives (N, H, W, C) for a device to normalise, in pages
+    that a GPU can copy from with `pin_memory`; `raw` gives these before they are mirrored. Labels are int64 class
+    numbers, or float32 rows where records have several.
     `exact` gives the pixels of a full decode, without shortcuts that change them (see `decode`): for validation.
     With `skip_bad_records` a sample that cannot be read is left out of its batch and counted in `num_bad`; the first
-    few are logged with their places, and their number at the end of every epoch.
+    few are logged with their places, and their number at the end of every epoch. Where the sampling promises full
+    batches, so that nobody waits for a step that does not come, the next good sample of the batch takes the bad one's
+    place, and for a batch without any, the next one that has some comes twice.
     """
 
     def __init__(
@@ -102,6 +94,7 @@ class Loader:
         threads: int = 4,
         prefetch: int = 2,
         output: Output = "float32",
+        pin_memory: bool = False,
         exact: bool = False,
         skip_bad_records: bool = False,
         state: State | None = None,
@@ -117,21 +110,28 @@ class Loader:
         self.num_bad = self._bad_of_epoch = 0
         self.bad_records: deque[str] = deque(maxlen=_KEPT_REPORTS)
         self._output, self._skip = output, skip_bad_records
+        self._mirrors = augment.random_mirror and output == "float32"
         size = sampling.batch_size
         self._ahead = max(prefetch, -(-2 * threads // size))
         self._chunk = max(1, min(_MAX_CHUNK, size * self._ahead // (2 * threads)))
-        self._pool = self._make_pool()
+        self._pool = self._make_pool(pin_memory)
+        self._full = sampling.num_batches is not None or sampling.last_batch != "keep"
         self._batches = sampling.batches(self.state)
-        self._pending: deque[_Pending] = deque()
+        self._pending: deque[Pending] = deque()
         self._tools = _Tools()
         # The threads must not hold the loader: one that is dropped without close() then still ends them.
-        equip = partial(_equip, self._tools, augment, not exact)
-        self._executor: ThreadPoolExecutor | None = _start_threads(threads, equip)
+        equip = partial(_equip, self._tools, replace(augment, random_mirror=self._mirrors), not exact)
+        self._executor: ThreadPoolExecutor | None = start_threads(threads, equip)
 
     def __len__(self) -> int:
         return self.sampling.batches_per_epoch
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for images, labels, mirrors in self.raw():
+            yield mirrored(images, mirrors), labels
+
+    def raw(self) -> Iterator[Raw]:
+        """Yield the rest of the current epoch; "uint8" is yet to be mirrored, which is augmentation's last step."""
         epoch = self.state.epoch
         while self.state.epoch == epoch:
             batch = self._take()
@@ -153,24 +153,23 @@ class Loader:
     ) -> None:
         self.close()
 
-    def _make_pool(self) -> BufferPool:
+    def _make_pool(self, pin_memory: bool) -> BufferPool:
         channels, height, width = self.augment.shape
-        size = self.sampling.batch_size
+        size, limit = self.sampling.batch_size, self._ahead + 3
         if self._output == "uint8":
-            return BufferPool((size, height, width, channels), np.uint8, self._ahead + 3, torch.cuda.is_available())
-        return BufferPool((size, channels, height, width), np.float32, self._ahead + 3)
+            return BufferPool((size, height, width, channels), np.uint8, limit, pin_memory)
+        return BufferPool((size, channels, height, width), np.float32, limit, pin_memory)
 
-    def _take(self) -> tuple[Tensor, Tensor] | None:
-        """Return the next batch, or None if all of it was bad."""
+    def _take(self) -> Raw | None:
+        """Return the next batch, or None if all of it was bad and there may be fewer."""
         if self._executor is None:
             raise UsageError("this loader is closed; make a new one with its state to go on")
         while len(self._pending) < self._ahead:
             self._pending.append(self._begin(self._executor, next(self._batches)))
         pending = self._pending.popleft()
         try:
-            for future in pending.futures:
-                future.result()
-            batch = _finish(pending)
+            pending.wait()
+            batch = self._finish(self._executor, pending)
         except BaseException:
             self.close()
             raise
@@ -178,15 +177,31 @@ class Loader:
         self.state = pending.batch.after
         return batch
 
-    def _begin(self, executor: ThreadPoolExecutor, batch: Batch) -> _Pending:
-        draws = uniforms(self.sampling.seed, batch.epoch, batch.counters, num_lanes(self.augment)).tolist()
+    def _finish(self, executor: ThreadPoolExecutor, pending: Pending) -> Raw | None:
+        if not pending.is_lost:
+            return finish(pending, self._full)
+        return finish(self._next_good(executor, pending), self._full) if self._full else None
+
+    def _next_good(self, executor: ThreadPoolExecutor, lost: Pending) -> Pending:
+        """Make the next batch that has a good sample, ahead of its time. It depends on nothing that was handed out."""
+        for batch in islice(self.sampling.batches(lost.batch.after), 2 * len(self)):
+            pending = self._begin(executor, batch)
+            pending.wait()
+            if not pending.is_lost:
+                log.warning("no record of a batch can be read; the next batch that has a good one comes twice")
+                return pending
+        raise DataError(f"no record of this worker's part can be read; the first: {lost.bad[0]}")
+
+    def _begin(self, executor: ThreadPoolExecutor, batch: Batch) -> Pending:
+        draws = uniforms(self.sampling.seed, batch.epoch, batch.counters, num_lanes(self.augment))
+        mirrors = mirrors_of(draws) if self.augment.random_mirror and not self._mirrors else None
         size = len(batch.records)
-        pending = _Pending(batch, self._pool.take()[:size], draws, [None] * size)
+        pending = Pending(batch, self._pool.take()[:size], draws.tolist(), mirrors, [None] * size)
         starts = range(0, size, self._chunk)
         pending.futures = [executor.submit(self._work, pending, start) for start in starts]
         return pending
 
-    def _work(self, pending: _Pending, start: int) -> None:
+    def _work(self, pending: Pending, start: int) -> None:
         """Make the samples of one chunk. Runs on the loader's threads."""
         images: NDArray[Any] = pending.images.numpy()
         records = pending.batch.records[start : start + self._chunk].tolist()
@@ -225,47 +240,10 @@ class Loader:
             self._bad_of_epoch = 0
 
 
-def _finish(pending: _Pending) -> tuple[Tensor, Tensor] | None:
-    good = [place for place in range(len(pending.labels)) if place not in pending.bad]
-    if not good:
-        return None
-    labels = [pending.labels[place] for place in good]
-    images = pending.images if not pending.bad else pending.images[torch.tensor(good)]
-    widths = {np.size(label) for label in labels}
-    if len(widths) > 1:
-        raise DataError(f"images of one batch have different numbers of labels: {sorted(widths)}")
-    if isinstance(labels[0], int):
-        return images, torch.tensor(labels, dtype=torch.int64)
-    return images, torch.from_numpy(np.stack(labels))
-
-
 def _class_number(label: float) -> int:
     if not label.is_integer():
         raise DataError(f"its label {label} is no class number")
     return int(label)
-
-
-def _start_threads(threads: int, equip: Callable[[], None]) -> ThreadPoolExecutor:
-    """Start all threads, each with torch's own parallelism off; the rest of the process keeps it.
-
-    torch.set_num_threads holds for the calling thread and for threads that have not used torch yet, so the value is
-    put back here once every thread has taken its own.
-    """
-    started = threading.Barrier(threads + 1)
-
-    def begin() -> None:
-        torch.get_num_threads()  # Makes torch take its default now; later it would overwrite the next line's.
-        torch.set_num_threads(1)
-        equip()
-
-    with _starting:
-        before = torch.get_num_threads()
-        executor = ThreadPoolExecutor(threads, "echelon-data", begin)
-        for _ in range(threads):
-            executor.submit(started.wait, _START_TIMEOUT_S)
-        started.wait(_START_TIMEOUT_S)
-        torch.set_num_threads(before)
-    return executor
 
 
 def measure_io(batches: Batches, disp_batches: int = 20) -> Iterator[str]:

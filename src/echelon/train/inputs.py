@@ -13,7 +13,7 @@ from echelon.data.datasets import DataOptions, Dataset, make_loader, open_datase
 from echelon.data.device_augment import DeviceLoader, DeviceMemoryLoader
 from echelon.data.memory import MemorySource, is_plain
 from echelon.data.order import Sampling, State
-from echelon.data.pipeline import Batches, measure_io
+from echelon.data.pipeline import Batches, Loader, measure_io
 from echelon.data.synthetic import SyntheticSource
 from echelon.train.options import TrainOptions
 from echelon.train.plan import Place, sampling_for
@@ -56,15 +56,26 @@ def train_loader(
     on_gpu = device.type == "cuda"
     if on_gpu and isinstance(source, MemorySource) and is_plain(augment, *source.images.shape[1:3]):
         return DeviceMemoryLoader(source, augment, sampling, device, state=state)
-    loader = make_loader(
+    if on_gpu and not isinstance(source, SyntheticSource):
+        return DeviceLoader(
+            Loader(
+                source,
+                augment,
+                sampling,
+                threads=options.data_nthreads,
+                output="uint8",
+                pin_memory=True,
+                skip_bad_records=options.skip_bad_records,
+                state=state,
+            ),
+            augment,
+            device,
+        )
+    return make_loader(
         source,
         augment,
         sampling,
         threads=options.data_nthreads,
-        output="uint8" if on_gpu else "float32",
         skip_bad_records=options.skip_bad_records,
         state=state,
     )
-    if on_gpu and not isinstance(source, SyntheticSource):
-        return DeviceLoader(loader, augment, device)
-    return loader

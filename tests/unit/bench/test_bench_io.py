@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from echelon.bench import io
+from echelon.bench.io_device import device_figures
 from echelon.bench.io_echelon import make_loader
 from echelon.bench.io_images import write_photographs
 from echelon.data.decode import inspect
@@ -45,7 +46,7 @@ def test_the_images_can_be_cut_unless_told_otherwise(photographs: Path, tmp_path
 
 def test_the_figures_and_their_file(tmp_path: Path) -> None:
     before = set(psutil.Process().children(recursive=True))
-    assert io.run(parse(*TINY, "--json", str(tmp_path / "io.json"))) == 0
+    assert io.run(parse(*TINY, "--device", "cpu", "--json", str(tmp_path / "io.json"))) == 0
     assert set(psutil.Process().children(recursive=True)) <= before
     result = json.loads((tmp_path / "io.json").read_text())
     (case,) = result["cases"]
@@ -53,6 +54,7 @@ def test_the_figures_and_their_file(tmp_path: Path) -> None:
     per_s = result["settings"]["echelon_images_per_s"]
     assert per_s == pytest.approx(8 / case["median_ms"] * 1e3, rel=0.01)
     assert result["ratios"] == {}
+    assert result["settings"]["device_max_abs_difference"] == 0
 
 
 def test_batches_are_floats_of_the_size_compared(photographs: Path) -> None:
@@ -63,6 +65,13 @@ def test_batches_are_floats_of_the_size_compared(photographs: Path) -> None:
 def test_the_promises_besides(photographs: Path) -> None:
     assert io.cached_images_per_s(images=512, epochs=1) > 0
     assert io.memory_growth_mb(str(photographs), 4, 2, batches=3) < 30
+
+
+def test_a_devices_batches_are_compared_and_timed(photographs: Path) -> None:
+    figures = device_figures(str(photographs), "cpu", 4, 2, batches=2)
+    assert figures.pop("device_max_abs_difference") == 0
+    assert list(figures) == ["device_images_per_s", "copy_pageable_ms", "copy_pageable_call_ms"]
+    assert all(value > 0 for value in figures.values())
 
 
 @pytest.mark.parametrize("argument", ["--images", "--batch-size", "--threads", "--step-batches"])
