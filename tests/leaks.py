@@ -196,8 +196,8 @@ def _dummy(thread: threading.Thread) -> bool:
 
 
 def _files(pid: int) -> Iterator[tuple[str, str]]:
-    with suppress(OSError):
-        for entry in os.scandir(_PROC / str(pid) / "fd"):
+    with suppress(OSError), os.scandir(_PROC / str(pid) / "fd") as entries:  # closed also where a caller stops early
+        for entry in entries:
             with suppress(OSError):
                 yield entry.path, os.readlink(entry.path)
 

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from leaks import MARK, leaks, picture
+
 TESTS = Path(__file__).parents[1]
 
 LEAKY = """
-import mmap, os, socket, subprocess, sys, threading
+import atexit, mmap, os, socket, subprocess, sys, threading
 import pytest
 
 def start(*arguments):
@@ -47,8 +49,9 @@ def test_segment_file():
     os.memfd_create("echelon")
 
 def test_shm():
-    with open("/dev/shm/echelon-leak-" + os.environ["ECHELON_TEST_ID"], "w"):
-        pass
+    path = "/dev/shm/echelon-leak-" + os.environ["ECHELON_TEST_ID"]
+    kept.append(open(path, "w"))  # held: other sessions on this machine must not take it for theirs
+    atexit.register(os.unlink, path)
 
 def test_port():
     kept.append(socket.create_server(("127.0.0.1", 0)))
@@ -110,8 +113,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "--rootdir=."]
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "KEPT": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
-    for file in Path("/dev/shm").glob("echelon-leak-*"):
-        file.unlink()
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout
 
@@ -128,3 +129,22 @@ def test_a_clean_test_passes_and_what_a_shared_fixture_leaks_is_caught_at_the_en
     assert "teardown of test_clean" not in report
     assert re.search(r"the session left behind:(\n  .*)*\n  process \d+: .* input\(\)\n", report)
     assert f"{len(CAUGHT) + 2} passed, {len(CAUGHT) + 1} error" in report
+
+
+HOLD = "import sys; file = open(sys.argv[1], 'w'); print(flush=True); input()"
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["a stranger's", "our own"])
+def test_whose_a_file_of_shared_memory_is(tmp_path: Path, ours: bool) -> None:
+    """Whoever holds it says so, by the mark in its environment: other programs of this machine are no leaks."""
+    path = Path("/dev/shm", f"echelon-held-{tmp_path.name}-{os.getpid()}")
+    environment = {name: value for name, value in os.environ.items() if ours or name != MARK}
+    before = picture()
+    command = [sys.executable, "-c", HOLD, str(path)]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        found = leaks(before, os.environ[MARK])
+        path.unlink()
+        holder.communicate(b"\n")
+    assert (f"shared-memory file {path}" in found) == ours
