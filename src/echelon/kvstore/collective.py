@@ -25,6 +25,7 @@ from echelon.kvstore.group import Group, wide
 from echelon.kvstore.optimizers import make_optimizer
 from echelon.kvstore.store import KVStore
 from echelon.observe.events import EventLog
+from echelon.optim import RULES
 
 SHARDED = "nccl"
 
@@ -112,6 +113,8 @@ class CollectiveStore(KVStore):
         """Update the stored values by this optimizer from now on."""
         if self.optimizer_spec not in (None, spec):
             raise UsageError(f"worker {self.rank}: the store runs {self.optimizer_spec}, but this worker set {spec}")
+        if self.sharded and spec.name in RULES and RULES[spec.name].whole:
+            raise UsageError(f"{spec.name} needs the norm of whole values, which nccl divides: use nccl_allreduce")
         self.group.agree("the optimizer", str(spec))
         self.optimizer_spec = spec
 

@@ -10,6 +10,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from echelon.cluster.messages import OptimizerSpec
 from echelon.errors import UsageError
+from echelon.optim import RULES
 
 _CLASSES: dict[str, type[Optimizer]] = {
     "sgd": SGD,
@@ -17,6 +18,7 @@ _CLASSES: dict[str, type[Optimizer]] = {
     "adamw": AdamW,
     "adagrad": Adagrad,
     "rmsprop": RMSprop,
+    **RULES,
 }
 _LEFT_OUT = {
     "params",
@@ -37,7 +39,7 @@ def spec_of(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
     if name is None:
         raise UsageError(
             f"{type(optimizer).__name__} cannot run on the servers; use one of "
-            f"{', '.join(kind.__name__ for kind in _CLASSES.values())} of torch.optim"
+            f"{', '.join(kind.__name__ for kind in _CLASSES.values())} of torch.optim and echelon.optim"
         )
     if name == "adam":
         name = _adam_or_adamw(optimizer)

@@ -17,6 +17,7 @@ from torch import Tensor
 from echelon.cluster.messages import OptimizerSpec
 from echelon.cluster.placement import KeySpec
 from echelon.errors import DataError, UsageError
+from echelon.optim import RULES
 from echelon.server.optimization import NO_OPTIMIZER
 
 SCALARS = frozenset({"step", "mu_product"})  # one number for a whole key; all other states have its shape
@@ -59,6 +60,8 @@ def state_names(spec: OptimizerSpec, key: str) -> list[str]:
     if group == NO_OPTIMIZER:
         return []
     options = spec.groups[group]
+    if spec.name in RULES:
+        return list(RULES[spec.name].state_fills(options))
     match spec.name:
         case "sgd":
             return ["momentum_buffer"] if options["momentum"] else []

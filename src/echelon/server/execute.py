@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from echelon.cluster.placement import Layout, Piece, Segment, join
+from echelon.server.factored import Factored
 from echelon.server.kernels import Kernel
 from echelon.server.memory import Window, master_dtype, zeros
 
@@ -93,6 +94,10 @@ class Store:
     def _run_alike(self, tasks: Sequence[Task]) -> None:
         _, update, outputs = tasks[0]
         keys = tasks[0].keys if len(tasks) == 1 else tuple(itertools.chain.from_iterable(task.keys for task in tasks))
+        if update is not None and update.kernel is not None and update.kernel.whole:
+            for key in keys:
+                self._update_whole(key, update, update.kernel, outputs)
+            return
         exact = update is not None and update.kernel is not None and update.kernel.exact
         pieces = self._exact_pieces(keys) if exact else self._joined_pieces(keys)
         windows = [*(part.window for part in update.parts), *outputs] if update else outputs
@@ -124,7 +129,7 @@ class Store:
         states = self.states(piece, kernel) if kernel else []
         chunks = zip(
             torch.split(weights, CHUNK),
-            _together([part.window.view(*piece[:3]) for part in update.parts]),
+            _in_step([_chunks(part.window, piece) for part in update.parts]),
             _together(states),
             _together([output.view(*piece[:3]) for output in outputs]),
             strict=False,
@@ -140,6 +145,25 @@ class Store:
                 kernel.update(weight, total, state, update.step, update.lr, update.gamma, scale)
             for copy in copies:
                 _copy_into(copy, weight)
+
+    def _update_whole(self, key: int, update: Update, kernel: Kernel, outputs: Sequence[Window]) -> None:
+        """A key that lies all here: its gradient put together, one call of the kernel, its weights handed out."""
+        windows = [*(part.window for part in update.parts), *outputs]
+        for whole in join(self._exact_pieces((key,))):
+            weights = self.weights(whole)
+            gradient = torch.empty_like(weights)
+            pieces = list(_without_seams(whole, windows))
+            for piece in pieces:
+                self._sum_into(gradient[piece.start - whole.start : piece.stop - whole.start], piece, update.parts)
+            kernel.update(weights, gradient, self.states(whole, kernel), update.step, update.lr, update.gamma, 1.0)
+            for piece in pieces:
+                self._copy(piece, outputs)
+
+    def _sum_into(self, gradient: Tensor, piece: Piece, parts: Sequence[Part]) -> None:
+        views = _together([part.window.view(*piece[:3]) for part in parts])
+        for target, gradients in zip(torch.split(gradient, CHUNK), views, strict=True):
+            total, scale = self._sum(gradients, [part.weight for part in parts], gradient.dtype)
+            torch.mul(total, scale, out=target)
 
     def _sum(self, gradients: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, float]:
         """The weighted sum in rank order and a scale still to be applied. One of weight 1 is used where it lies."""
@@ -181,7 +205,19 @@ class Store:
 
 def _together(arrays: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
     """Chunk by chunk, all arrays at once; for no arrays, for ever nothing."""
-    return zip(*(torch.split(array, CHUNK) for array in arrays), strict=True) if arrays else itertools.repeat(())
+    return _in_step([torch.split(array, CHUNK) for array in arrays])
+
+
+def _in_step(arrays: Sequence[Iterable[Tensor]]) -> Iterable[tuple[Tensor, ...]]:
+    return zip(*arrays, strict=True) if arrays else itertools.repeat(())
+
+
+def _chunks(window: Window, piece: Piece) -> Iterable[Tensor]:
+    """A piece of a window chunk by chunk: what is multiplied out is made just before it is used."""
+    if not isinstance(window, Factored):
+        return torch.split(window.view(*piece[:3]), CHUNK)
+    starts = range(piece.start, piece.stop, CHUNK)
+    return (window.view(piece.segment, start, min(start + CHUNK, piece.stop)) for start in starts)
 
 
 def _without_seams(piece: Piece, windows: Sequence[Window]) -> Iterable[Piece]:

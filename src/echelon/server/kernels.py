@@ -1,17 +1,20 @@
 """The optimizers as in-place updates of flat pieces of memory, bit for bit what torch.optim does to whole tensors.
 
-All five are element-wise, so a piece of a key (or a run over many keys) can be updated by itself. The unfused forms
+torch's five are element-wise, so a piece of a key (or a run over many keys) can be updated by itself. The unfused forms
 give the same bits wherever a tensor is cut. torch's fused SGD does too as long as no element falls into the scalar
 tail of a call: pieces are multiples of ALIGN, so it serves for the unfused form as well, in one pass. With
 `fused=True` the caller wants the fused form's own tails: `exact` asks for pieces that end where the key ends.
 
 `gamma` (GSP's staleness) divides the step: SGD divides gradient and decay, so that momentum remembers the small
 step; the adaptive ones divide the learning rate, since they would normalise a smaller gradient away.
+
+`Ruled` is any optimizer of `echelon.optim`; of those, some look at a key as a `whole`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from torch.optim.adamw import adamw
 from torch.optim.rmsprop import rmsprop
 
 from echelon.errors import UsageError
+from echelon.optim import RULES, Rule
 
 Options = Mapping[str, Any]
 States = Sequence[Tensor]
@@ -32,6 +36,7 @@ class Kernel:
 
     divides_gradient = False  # by gamma, rather than the learning rate
     scales_gradient = False  # takes a sum with its scale, and so saves a pass over it
+    whole = False  # is to be given all of one key at a time
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -181,11 +186,37 @@ class RMSprop(Kernel):
         )
 
 
+class Ruled(Kernel):
+    """An optimizer of echelon.optim."""
+
+    def __init__(self, rule: type[Rule], options: Options) -> None:
+        super().__init__(options)
+        self._rule = rule
+        self.divides_gradient = rule.divides_gradient
+        self.whole = rule.whole
+
+    def state_fills(self) -> tuple[float, ...]:
+        return tuple(self._rule.state_fills(self.options).values())
+
+    def update(
+        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int, scale: float
+    ) -> None:
+        rate = lr if self.divides_gradient else lr / gamma
+        self._rule.update(weights, gradient, states, step, rate, self.options)
+
+
 def _before(step: int) -> Tensor:
     return torch.tensor(float(step - 1))
 
 
-KERNELS: dict[str, type[Kernel]] = {"sgd": Sgd, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad, "rmsprop": RMSprop}
+KERNELS: dict[str, Callable[[Options], Kernel]] = {
+    "sgd": Sgd,
+    "adam": Adam,
+    "adamw": AdamW,
+    "adagrad": Adagrad,
+    "rmsprop": RMSprop,
+    **{name: partial(Ruled, rule) for name, rule in RULES.items()},
+}
 
 
 def kernel_for(name: str, options: Options) -> Kernel:

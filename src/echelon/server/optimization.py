@@ -46,7 +46,13 @@ class Optimization:
     def agree(self, spec: OptimizerSpec) -> None:
         """Take the first optimizer; any other must be the same."""
         if self._spec is None:
-            self._kernels = [kernel_for(spec.name, options) for options in spec.groups]
+            kernels = [kernel_for(spec.name, options) for options in spec.groups]
+            if any(kernel.whole for kernel in kernels) and self._layout.num_servers > 1:
+                raise UsageError(
+                    f"{spec.name} needs the norm of whole parameters, which {self._layout.num_servers} servers cut: "
+                    "start the job with one server (-s 1), or use a store without servers"
+                )
+            self._kernels = kernels
             self._spec = spec
             self._plans.clear()
         elif self._spec != spec:

@@ -19,9 +19,10 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 from echelon.errors import UsageError
 from echelon.kvstore.group import Group, Pending
 from echelon.kvstore.state_files import SCALARS, by_key
+from echelon.optim import DCASGD, FTML, Accumulate, Ftrl, Signum
 from echelon.train.flat import FlatBucket, elements, flat_weights, part_of
 
-ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam)
+ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, Signum, FTML, Ftrl, DCASGD, Accumulate)
 State = dict[str, Tensor]
 
 

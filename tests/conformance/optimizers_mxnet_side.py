@@ -1,0 +1,24 @@
+"""Run by MXNet's interpreter: one weight through an MXNet optimizer. A request comes as JSON, the weights go out so."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import mxnet as mx
+
+
+def trajectory(name: str, settings: dict[str, Any], weights: list[float], gradients: list[list[float]]) -> list[Any]:
+    """The weight after every update; it is called fc_weight, so that rules that go by names see a weight."""
+    optimizer = mx.optimizer.create(name, param_idx2name={0: "fc_weight"}, **settings)
+    updater = mx.optimizer.get_updater(optimizer)
+    weight = mx.nd.array(weights)
+    found = []
+    for gradient in gradients:
+        updater(0, mx.nd.array(gradient), weight)
+        found.append(weight.asnumpy().tolist())
+    return found
+
+
+print(json.dumps([trajectory(**case) for case in json.load(sys.stdin)]))
