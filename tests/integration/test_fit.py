@@ -191,7 +191,7 @@ def test_with_nothing_to_resume_training_begins(tmp_path: Path, lines: pytest.Lo
     assert "training begins at the beginning" in lines.text
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "nag", "adadelta", "nadam"])
+@pytest.mark.parametrize("optimizer", ["adam", "nag", "adadelta", "nadam", "dcasgd", "sgld", "lamb"])
 def test_other_optimizers_go_on_with_the_same_bits_too(tmp_path: Path, optimizer: str) -> None:
     options = replace(OPTIONS, optimizer=optimizer, lr=0.01, num_epochs=2)
     fit(replace(options, model_prefix=str(tmp_path / "whole")))

@@ -49,7 +49,14 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
     if device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = make_optimizer(
-        options.optimizer, model, lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay
+        options.optimizer,
+        model,
+        lr=options.lr,
+        momentum=options.momentum,
+        weight_decay=options.weight_decay,
+        warmup_strategy=options.warmup_strategy,
+        batch_size=batch * (job.num_workers if "_sync" in options.kv_store else 1),
+        seed=options.seed,
     )
     kvstore = create(
         options.kv_store,

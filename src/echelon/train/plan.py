@@ -10,6 +10,7 @@ from echelon.cluster.shares import parse_shares
 from echelon.data.order import Sampling, State
 from echelon.data.sharding import ByFraction, ByPart, Sharding
 from echelon.errors import UsageError
+from echelon.train.optimizers import warms_up_by_norm
 from echelon.train.options import TrainOptions
 from echelon.train.schedules import Schedule, make_schedule
 
@@ -117,7 +118,8 @@ def state_at(sampling: Sampling, epoch: int, samples_done: int, size: int) -> St
 def schedule_for(options: TrainOptions, place: Place, batches_per_epoch: int, begin_epoch: int) -> Schedule:
     """The learning rate of every step of a process. lbsgd warms up to the rate of its macrobatch."""
     scale = 1.0
-    if options.optimizer.lower() == "lbsgd":
+    by_norm = warms_up_by_norm(options.optimizer, options.warmup_strategy)
+    if options.optimizer.lower() == "lbsgd" and not by_norm:
         total = options.batch_size * place.num_workers
         scale = max(1.0, math.ceil(max(options.macrobatch_size, total) / total))
     warmup = options.warmup_epochs if options.warmup_epochs is not None else 5.0 if scale > 1 else 0.0
@@ -129,7 +131,7 @@ def schedule_for(options: TrainOptions, place: Place, batches_per_epoch: int, be
         epoch_size=batches_per_epoch,
         num_epochs=options.num_epochs,
         begin_epoch=begin_epoch,
-        warmup_epochs=warmup,
-        warmup_strategy=options.warmup_strategy,
+        warmup_epochs=0.0 if by_norm else warmup,
+        warmup_strategy="linear" if by_norm else options.warmup_strategy,
         warmup_scale=scale,
     )

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from echelon.environment import Job
-from echelon.errors import EchelonError, UsageError
+from echelon.errors import EchelonError
 from echelon.train.arguments import (
     Parser,
     add_augment_arguments,
@@ -86,12 +86,13 @@ def check(options: TrainOptions, job: Job) -> None:
     from echelon.data.datasets import check_files, dataset_names, open_dataset, recipe
     from echelon.kvstore.create import check_name
     from echelon.models.choices import unknown
-    from echelon.train.optimizers import ON_SERVERS, check_optimizer
+    from echelon.train.optimizers import check_on_servers, check_optimizer, warms_up_by_norm
     from echelon.train.plan import device_batch
     from echelon.train.schedules import make_schedule
 
     check_name(options.kv_store)
     check_optimizer(options.optimizer)
+    by_norm = warms_up_by_norm(options.optimizer, options.warmup_strategy)
     make_schedule(
         lr=options.lr,
         factor=options.lr_factor,
@@ -99,7 +100,7 @@ def check(options: TrainOptions, job: Job) -> None:
         kind=options.lr_schedule,
         epoch_size=1,
         num_epochs=options.num_epochs,
-        warmup_strategy=options.warmup_strategy,
+        warmup_strategy="linear" if by_norm else options.warmup_strategy,
     )
     device_batch(options.batch_size, len(options.devices))
     if options.data not in dataset_names():
@@ -110,5 +111,5 @@ def check(options: TrainOptions, job: Job) -> None:
     if ":" not in options.network and options.network not in models.names():
         raise unknown("network", options.network, models.names(), " Your own is named package.module:function.")
     served = options.kv_store.startswith("dist_") and "device" not in options.kv_store and job.num_servers
-    if served and options.optimizer.lower() not in ON_SERVERS:
-        raise UsageError(f"servers cannot run the optimizer {options.optimizer!r}; use one of {', '.join(ON_SERVERS)}")
+    if served:
+        check_on_servers(options.optimizer, job.num_servers, options.warmup_strategy)

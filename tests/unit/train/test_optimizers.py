@@ -11,8 +11,9 @@ from torch import nn, optim
 from echelon import models
 from echelon.errors import UsageError
 from echelon.kvstore.optimizers import spec_of
-from echelon.server.kernels import kernel_for
-from echelon.train.optimizers import NAMES, ON_SERVERS, make_optimizer
+from echelon.optim import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftrl, Signum
+from echelon.server.kernels import Kernel, kernel_for
+from echelon.train.optimizers import NAMES, ON_ONE_SERVER, ON_SERVERS, check_on_servers, make_optimizer
 
 
 class Everything(nn.Module):
@@ -78,7 +79,16 @@ KINDS: dict[str, type[optim.Optimizer]] = {
     "adadelta": optim.Adadelta,
     "adamax": optim.Adamax,
     "nadam": optim.NAdam,
+    "signum": Signum,
+    "ftml": FTML,
+    "ftrl": Ftrl,
+    "dcasgd": DCASGD,
+    "lars": LARS,
+    "lamb": LAMB,
+    "sgld": SGLD,
+    "test": Accumulate,
 }
+OTHER_WAYS = ("test", "sgld", "ftrl")  # up the gradient, with noise, and to where the states say
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,11 +99,17 @@ def test_every_name_takes_a_step(name: str) -> None:
     assert type(optimizer) is KINDS[name]
     model(torch.ones(4, 3)).sum().backward()
     optimizer.step()
-    assert (model.weight < before).all()  # the gradient is 4 everywhere, whatever the optimizer makes of it
+    if name in OTHER_WAYS:
+        assert (model.weight != before).all()
+    else:
+        assert (model.weight < before).all()  # the gradient is 4 everywhere, whatever the optimizer makes of it
 
 
 def test_all_the_names() -> None:
-    assert set(NAMES) == set(KINDS)
+    """MXNet registers all of them but adamw."""
+    registered = """sgd signum ftml lars lbsgd lamb dcasgd nag sgld adam adagrad rmsprop adadelta ftrl adamax nadam test
+        ccsgd"""
+    assert set(NAMES) == set(KINDS) == {*registered.split(), "adamw"}
 
 
 @pytest.mark.parametrize(
@@ -105,8 +121,75 @@ def test_momentum(name: str, momentum: float, nesterov: bool) -> None:
     assert (optimizer.defaults["momentum"], optimizer.defaults["nesterov"]) == (momentum, nesterov)
 
 
-def test_rmsprop_gets_no_momentum() -> None:
-    assert make_optimizer("rmsprop", nn.Linear(1, 1), lr=0.1, momentum=0.9, weight_decay=0).defaults["momentum"] == 0
+@pytest.mark.parametrize(("name", "momentum"), [("rmsprop", 0), ("lars", 0), ("signum", 0.8), ("dcasgd", 0.8)])
+def test_who_gets_the_momentum(name: str, momentum: float) -> None:
+    """As in MXNet's scripts, which give it to no other."""
+    made = make_optimizer(name, nn.Linear(1, 1), lr=0.1, momentum=0.8, weight_decay=0)
+    assert made.defaults["momentum"] == momentum
+
+
+@pytest.mark.parametrize("weight_decay", [0.01, 0.0])
+def test_lars_leaves_norms_and_biases_alone(weight_decay: float) -> None:
+    model = Everything()
+    weights, others = make_optimizer("lars", model, lr=0.1, weight_decay=weight_decay).param_groups
+    assert names_in(model, weights) == ["conv.weight", "fc.weight"]
+    assert (weights["weight_decay"], weights["eta"]) == (weight_decay, 0.001)
+    assert (others["weight_decay"], others["eta"]) == (0.0, None)
+    assert len(others["params"]) == len(DECAYING | OTHERS) - 2
+
+
+def test_lbsgd_by_lars_goes_by_the_norm_of_the_summed_gradient() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 3.0)
+    made = make_optimizer("lbsgd", model, lr=0.1, weight_decay=0.0, warmup_strategy="lars", batch_size=8)
+    assert type(made) is LBSGD
+    model(torch.full((1, 1), 0.5)).backward()
+    made.step()
+    assert float(model.weight.detach()) == pytest.approx(3.0 - 0.1 * (3.0 / (8 * 0.5)) * 0.5)
+
+
+def test_sglds_noise_is_a_function_of_the_seed() -> None:
+    def stepped(seed: int) -> torch.Tensor:
+        model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False))
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+        optimizer = make_optimizer("sgld", model, lr=0.01, weight_decay=0, seed=seed)
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+        return torch.stack([parameter.detach().flatten() for parameter in model.parameters()])
+
+    first, second = stepped(1), stepped(2)
+    assert torch.equal(first, stepped(1))
+    assert len(torch.cat([first, second]).unique()) == first.numel() * 2, "no two parameters, no two seeds share noise"
+
+
+def kernel_of(name: str) -> Kernel:
+    spec = spec_of(make_optimizer(name, nn.Linear(4, 1, bias=False), lr=0.01, weight_decay=0), {})
+    return kernel_for(spec.name, spec.groups[0])
+
+
+@pytest.mark.parametrize("name", ["signum", "ftml", "dcasgd", "lars", "lamb", "test"])
+def test_gsps_gamma_makes_a_smaller_step(name: str) -> None:
+    """A quarter of it, be it the rate or (as for SGD) the gradient that is divided."""
+    kernel, steps = kernel_of(name), []
+    for gamma in (1, 4):
+        weights = torch.full((4,), 1e-4)
+        states = [torch.full_like(weights, fill) for fill in kernel.state_fills()]
+        gradient = torch.full((4,), 2.0 / (gamma if kernel.divides_gradient else 1))
+        kernel.update(weights, gradient, states, 1, 0.01, gamma, 1.0)
+        steps.append(float(weights[0]) - 1e-4)
+    assert steps[1] / steps[0] == pytest.approx(1 / 4, rel=1e-3)
+
+
+def test_gsps_gamma_does_not_rescale_the_weights_of_ftrl() -> None:
+    kernel = kernel_of("ftrl")
+    weights, states = torch.ones(4), [torch.zeros(4), torch.zeros(4)]
+    kernel.update(weights, torch.full((4,), 2.0), states, 1, 0.01, 1, 1.0)
+    before = weights.clone()
+    kernel.update(weights, torch.zeros(4), states, 2, 0.01, 4, 1.0)
+    assert torch.equal(weights, before)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,10 +197,13 @@ def test_the_servers_run_what_is_said_and_nothing_else(name: str) -> None:
     model = nn.Linear(2, 2)
     optimizer = make_optimizer(name, model, lr=0.1, momentum=0.9, weight_decay=0.01)
     names = {id(parameter): key for key, parameter in model.named_parameters()}
-    if name not in ON_SERVERS:
+    if name not in ON_SERVERS | ON_ONE_SERVER:
+        with pytest.raises(UsageError, match=f"servers cannot run the optimizer '{name}'; use one of adagrad, adam, "):
+            check_on_servers(name, 1)
         with pytest.raises(UsageError, match="cannot run on the servers"):
             spec_of(optimizer, names)
         return
+    check_on_servers(name, 1)
     spec = spec_of(optimizer, names)
     model(torch.ones(1, 2)).sum().backward()
     weights, gradient = model.weight.detach().clone().flatten(), model.weight.grad
@@ -136,15 +222,20 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
         make_optimizer("addam", nn.Linear(1, 1), lr=0.1)
 
 
-@pytest.mark.parametrize("name", ["signum", "FTML", "lars", "lamb", "dcasgd", "sgld", "ftrl"])
-def test_what_mxnet_has_and_we_do_not(name: str) -> None:
-    with pytest.raises(UsageError, match=f"MXNet has the optimizer '{name}', Echelon not yet; use one of sgd, "):
-        make_optimizer(name, nn.Linear(1, 1), lr=0.1)
+@pytest.mark.parametrize(("name", "strategy"), [("LARS", "linear"), ("lamb", "linear"), ("lbsgd", "lars")])
+def test_several_servers_have_no_norm_of_a_parameter(name: str, strategy: str) -> None:
+    message = f"the optimizer '{name}' needs the norm of whole parameters, which 2 servers cut: start the job with one"
+    with pytest.raises(UsageError, match=message):
+        check_on_servers(name, 2, strategy)
+    check_on_servers(name, 1, strategy)
+    check_on_servers("lbsgd", 2, "linear")
 
 
 def test_bad_numbers_are_refused_in_our_words() -> None:
     with pytest.raises(UsageError, match=re.escape("optimizer 'sgd' with lr=-1, momentum=0.9: Invalid learning rate")):
         make_optimizer("sgd", nn.Linear(1, 1), lr=-1)
+    with pytest.raises(UsageError, match=re.escape("optimizer 'ftml' with lr=-1: Invalid lr: -1")):
+        make_optimizer("ftml", nn.Linear(1, 1), lr=-1)
     with pytest.raises(UsageError, match=re.escape("--wd -0.1: weight decay must be 0 or more")):
         make_optimizer("sgd", nn.Linear(1, 1), lr=0.1, weight_decay=-0.1)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from echelon.data.order import State
+from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.train.engine import COMPILING_PAYS_AFTER, choose_engine
 from echelon.train.options import TrainOptions
-from echelon.train.plan import Place, device_batch, epoch_size, sampling_for, sharding_for, state_at
+from echelon.train.plan import Place, device_batch, epoch_size, sampling_for, schedule_for, sharding_for, state_at
+from echelon.train.script import check
 
 
 @pytest.mark.parametrize(
@@ -54,6 +58,21 @@ def test_the_devices_of_a_worker_divide_its_share(tmp_path: pytest.TempPathFacto
     parts = [sharding_for(options, Place(rank, 4, 2)).positions(order) for rank in range(4)]
     assert [len(part) for part in parts] == [125, 125, 375, 375]
     assert sorted(np.concatenate(parts)) == list(range(1000))
+
+
+def test_lbsgds_warm_up_is_a_schedule_unless_it_goes_by_norms() -> None:
+    """Then the flags of the schedule are for nothing, as in MXNet, and it needs whole parameters."""
+    options = TrainOptions(optimizer="LBSGD", lr=0.1, batch_size=8, macrobatch_size=32, warmup_epochs=1.0)
+    by_norm = replace(options, warmup_strategy="lars")
+    rates = [schedule_for(chosen, Place(0, 2), 10, 0).rate(11) for chosen in (options, by_norm)]
+    assert rates == pytest.approx([0.2, 0.1])
+    assert {schedule_for(by_norm, Place(0, 2), 10, 0).rate(update) for update in (1, 5, 30)} == {0.1}
+    served = replace(by_norm, kv_store="dist_sync")
+    check(served, Job(num_workers=2, num_servers=1))
+    with pytest.raises(UsageError, match="'LBSGD' needs the norm of whole parameters, which 2 servers cut"):
+        check(served, Job(num_workers=2, num_servers=2))
+    with pytest.raises(UsageError, match="--warmup-strategy 'lars': use one of linear"):
+        check(replace(by_norm, optimizer="sgd"), Job())
 
 
 def test_going_on_begins_at_the_same_step_everywhere_and_leaves_nothing_out() -> None:
