@@ -12,8 +12,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,9 @@ import pytest
 from PIL import Image
 
 from echelon.cli.main import main
+from echelon.data.order import Sampling, State
 from echelon.data.recordio import read_index
+from echelon.data.sharding import ByPart
 
 CLASSES = {"ape": ".jpg", "bee": ".png", "cat": ".webp"}
 SMALL = "--network mlp --batch-size 6 --num-epochs 1 --lr 0.01 --rgb-std 60,60,60 --loss ce --disp-batches 1"
@@ -90,6 +94,10 @@ OTHERS = {
         f"echelon train {SMALL} {SHAPE} -n 2 -s 1 --kv-store dist_sync --data imagenet --data-train bad.rec "
         "--data-val classes/val --skip-bad-records"
     ),
+    "command, lost batch": (
+        f"echelon train {SMALL} {SHAPE} -n 2 -s 1 --kv-store dist_sync --data imagenet --data-train lost.rec "
+        "--data-val classes/val --skip-bad-records --batch-size 4"
+    ),
 }
 BAD = (5, 9)
 
@@ -128,14 +136,21 @@ def write_images(root: Path, part: str, count: int) -> None:
             Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}{suffix}", quality=90)
 
 
-def damage(rec: Path) -> None:
-    """One record is no image, another no record."""
+def damage(rec: Path, images: Sequence[int] = BAD[:1], frames: Sequence[int] = BAD[1:]) -> None:
+    """Some records are no images, others no records."""
     data = bytearray(rec.read_bytes())
     offsets = read_index(rec.with_suffix(".idx"))[1]
-    image, frame = (int(offsets[number]) for number in BAD)
-    data[image + 32 : image + 64] = bytes(32)
-    data[frame : frame + 4] = b"XXXX"
+    for start in (int(offsets[number]) for number in images):
+        data[start + 32 : start + 64] = bytes(32)
+    for start in (int(offsets[number]) for number in frames):
+        data[start : start + 4] = b"XXXX"
     rec.write_bytes(data)
+
+
+def second_batch(worker: int) -> list[int]:
+    """The records that one of two workers reads in its second step of four samples."""
+    sampling = Sampling(24, 4, sharding=ByPart(worker, 2), num_batches=3)
+    return next(islice(sampling.batches(State()), 1, None)).records.tolist()
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +161,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         images = ["--exts", *CLASSES.values(), "--pass-through", "--no-shuffle"]
         assert main(["data", "im2rec", str(root / part), str(root / "classes" / part), *images]) == 0
     shutil.copy(root / "train.rec", root / "scanned.rec")
-    for suffix in (".rec", ".idx"):
-        shutil.copy(root / f"train{suffix}", root / f"bad{suffix}")
+    for name, suffix in product(("bad", "lost"), (".rec", ".idx")):
+        shutil.copy(root / f"train{suffix}", root / f"{name}{suffix}")
     damage(root / "bad.rec")
+    damage(root / "lost.rec", second_batch(0), ())
     shutil.copy(root / "bad.rec", root / "bad-scanned.rec")
     return root
 
@@ -277,3 +293,13 @@ def test_the_command_shows_what_its_workers_skipped(cases: dict[str, Case]) -> N
     assert re.search(r"^accuracy +[01]\.\d{4}$", case.text, re.MULTILINE)
     counts = re.findall(r"\[worker \d\] bad records skipped in this epoch: (\d)", case.text)
     assert sum(map(int, counts)) == 2
+
+
+def test_workers_in_lock_step_make_as_many_steps_though_one_loses_a_batch(cases: dict[str, Case]) -> None:
+    case = cases["command, lost batch"]
+    assert case.status == 0, case.text
+    assert re.findall(r"\[worker (\d)\] bad records skipped in this epoch: (\d)", case.text) == [("0", "4")]
+    assert re.findall(r"^│ +(\d) │ +\d+ │ +(\d+) │ +(\d+) │", case.text, re.MULTILINE) == [
+        ("0", "3", "12"),
+        ("1", "3", "12"),
+    ], "worker, steps, samples"

@@ -70,7 +70,7 @@ class Run:
         self._scaler = LossScaler(device) if self._precision.half is torch.float16 else None
         examples = min(options.num_examples or len(dataset.train), len(dataset.train))
         num_steps = options.num_epochs * epoch_size(examples, self._place.num_workers, options.batch_size)
-        self._choice = stepping.choose(options, dataset.train, trainer, self._precision, self._place, num_steps)
+        self._choice = stepping.choose(options, trainer, self._precision, self._place, num_steps)
         self._sampling = sampling_for(options, len(dataset.train), self._place, fixed=self._fixed)
         self._per_epoch = self._sampling.batches_per_epoch
         self._work = Work(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from echelon.data.datasets import AnySource
-from echelon.data.memory import MemorySource
-from echelon.data.synthetic import SyntheticSource
 from echelon.train.average import MovingAverage
 from echelon.train.captured import CapturedStep, make_capturable, why_not_captured
 from echelon.train.engine import Choice, choose_engine
@@ -20,17 +17,13 @@ from echelon.train.steps import EagerStep, Mixup, Work
 from echelon.train.trainer import Trainer
 
 
-def choose(
-    options: TrainOptions, source: AnySource, trainer: Trainer, precision: Precision, place: Place, num_steps: int
-) -> Choice:
+def choose(options: TrainOptions, trainer: Trainer, precision: Precision, place: Place, num_steps: int) -> Choice:
     """The engine of a run."""
-    obstacle = _obstacle(options, source, trainer, precision, place)
+    obstacle = _obstacle(options, trainer, precision, place)
     return choose_engine(options.engine, precision.device.type, obstacle, num_steps)
 
 
-def _obstacle(
-    options: TrainOptions, source: AnySource, trainer: Trainer, precision: Precision, place: Place
-) -> str | None:
+def _obstacle(options: TrainOptions, trainer: Trainer, precision: Precision, place: Place) -> str | None:
     """What keeps this run's steps from being captured, or None."""
     served = isinstance(trainer, ServerTrainer)
     if served and precision.half is torch.float16:
@@ -41,8 +34,6 @@ def _obstacle(
         return "--monitor looks into steps"
     if options.mixup:
         return "--mixup draws on the host"
-    if options.skip_bad_records and not isinstance(source, MemorySource | SyntheticSource):
-        return "--skip-bad-records makes some batches smaller"
     if options.pace.seconds:
         return "--pace waits inside the step"
     return None if served else why_not_captured(trainer.optimizer, precision.half)

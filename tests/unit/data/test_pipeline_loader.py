@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -239,6 +240,57 @@ def test_a_batch_of_bad_records_is_no_batch(tmp_path: Path) -> None:
     source = RecordSource(write_records(tmp_path / "bad.rec", [b"no", b"no", jpeg(picture(1))]))
     sampling = Sampling(3, 2, shuffle=False)
     assert [labels.tolist() for _, labels in take(source, 1, sampling=sampling, skip_bad_records=True)] == [[2]]
+
+
+@pytest.mark.parametrize("options", [{"num_batches": 4}, {"last_batch": "wrap"}])
+def test_where_batches_are_full_the_next_good_record_takes_a_bad_ones_place(
+    damaged: RecordSource, options: dict[str, Any]
+) -> None:
+    sampling = Sampling(14, 4, shuffle=False, **options)
+    with loader(damaged, sampling=sampling, skip_bad_records=True) as batches:
+        epoch = [(images.clone(), labels.tolist()) for images, labels in batches]
+        assert batches.num_bad == 3
+    assert [labels for _, labels in epoch] == [[0, 1, 2, 3], [5, 5, 6, 7], [8, 10, 10, 8], [12, 13, 0, 1]]
+    assert all(len(images) == 4 for images, _ in epoch)
+    for images, labels in epoch:
+        for image, label in zip(images, labels, strict=True):
+            assert torch.equal(image, images[labels.index(label)])
+            assert all(not torch.equal(image, other) for other, its in zip(images, labels, strict=True) if its != label)
+
+
+def test_who_takes_a_place_brings_its_mirror_along(damaged: RecordSource) -> None:
+    """As bytes with the mirror still to do, and as floats, batches with stand-ins are the same."""
+    options: dict[str, Any] = {"sampling": Sampling(14, 7, seed=4, num_batches=2), "skip_bad_records": True}
+    bytes_, floats = take(damaged, 3, output="uint8", **options), take(damaged, 3, **options)
+    scale, mean = torch.tensor(CONFIG.rgb_std), torch.tensor(CONFIG.rgb_mean)
+    for (pixels, numbers), (images, labels) in zip(bytes_, floats, strict=True):
+        assert torch.equal(numbers, labels)
+        assert torch.allclose(((pixels - mean) / scale).permute(0, 3, 1, 2), images, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [(0, 1), (2, 3), (4, 5)])
+def test_for_a_batch_without_a_good_record_the_next_comes_twice(tmp_path: Path, bad: tuple[int, int]) -> None:
+    payloads = [b"no" if number in bad else jpeg(picture(number)) for number in range(6)]
+    source = RecordSource(write_records(tmp_path / "bad.rec", payloads))
+    options: dict[str, Any] = {"sampling": Sampling(6, 2, shuffle=False, num_batches=3), "skip_bad_records": True}
+    batches = take(source, 2, **options)
+    assert len(batches) == 6
+    lost = bad[0] // 2
+    assert same([batches[lost]], [batches[lost + 1]])
+    assert sorted({int(label) for _, labels in batches[:3] for label in labels}) == sorted({*range(6)} - {*bad})
+    first_state = State(0, bad[0])
+    assert same(batches[lost:4], take(source, 2, state=first_state, **options)[: 4 - lost]), (
+        "and so it does after a stop"
+    )
+
+
+def test_where_nothing_can_be_read_full_batches_cannot_be(tmp_path: Path) -> None:
+    source = RecordSource(write_records(tmp_path / "bad.rec", [b"no"] * 5))
+    with pytest.raises(
+        DataError, match=r"no record .* can be read; the first: .*bad\.rec: record 0 at byte 0: 2 bytes"
+    ):
+        take(source, 1, sampling=Sampling(5, 2, shuffle=False, num_batches=2), skip_bad_records=True)
+    assert take(source, 1, sampling=Sampling(5, 2), skip_bad_records=True) == []
 
 
 def test_a_file_that_breaks_off(tmp_path: Path) -> None:
