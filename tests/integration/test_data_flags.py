@@ -88,6 +88,8 @@ OTHERS = {
         f"train_cifar10.py {SMALL} --data-train train.rec --random-resized-crop 1 --min-random-area 0.3 --random-crop 0"
     ),
     "cifar, missing": f"train_cifar10.py {SMALL} --data-dir nowhere",
+    "cifar, grey": f"train_cifar10.py {SMALL} --data-train train.rec --image-shape 1,28,28",
+    "mnist, colour": "train_mnist.py --image_shape 3,28,28",
     "own files": "echelon train --data digits --data-train train.rec",
     "command, test-io": f"echelon train {SMALL} {SHAPE} --data folder --data-train classes --test-io 1 --disp 2",
     "command, skipped": (
@@ -266,6 +268,8 @@ def test_damage_found_while_opening_is_counted_too(cases: dict[str, Case]) -> No
         ),
         ("cifar, contradiction", "it excludes random_crop: use --random-crop 0"),
         ("cifar, missing", "get the set: echelon data get cifar10 --data-dir nowhere"),
+        ("cifar, grey", "cifar10 has images of 3 channels, and the image shape 1,28,28 asks for 1; use 3,28,28"),
+        ("mnist, colour", "mnist has images of 1 channel, and the image shape 3,28,28 asks for 3; use 1,28,28"),
         ("no data", "no record file none.rec"),
         ("own files", "echelon: --data-train train.rec: digits is a set of its own"),
     ],

@@ -28,6 +28,7 @@ from echelon.errors import UsageError
 AnySource: TypeAlias = Source | SyntheticSource
 
 _OWN_FILES = ("digits", "mnist", "fashion-mnist")
+_KEPT_DECODED = (*_OWN_FILES, "cifar10")  # so their images have the channels they have
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,14 @@ def open_dataset(name: str, options: DataOptions | None = None) -> Dataset:
 def recipe(name: str, image_shape: tuple[int, int, int] | None = None, **given: Any) -> AugmentConfig:
     """What a dataset's training script does to images, with what was given instead; no file is looked at."""
     augment = RECIPES[name]
-    return replace(augment, **{"shape": image_shape or augment.shape, **given})
+    channels, height, width = shape = image_shape or augment.shape
+    has = augment.shape[0]
+    if name in _KEPT_DECODED and channels != has:
+        raise UsageError(
+            f"{name} has images of {has} channel{'s' * (has > 1)}, and the image shape {channels},{height},{width} "
+            f"asks for {channels}; use {has},{height},{width}"
+        )
+    return replace(augment, **{"shape": shape, **given})
 
 
 def check_files(name: str, options: object) -> None:

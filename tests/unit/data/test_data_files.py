@@ -100,5 +100,7 @@ def test_a_recipe_needs_no_files() -> None:
     assert recipe("imagenet", (3, 32, 32), brightness=0.4).shape == (3, 32, 32)
     with pytest.raises(UsageError, match="excludes random_crop: use --random-crop 0"):
         recipe("cifar10", random_resized_crop=True)
-    with pytest.raises(UsageError, match=r"needs 3 means .*change --image-shape"):
+    with pytest.raises(UsageError, match=r"needs 3 means .*change --image-shape, or give --rgb-mean"):
+        recipe("imagenet", rgb_mean=(1.0,))
+    with pytest.raises(UsageError, match=r"mnist has images of 1 channel, .*3,28,28 asks for 3; use 1,28,28"):
         recipe("mnist", (3, 28, 28))
