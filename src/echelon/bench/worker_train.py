@@ -27,7 +27,7 @@ def main() -> None:
     store = kvstore.create(args.kv_store, staleness=STALENESS if args.kv_store == "dist_ssync" else None)
     torch.set_num_threads(args.threads)
     model = make_model(args.model)
-    with Trainer(model, make_optimizer(args.model, model), store) as trainer:
+    with Trainer(model, make_optimizer(args.model, model), store, push_factors=True) as trainer:
         batch = make_batch(args.model, args.batch_size, store.rank)
         serve(Loop(model, batch, store.barrier, trainer.step, trainer.sync).run_round)
 

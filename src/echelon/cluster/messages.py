@@ -179,7 +179,8 @@ class SetOptimizer(_Message, frozen=True):
 class Push(_Message, frozen=True):
     """Gradients of one clock for some keys. `samples` None: a plain sum is wanted. `pull`: answer with weights.
 
-    `halt`: this worker asks all to stop; whoever gets an answer of this clock or a later one hears it.
+    `halt`: this worker asks all to stop; whoever gets an answer of this clock or a later one hears it. `rank` above 0:
+    instead of the gradient of the one key, there are its factors of that rank.
     """
 
     id: int
@@ -191,6 +192,7 @@ class Push(_Message, frozen=True):
     pull: bool
     framed: bool
     halt: bool = False
+    rank: int = 0
 
 
 class Pull(_Message, frozen=True):

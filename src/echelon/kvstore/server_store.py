@@ -81,6 +81,11 @@ class ServerStore(KVStore):
         return self._halted if self._lock_step else self._session.halted
 
     @property
+    def num_servers(self) -> int:
+        """How many servers the values are spread over."""
+        return self._wire.layout.num_servers
+
+    @property
     def memory_is_shared(self) -> bool:
         """Whether all servers read and write this worker's memory in place."""
         return self._wire.memory_is_shared
@@ -181,6 +186,11 @@ class ServerStore(KVStore):
         """Push the gradients that lie in `views`, ask for the weights there, and do not wait."""
         slots = [self._wire.layout.slots[key] for key in keys]
         return self._wire.push(slots, None, pull=True, samples=samples, lrs=lrs, halt=self._asks_to_halt)
+
+    def exchange_factors(self, key: int, rank: int, samples: float, lrs: list[float]) -> list[Ticket]:
+        """As `exchange`, for one key where the factors of its gradient lie at the beginning of its place."""
+        slot = self._wire.layout.slots[key]
+        return self._wire.push_factors(slot, rank, samples=samples, lrs=lrs, halt=self._asks_to_halt)
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
         """Until an exchange is answered."""

@@ -20,6 +20,7 @@ from echelon.kvstore.arena import Arena, Mirror
 from echelon.kvstore.client import Client, Ticket
 from echelon.kvstore.session import Session
 from echelon.observe.events import EventLog
+from echelon.server.factored import factors_length
 from echelon.server.memory import empty_frames, frame_pieces
 from echelon.transport.allocator import BLOCK_BYTES, LARGEST_INT, keep_freed_memory
 from echelon.transport.interface import Buffer, Transport
@@ -105,6 +106,28 @@ class Wire:
             tickets += self._push(chosen, given, clock, pull, samples, list(lrs), halt)
         return tickets
 
+    def push_factors(
+        self, slot: Slot, rank: int, *, samples: float, lrs: Sequence[float], halt: bool = False
+    ) -> list[Ticket]:
+        """Send the factors of a gradient, which lie where the gradient would, and ask for the weights.
+
+        Every server needs all of them, whichever part of the key it has.
+        """
+        length = factors_length(slot, rank)
+        where = Piece(slot.segment, slot.start, slot.start + length, 0)
+        clock = self._clocks[slot.key]
+        tickets = []
+        for route in self._route([slot]):
+            framed = self._framed[route.server]
+            frames = [self.arena.mirrors[slot.segment].gradient_bytes(where)] if framed else []
+            request = self._client.next_id()
+            view, keys = self._session.view, route.keys
+            message = Push(request, view, clock, keys, samples, list(lrs), True, framed, halt, rank)
+            places = self._places(route.pieces) if framed else ()
+            tickets.append(self._client.send(route.server, message, frames, places))
+        self._note_pushed([slot], clock, tickets)
+        return tickets
+
     def pull(self, slots: Sequence[Slot]) -> list[Ticket]:
         """Ask for weights; they are in their places when the tickets are answered."""
         tickets = []
@@ -153,10 +176,13 @@ class Wire:
             message = Push(request, self._session.view, clock, route.keys, samples, lrs, pull, framed, halt)
             places = self._places(route.pieces) if pull and framed else ()
             tickets.append(self._client.send(route.server, message, frames, places))
+        self._note_pushed(slots, clock, tickets)
+        return tickets
+
+    def _note_pushed(self, slots: Sequence[Slot], clock: int, tickets: list[Ticket]) -> None:
         for slot in slots:
             self._clocks[slot.key] = clock + 1
             self._pushing[slot.key] = tickets
-        return tickets
 
     def _messages(self, slots: Sequence[Slot]) -> Iterator[tuple[int, list[int]]]:
         """What goes into one message: indices of slots at the same clock, and not too many bytes where they travel."""

@@ -160,7 +160,7 @@ class Store:
                 self._copy(piece, outputs)
 
     def _sum_into(self, gradient: Tensor, piece: Piece, parts: Sequence[Part]) -> None:
-        views = _together([part.window.view(*piece[:3]) for part in parts])
+        views = _in_step([_chunks(part.window, piece) for part in parts])
         for target, gradients in zip(torch.split(gradient, CHUNK), views, strict=True):
             total, scale = self._sum(gradients, [part.weight for part in parts], gradient.dtype)
             torch.mul(total, scale, out=target)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -114,7 +114,9 @@ def empty_frames(pieces: Sequence[Piece], dtypes: Sequence[str]) -> Framed:
     )
 
 
-def received_frames(pieces: Sequence[Piece], frames: Sequence[memoryview], dtypes: Sequence[str]) -> Framed:
+def received_frames(
+    pieces: Sequence[Piece], frames: Sequence[memoryview], dtypes: Sequence[str] | Mapping[int, str]
+) -> Framed:
     """What came in, in place. The caller has checked the lengths."""
     tensors = []
     for piece, frame in zip(pieces, frames, strict=True):

@@ -36,6 +36,7 @@ from echelon.errors import UsageError
 from echelon.schemes import Engine, rules_for
 from echelon.server.exchange import Exchange
 from echelon.server.execute import Part, Store, Task, Update
+from echelon.server.factored import Factored, factors_length
 from echelon.server.memory import Mapped, Window, as_tensor, empty_frames, frame_pieces, received_frames
 from echelon.server.optimization import Optimization, Pushed
 
@@ -161,9 +162,8 @@ class Shard:
         self._optimization.check_keys(request.keys)
         self._optimization.check_rates(request.lrs)
         known = self._workers[worker]
-        pushed = Pushed(
-            self._incoming(known.gradients, request.keys, frames, request.framed), request.samples, request.lrs
-        )
+        window = self._pushed_window(known.gradients, request, frames)
+        pushed = Pushed(window, request.samples, request.lrs)
         known.last_push = time.monotonic()
         output = self._outgoing(known.weights, request.keys, request.framed) if request.pull else None
         if request.halt:
@@ -176,16 +176,34 @@ class Shard:
         output = self._outgoing(self._workers[worker].weights, request.keys, request.framed)
         exchange.pull(worker, request.id, request.keys, request.clock, output)
 
+    def _pushed_window(self, mapped: Mapped, request: Push, frames: Sequence[memoryview]) -> Window:
+        if not request.rank:
+            return self._incoming(mapped, request.keys, frames, request.framed)
+        if len(request.keys) > 1:
+            raise UsageError(f"factors are of one key's gradient; this push names {len(request.keys)}")
+        slot = self._layout.slots[request.keys[0]]
+        length = factors_length(slot, request.rank)
+        if not request.framed:
+            return Factored(slot, request.rank, mapped.view(slot.segment, slot.start, slot.start + length))
+        dtypes = {slot.segment: slot.spec.dtype}
+        piece = Piece(slot.segment, slot.start, slot.start + length, 0)
+        self._check_lengths([length * ITEM_BYTES[slot.spec.dtype]], frames)
+        received = received_frames([piece], frames, dtypes)
+        return Factored(slot, request.rank, received.view(*piece[:3]))
+
     def _incoming(self, mapped: Mapped, keys: Sequence[int], frames: Sequence[memoryview], framed: bool) -> Window:
         """Where a request's tensors are; frames are checked against the layout before anything is touched."""
         if not framed:
             return mapped
         pieces, dtypes = self._frame_pieces(keys), self._dtypes()
         wanted = [(piece.stop - piece.start) * ITEM_BYTES[dtypes[piece.segment]] for piece in pieces]
-        given = [len(frame) for frame in frames]
-        if wanted != given:
-            raise UsageError(f"tensors came in {len(given)} frames of {sum(given)} bytes; {sum(wanted)} bytes were due")
+        self._check_lengths(wanted, frames)
         return received_frames(pieces, frames, dtypes)
+
+    def _check_lengths(self, wanted: Sequence[int], frames: Sequence[memoryview]) -> None:
+        given = [len(frame) for frame in frames]
+        if list(wanted) != given:
+            raise UsageError(f"tensors came in {len(given)} frames of {sum(given)} bytes; {sum(wanted)} bytes were due")
 
     def _outgoing(self, mapped: Mapped, keys: Sequence[int], framed: bool) -> Window:
         return empty_frames(self._frame_pieces(keys), self._dtypes()) if framed else mapped

@@ -97,6 +97,7 @@ def add_fit_arguments(parser: argparse.ArgumentParser, own: Add | None = None) -
     own("--target-accuracy", type=float, help="stop when the validation accuracy reaches this")
     own("--average-buffers", action="store_true", help="average BatchNorm statistics at the end")
     own("--check-finite", action="store_true", help="refuse NaN and infinity in gradients")
+    own("--push-factors", type=int, default=1, help="0: large linear layers push gradients, not their factors")
     own("--pace", type=float, default=0.0, metavar="SECONDS", help="a step lasts at least this long")
     own("--slow", metavar="RANK:FACTOR", help="slow one worker down")
     own("--stall", metavar="PROBABILITY:FACTOR", help="stall steps at random")
@@ -185,6 +186,7 @@ def options_from(given: argparse.Namespace) -> TrainOptions:
             "data_allocator": bool(given.data_allocator),
             "benchmark": bool(get("benchmark")),
             "test_io": bool(given.test_io),
+            "push_factors": bool(given.push_factors),
             "resume": given.resume == "auto",
             "save_period": max(1, given.save_period),
             "augment": _augment(values),

@@ -1,4 +1,4 @@
-"""Which engine runs the steps: a decision with its reason, taken once before training..
+"""Which engine runs the steps: a decision with its reason, taken once before training.
 
 eager: the host launches every kernel. graph: the whole step is captured once and replayed. compile: Inductor makes the
 kernels (about a minute at the start, kept for next time), and the step is captured where it can be. auto takes the

@@ -72,6 +72,7 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
         average_buffers=options.average_buffers,
         check_finite=options.check_finite,
         overlap=options.dtype != "float16",  # its gradients are looked at, and unscaled, before they leave
+        push_factors=options.push_factors and options.engine != "compile" and not options.monitor,
     )
     return Run(options, dataset, trainer, device, run_dir, job.device_index, progress).run()
 

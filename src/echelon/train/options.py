@@ -76,4 +76,5 @@ class TrainOptions:
     target_accuracy: float | None = None
     average_buffers: bool = False
     check_finite: bool = False
+    push_factors: bool = True
     pace: Pace = field(default_factory=Pace)

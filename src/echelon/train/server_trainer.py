@@ -9,7 +9,9 @@ next forward pass waits for each module's weights when it reaches the module, an
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from echelon.kvstore.optimizers import learning_rates, spec_of
 from echelon.kvstore.server_store import ServerStore
 from echelon.server.optimization import NO_OPTIMIZER
 from echelon.train.buckets import Bucket, limits_on_gpu, make_buckets
+from echelon.train.factors import FactoredLinear, can_be_factored
 from echelon.train.trainer import Trainer
 
 _BUFFERS = "buffers"
@@ -203,26 +206,57 @@ class ServerTrainer(Trainer):
         self._take_weights(self._names)
 
     def _hook(self) -> None:
+        self._factorable = self._find_factorable() if self._push_factors else {}  # before hooks of our own are there
         self._hooks.append(self.model.register_state_dict_pre_hook(lambda *_: self.sync()))  # type: ignore[no-untyped-call]
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for module in self.model.modules():
             own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
             if own:
-                self._step_hooks.append(module.register_forward_pre_hook(self._waiter(own)))
+                self._step_hooks.append(module.register_forward_pre_hook(self._waiter(module, own)))
         for name, parameter in self._parameters.items():
             hook = parameter.register_post_accumulate_grad_hook(self._grad_hook(name))  # type: ignore[no-untyped-call]
             self._step_hooks.append(hook)
+        for name, module in self._factorable.items():
+            self._step_hooks += self._factored(name, module).hooks
         self._hooks += self._step_hooks
+
+    def _find_factorable(self) -> dict[str, nn.Linear]:
+        """Layers that may push factors, by the names of their weights: each a bucket by itself, and used by one module.
+
+        Servers then do what the workers are spared: fewer of them than workers would be kept busy by it, unless the
+        network is what everybody waits for.
+        """
+        if self.kvstore.memory_is_shared and self.kvstore.num_servers < len(self.kvstore.workers):
+            return {}
+        users = Counter(id(p) for module in self.model.modules() for p in module.parameters(recurse=False))
+        alone = {self._names[b.members[0]] for b in self._buckets if len(b.members) == 1}
+        names = {id(self._parameters[name]): name for name in alone}
+        return {
+            names[id(module.weight)]: module
+            for module in self.model.modules()
+            if can_be_factored(module)
+            and isinstance(module, nn.Linear)
+            and id(module.weight) in names
+            and users[id(module.weight)] == users[id(module.bias)] == 1
+        }
+
+    def _factored(self, name: str, module: nn.Linear) -> FactoredLinear:
+        def may_take() -> bool:
+            return self._overlap and not self._accumulating and self._seen is not None and name not in self._arrived
+
+        return FactoredLinear(module, may_take, partial(self._take_factors, name), self._grad_hook(name))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._before_forward(module, args, kwargs)
         for index in self._early & self._flying.keys():
             self._wait_for(index)
 
-    def _waiter(self, names: list[str]) -> Any:
+    def _waiter(self, watched: nn.Module, names: list[str]) -> Any:
         buckets = sorted({self._bucket_of[name].index for name in names})
 
         def wait(module: nn.Module, args: Any) -> None:
+            if module is not watched:
+                return  # a copy, which has hooks and weights of its own
             self._called.update(names)
             for index in buckets:
                 if index in self._flying:
@@ -239,7 +273,7 @@ class ServerTrainer(Trainer):
             if self._accumulating or not self._overlap or self._seen is None:
                 return
             if name in self._arrived:
-                raise self._second_backward()
+                raise self._used_elsewhere(name) if name in self._factorable else self._second_backward()
             self._take(name, parameter)
             self._arrived.add(name)
             self._missing[bucket.index] -= 1
@@ -265,6 +299,28 @@ class ServerTrainer(Trainer):
                 parameter.grad = self._watched.get(name, place)
         if self._check_finite and not is_finite(place):
             raise self._not_finite(name)
+
+    def _take_factors(self, name: str, left: Tensor, right: Tensor) -> None:
+        """Put the factors of a gradient to its place, and let them leave: the bucket has no other parameter."""
+        index = self._bucket_of[name].index
+        if index in self._flying:
+            self._wait_for(index)
+        place = self._views[name][1].view(-1)
+        place[: left.numel()].view_as(left).copy_(left)
+        place[left.numel() : left.numel() + right.numel()].view_as(right).copy_(right)
+        if self._check_finite and not (is_finite(left) and is_finite(right)):
+            raise self._not_finite(name)
+        assert self._seen is not None
+        self._arrived.add(name)
+        self._missing[index] = 0
+        rates = learning_rates(self.optimizer)
+        self._sent[index] = self.kvstore.exchange_factors(self._keys[name], len(left), float(self._seen), rates)
+
+    def _used_elsewhere(self, name: str) -> UsageError:
+        return UsageError(
+            f"{name!r} has a gradient from outside its layer, too, and one of the two has left already; "
+            "use Trainer(push_factors=False)"
+        )
 
     def _exchange(self, keys: list[int], samples: int) -> list[Ticket]:
         return self.kvstore.exchange(keys, float(samples), learning_rates(self.optimizer))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -66,6 +66,7 @@ class Trainer:
         overlap: bool = True,
         average_buffers: bool = False,
         check_finite: bool = False,
+        push_factors: bool = False,
     ) -> None:
         self._parameters = _trainable(model, optimizer)
         self._names = list(self._parameters)
@@ -83,6 +84,7 @@ class Trainer:
         self.staleness: Counter[int] = Counter()
         self._overlap = overlap
         self._check_finite = check_finite
+        self._push_factors = push_factors
         self._accumulating = False
         self._seen: int | None = None  # samples in the batch, as the forward pass saw it
         self._carried = 0  # of these, samples of parts whose gradients were only accumulated
@@ -91,7 +93,7 @@ class Trainer:
         # Kept to be removed: a parameter's hooks are out of the garbage collector's sight, and hold the trainer.
         self._hooks: list[RemovableHandle] = []
         self._start()
-        self._hooks.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        self._hooks.append(model.register_forward_pre_hook(self._watcher(), with_kwargs=True))
 
     # --- the loop
 
@@ -198,6 +200,15 @@ class Trainer:
         raise NotImplementedError
 
     # --- batches
+
+    def _watcher(self) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        """A function, not a method: a copy of the model would copy a method with all that it belongs to."""
+
+        def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module is self.model:  # and not a copy, which has the hooks, too
+                self._before_forward(module, args, kwargs)
+
+        return watch
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():

@@ -1,0 +1,254 @@
+"""Pushing factors instead of gradients changes nothing but what is sent: the weights are the same to the bit."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plain_loops import STORES, Batch, State, assert_same_bits, differs, on_one_worker, seeded, snapshot
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+import echelon
+from echelon.errors import UsageError
+from echelon.kvstore import KVStore
+from echelon.launch.in_process import run
+from echelon.transport import by_name
+
+SAMPLES, INPUTS, WIDTH = 6, 1100, 1024  # 4.5 MB of weights: a bucket by themselves
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+Step = Callable[[nn.Module, echelon.Trainer | None, Batch], None]
+
+
+class Wide(nn.Module):
+    """A large layer in front, a small one behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(INPUTS, WIDTH)
+        self.small = nn.Linear(WIDTH, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.small(torch.relu(self.large(inputs)))
+        return logits
+
+
+def batches(count: int, seed: int = 1, size: int = SAMPLES) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, INPUTS, generator=generator), torch.randint(0, 5, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def adam(model: nn.Module) -> Optimizer:
+    return Adam(model.parameters(), lr=0.001)
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def backward(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
+    loss_of(model, batch).backward()
+
+
+def trained(
+    kv: KVStore, model: nn.Module, make: MakeOptimizer, data: list[Batch], step: Step = backward, factors: bool = True
+) -> tuple[State, list[bool]]:
+    """The weights after training, and for each step whether factors left instead of the large layer's gradient."""
+    torch.set_num_threads(1)
+    mine = copy.deepcopy(model)
+    left = []
+    with echelon.Trainer(mine, make(mine), kv, push_factors=factors) as trainer:
+        for batch in data:
+            step(mine, trainer, batch)
+            left.append(mine.get_parameter("large.weight").grad is None)
+            trainer.step()
+        return snapshot(mine), left
+
+
+def plain(model: nn.Module, make: MakeOptimizer, data: list[Batch], step: Step = backward) -> State:
+    mine = copy.deepcopy(model)
+    optimizer = make(mine)
+    for batch in data:
+        step(mine, None, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(mine)
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("store", [name for name in STORES if name.startswith("dist")])
+def test_one_worker_is_plain_pytorch_to_the_bit(store: str, make: MakeOptimizer) -> None:
+    model, data = seeded(Wide), batches(4)
+    found, left = on_one_worker(lambda kv: trained(kv, model, make, data), store)
+    assert left == [True] * 4
+    expected = plain(model, make, data)
+    assert differs(expected, snapshot(model))
+    assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_workers_get_the_bits_that_gradients_would_give(transport: str) -> None:
+    """One of them has too many samples in its second batch: a gradient and factors meet in a sum."""
+    model = seeded(Wide)
+    data = [batches(3, seed=rank) for rank in (0, 1)]
+    data[1][1] = batches(1, seed=5, size=200)[0]
+
+    def both(factors: bool) -> list[tuple[State, list[bool]]]:
+        return run(
+            lambda kv: trained(kv, model, sgd, data[kv.rank], factors=factors),
+            "dist_sync",
+            transport=by_name(transport),
+        )
+
+    with_factors, without = both(True), both(False)
+    assert [left for _, left in with_factors] == [[True] * 3, [True, False, True]]
+    assert [left for _, left in without] == [[False] * 3] * 2
+    for one in with_factors:
+        assert_same_bits(one[0], without[0][0])
+
+
+def test_fewer_servers_than_workers_get_gradients_where_memory_is_shared() -> None:
+    model = seeded(Wide)
+    found = run(lambda kv: trained(kv, model, sgd, batches(1))[1], "dist_sync", num_workers=2, num_servers=1)
+    assert found == [[False], [False]]
+
+
+# --- the loops people write
+
+
+def twice(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
+    """The layer is used two times in one pass."""
+    large, small = model.get_submodule("large"), model.get_submodule("small")
+    if trainer is not None:
+        model(batch[0])  # without a backward pass, and not to be counted
+    logits = small(torch.relu(large(batch[0])) + torch.tanh(large(2 * batch[0])))
+    nn.functional.cross_entropy(logits, batch[1]).backward()
+
+
+def in_parts(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
+    """Forward passes before `accumulate`, the last part behind it."""
+    parts = [(batch[0][at : at + 2], batch[1][at : at + 2]) for at in (0, 2, 4)]
+    first = loss_of(model, parts[0])
+    if trainer is None:
+        first.backward()
+        loss_of(model, parts[1]).backward()
+    else:
+        with trainer.accumulate():
+            first.backward()
+            loss_of(model, parts[1]).backward()
+    loss_of(model, parts[2]).backward()
+
+
+def towards_the_inputs(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
+    """A small step of the inputs against the loss, as adversarial training makes it; then the step itself."""
+    inputs = batch[0].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss_of(model, (inputs, batch[1])), inputs)
+    loss_of(model, (batch[0] + 0.01 * gradient.sign(), batch[1])).backward()
+
+
+def from_a_copy(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
+    """A copy of the model runs by itself: what it computes is its own, and its backward pass sends nothing."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.get_parameter("large.weight").mul_(2)
+    logits = other(batch[0])
+    assert not torch.equal(logits, model(batch[0]))
+    nn.functional.cross_entropy(logits, batch[1]).backward()
+    assert other.get_parameter("large.weight").grad is not None
+    loss_of(model, batch).backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "leaves"), [(twice, True), (in_parts, False), (towards_the_inputs, True), (from_a_copy, True)]
+)
+def test_other_ways_to_a_gradient_give_the_bits_of_plain_pytorch(step: Step, leaves: bool) -> None:
+    model, data = seeded(Wide), batches(2)
+    found, left = on_one_worker(lambda kv: trained(kv, model, sgd, data, step), "dist_sync")
+    assert left == [leaves] * 2
+    if step is not twice:
+        assert_same_bits(found, plain(model, sgd, data, step))
+        return
+    expected = plain(model, sgd, data, step)  # one product of all rows, not a sum of two: rounded otherwise
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
+
+
+def test_half_precision_by_autocast_pushes_gradients() -> None:
+    def step(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, batch)
+        loss.backward()
+
+    model, data = seeded(Wide), batches(2)
+    found, left = on_one_worker(lambda kv: trained(kv, model, sgd, data, step), "dist_sync")
+    assert left == [False, False]
+    assert_same_bits(found, plain(model, sgd, data, step))
+
+
+class Shared(Wide):
+    """Two modules with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(INPUTS, WIDTH)
+        self.other.weight = self.large.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.small(torch.relu(self.large(inputs) + self.other(inputs)))
+        return logits
+
+
+def test_a_weight_of_two_modules_is_pushed_as_a_gradient() -> None:
+    model, data = seeded(Shared), batches(2)
+    found, left = on_one_worker(lambda kv: trained(kv, model, sgd, data), "dist_sync")
+    assert left == [False, False]
+    assert_same_bits(found, plain(model, sgd, data))
+
+
+# --- what cannot be done is said
+
+
+def second_derivative(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
+    inputs = batch[0].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss_of(model, (inputs, batch[1])), inputs, create_graph=True)
+    gradient.square().sum().backward()
+
+
+def changed_inputs(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
+    loss = loss_of(model, batch)
+    batch[0].mul_(2)
+    loss.backward()
+
+
+def used_elsewhere(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
+    (loss_of(model, batch) + model.get_parameter("large.weight").square().sum()).backward()
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (second_derivative, "a second derivative needs the weights' gradients: train with push_factors off"),
+        (changed_inputs, re.escape("changed in place before its gradient was computed (version 0 is now 1)")),
+        (used_elsewhere, "'large.weight' has a gradient from outside its layer.*push_factors"),
+    ],
+)
+def test_what_factors_cannot_do_is_an_error(step: Step, said: str) -> None:
+    def program(kv: KVStore) -> None:
+        model: Any = copy.deepcopy(wide)
+        trainer = echelon.Trainer(model, sgd(model), kv, push_factors=True)
+        with pytest.raises(UsageError, match=said):
+            step(model, trainer, batches(1)[0])
+        trainer.unhook()
+
+    wide = seeded(Wide)
+    on_one_worker(program, "dist_sync")

@@ -1,0 +1,65 @@
+"""A gradient in factors gives the same elements as the gradient, to the bit, wherever it is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echelon.cluster.placement import ALIGN, KeySpec, Layout, Slot
+from echelon.errors import UsageError
+from echelon.server.factored import Factored, factors_length
+
+
+def slot_of(shape: tuple[int, ...], dtype: str = "float32") -> Slot:
+    """The second key of its segment, so that it begins at a place other than 0."""
+    return Layout(2).place([KeySpec("first", (70,), dtype), KeySpec("weight", shape, dtype)])[1]
+
+
+@given(
+    shape=st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    rank=st.integers(1, 9),
+    places=st.tuples(st.integers(0, 200), st.integers(1, 200)),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_part_is_that_part_of_the_product_and_the_padding_is_zero(
+    shape: tuple[int, int], rank: int, places: tuple[int, int]
+) -> None:
+    slot = slot_of(shape)
+    generator = torch.Generator().manual_seed(rank)
+    left, right = (torch.randint(-4, 5, (rank, size), generator=generator).float() for size in shape)
+    whole = torch.zeros(slot.padded)
+    whole[: slot.length] = left.t().mm(right).view(-1)
+    window = Factored(slot, rank, torch.cat([left.view(-1), right.view(-1)]))
+    start = min(places[0] * ALIGN, slot.padded - ALIGN)
+    stop = min(start + places[1] * ALIGN, slot.padded)
+    assert torch.equal(window.view(slot.segment, slot.start + start, slot.start + stop), whole[start:stop])
+    assert window.seams(slot.segment, slot.start, slot.start + slot.padded) == ()
+
+
+def test_large_products_have_the_bits_of_the_gradient_that_autograd_computes() -> None:
+    slot = slot_of((700, 1100))
+    generator = torch.Generator().manual_seed(3)
+    left, right = (torch.randn(16, size, generator=generator) for size in (700, 1100))
+    window = Factored(slot, 16, torch.cat([left.view(-1), right.view(-1)]))
+    parts = [
+        window.view(slot.segment, slot.start + at, slot.start + min(at + 131_072, slot.padded)).clone()
+        for at in range(0, slot.padded, 131_072)
+    ]
+    assert torch.equal(torch.cat(parts)[: slot.length].view(700, 1100), left.t().mm(right))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "rank", "said"),
+    [
+        ((70,), "float32", 1, "'weight' is 70 float32; only a matrix of float32 or float64"),
+        ((8, 8), "float16", 1, "'weight' is 8x8 float16; only a matrix"),
+        ((8, 8), "float32", 5, "factors of rank 5 are 80 elements, its gradient 64; push the gradient"),
+        ((8, 8), "float32", -1, "factors of rank -1 are -16 elements"),
+    ],
+)
+def test_what_cannot_be_factors_is_refused(shape: tuple[int, ...], dtype: str, rank: int, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        factors_length(slot_of(shape, dtype), rank)
+    assert factors_length(slot_of((8, 8)), 4) == 64
