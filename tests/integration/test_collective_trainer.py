@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -40,14 +40,6 @@ from echelon.train.flat import make_flat_buckets
 STEPS = 4
 SIZES = (6, 2, 5)
 TOLERANCE = 1e-6  # relative, of a tensor's norm, in float32: sums are made in another order than in one batch
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def two_groups(model: nn.Module) -> Optimizer:

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,6 @@ from jobs import Job, rows
 EXAMPLES = Path(__file__).parents[2] / "examples" / "image-classification"
 STEPS = 4
 TOLERANCE = 1e-6  # relative, of a tensor's norm: sums are made in another order than in one batch
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def momentum(model: nn.Module) -> Optimizer:

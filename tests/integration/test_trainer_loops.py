@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,14 +34,6 @@ from echelon.launch.in_process import run
 
 STEPS = 4
 Step = Callable[[nn.Module, Optimizer, echelon.Trainer | None, Batch], None]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def momentum(model: nn.Module) -> Optimizer:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from echelon.bench.harness import Case, Ratio
     from echelon.bench.train_contenders import TrainContender
 
-PEERS = ("ddp", "ddp_tuned", "mxnet")
+PEERS = ("ddp", "ddp_tuned", "mxnet", "gradients")
 STORES = ("dist_sync", "dist_async", "dist_ssync")
 TRANSPORTS = ("auto", "shm", "tcp")
 SETTINGS = (
@@ -52,7 +52,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--threads", type=int, help="of a worker; if not given, the cores divided by the workers")
     parser.add_argument("--kv-store", choices=STORES, default="dist_sync")
     parser.add_argument("--transport", choices=TRANSPORTS, default="auto", help="Echelon's way")
-    parser.add_argument("--peer", action="append", choices=PEERS, default=[], help="run it too; repeat for more")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        choices=PEERS,
+        default=[],
+        help="run it too; repeat for more (gradients: Echelon without --push-factors)",
+    )
     parser.add_argument("--rounds", type=int, default=8, help="turns of each contender")
     parser.add_argument("--steps", type=int, default=10, help="timed steps in a turn")
     parser.add_argument("--warmup", type=int, default=2, help="steps before those, in each turn")

@@ -63,10 +63,19 @@ def _means(workers: Sequence[Sequence[float]]) -> list[float]:
 
 def echelon(plan: TrainPlan) -> TrainContender:
     """Scheduler, servers and workers of Echelon, each `python -m echelon.bench.worker_train` in its role."""
-    argv = [sys.executable, "-m", "echelon.bench.worker_train", *plan.options]
+    return _echelon("echelon", plan, [])
+
+
+def gradients(plan: TrainPlan) -> TrainContender:
+    """Echelon, but every layer pushes its gradient, none the factors of it."""
+    return _echelon("gradients", plan, ["--push-factors", "0"])
+
+
+def _echelon(name: str, plan: TrainPlan, more: Sequence[str]) -> TrainContender:
+    argv = [sys.executable, "-m", "echelon.bench.worker_train", *plan.options, *more]
     argv += ["--threads", str(plan.threads), "--kv-store", plan.kv_store]
     job = local_job(plan.num_workers, plan.num_servers, plan.transport)
-    return TrainContender("echelon", job_specs(job, argv, _threads(plan)), plan.work_dir)
+    return TrainContender(name, job_specs(job, argv, _threads(plan)), plan.work_dir)
 
 
 def ddp(plan: TrainPlan) -> TrainContender:
@@ -105,6 +114,7 @@ def _threads(plan: TrainPlan) -> dict[str, str]:
 
 MAKERS: dict[str, Callable[[TrainPlan], TrainContender]] = {
     "echelon": echelon,
+    "gradients": gradients,
     "ddp": ddp,
     "ddp_tuned": ddp_tuned,
     "mxnet": mxnet,

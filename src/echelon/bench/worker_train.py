@@ -23,11 +23,13 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, required=True, help="of this worker")
     parser.add_argument("--threads", type=int, required=True, help="of this worker")
     parser.add_argument("--kv-store", default="dist_sync")
+    parser.add_argument("--push-factors", type=int, default=1, help="as the trainers have it")
     args = parser.parse_args()
     store = kvstore.create(args.kv_store, staleness=STALENESS if args.kv_store == "dist_ssync" else None)
     torch.set_num_threads(args.threads)
     model = make_model(args.model)
-    with Trainer(model, make_optimizer(args.model, model), store, push_factors=True) as trainer:
+    optimizer = make_optimizer(args.model, model)
+    with Trainer(model, optimizer, store, push_factors=bool(args.push_factors)) as trainer:
         batch = make_batch(args.model, args.batch_size, store.rank)
         serve(Loop(model, batch, store.barrier, trainer.step, trainer.sync).run_round)
 
