@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from echelon.cluster.placement import Layout, Piece, Segment, join
-from echelon.server.factored import Factored
+from echelon.server.factored import Factored, sums
 from echelon.server.kernels import Kernel
 from echelon.server.memory import Window, master_dtype, zeros
 
@@ -129,14 +129,12 @@ class Store:
         states = self.states(piece, kernel) if kernel else []
         chunks = zip(
             torch.split(weights, CHUNK),
-            _in_step([_chunks(part.window, piece) for part in update.parts]),
+            self._totals(update.parts, piece, weights.dtype),
             _together(states),
             _together([output.view(*piece[:3]) for output in outputs]),
             strict=False,
         )
-        shares = [part.weight for part in update.parts]
-        for weight, gradients, state, copies in chunks:
-            total, scale = self._sum(gradients, shares, weight.dtype)
+        for weight, (total, scale), state, copies in chunks:
             if scale != 1 and not (kernel and kernel.scales_gradient):
                 total, scale = total.mul_(scale), 1.0
             if kernel is None:
@@ -160,10 +158,21 @@ class Store:
                 self._copy(piece, outputs)
 
     def _sum_into(self, gradient: Tensor, piece: Piece, parts: Sequence[Part]) -> None:
-        views = _in_step([_chunks(part.window, piece) for part in parts])
-        for target, gradients in zip(torch.split(gradient, CHUNK), views, strict=True):
-            total, scale = self._sum(gradients, [part.weight for part in parts], gradient.dtype)
+        totals = self._totals(parts, piece, gradient.dtype)
+        for target, (total, scale) in zip(torch.split(gradient, CHUNK), totals, strict=True):
             torch.mul(total, scale, out=target)
+
+    def _totals(self, parts: Sequence[Part], piece: Piece, dtype: torch.dtype) -> Iterator[tuple[Tensor, float]]:
+        """The weighted sum of the parts over a piece, chunk by chunk, and a scale still to be applied."""
+        shares = [part.weight for part in parts]
+        factored = [part.window for part in parts if isinstance(part.window, Factored)]
+        if len(factored) == len(parts) and len(set(shares)) == 1:
+            for block in sums(factored, piece):
+                for total in torch.split(block, CHUNK):
+                    yield total, shares[0]
+        else:
+            for gradients in zip(*(_chunks(part.window, piece) for part in parts), strict=True):
+                yield self._sum(gradients, shares, dtype)
 
     def _sum(self, gradients: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, float]:
         """The weighted sum in rank order and a scale still to be applied. One of weight 1 is used where it lies."""
@@ -205,11 +214,7 @@ class Store:
 
 def _together(arrays: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
     """Chunk by chunk, all arrays at once; for no arrays, for ever nothing."""
-    return _in_step([torch.split(array, CHUNK) for array in arrays])
-
-
-def _in_step(arrays: Sequence[Iterable[Tensor]]) -> Iterable[tuple[Tensor, ...]]:
-    return zip(*arrays, strict=True) if arrays else itertools.repeat(())
+    return zip(*(torch.split(array, CHUNK) for array in arrays), strict=True) if arrays else itertools.repeat(())
 
 
 def _chunks(window: Window, piece: Piece) -> Iterable[Tensor]:

@@ -8,15 +8,16 @@ large product, to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from echelon.cluster.placement import ALIGN, Slot
+from echelon.cluster.placement import ALIGN, Piece, Slot
 from echelon.errors import UsageError
 
 DTYPES = ("float32", "float64")
+BLOCK = 262_144  # elements: in smaller products, much of the time is spent on laying the factors out
 
 
 def factors_length(slot: Slot, rank: int) -> int:
@@ -47,16 +48,29 @@ class Factored:
 
     def view(self, segment: int, start: int, stop: int) -> Tensor:
         """Elements [start, stop), which hold until the next call. Behind the key's own there are zeros."""
+        return self.summed_with((), start, stop)
+
+    def summed_with(self, others: Sequence[Factored], start: int, stop: int) -> Tensor:
+        """As `view`, with others' elements of this key added in their order, as if each had been made by itself."""
         columns = self._columns
         begin, end = start - self._slot.start, min(stop - self._slot.start, self._slot.length)
         first, last = begin // columns, -(-end // columns)
         size = (last - first) * columns
         if self._room.numel() < size + ALIGN:
             self._room = self._room.new_empty(size + ALIGN)
-        torch.mm(self._left[:, first:last].t(), self._right, out=self._room[:size].view(last - first, columns))
+        room = self._room[:size].view(last - first, columns)
+        torch.mm(self._left[:, first:last].t(), self._right, out=room)
+        for other in others:
+            room.addmm_(other._left[:, first:last].t(), other._right)
         self._room[size : size + ALIGN].zero_()
         offset = begin - first * columns
         return self._room[offset : offset + stop - start]
 
     def seams(self, segment: int, start: int, stop: int) -> Sequence[int]:
         return ()
+
+
+def sums(windows: Sequence[Factored], piece: Piece) -> Iterator[Tensor]:
+    """The sum of one key's gradients over a piece, block by block. Each holds until the next one."""
+    for start in range(piece.start, piece.stop, BLOCK):
+        yield windows[0].summed_with(windows[1:], start, min(start + BLOCK, piece.stop))
