@@ -184,6 +184,7 @@ class Shard:
         slot = self._layout.slots[request.keys[0]]
         length = factors_length(slot, request.rank)
         if not request.framed:
+            self._check_attached(mapped, request.keys)
             return Factored(slot, request.rank, mapped.view(slot.segment, slot.start, slot.start + length))
         dtypes = {slot.segment: slot.spec.dtype}
         piece = Piece(slot.segment, slot.start, slot.start + length, 0)
@@ -194,6 +195,7 @@ class Shard:
     def _incoming(self, mapped: Mapped, keys: Sequence[int], frames: Sequence[memoryview], framed: bool) -> Window:
         """Where a request's tensors are; frames are checked against the layout before anything is touched."""
         if not framed:
+            self._check_attached(mapped, keys)
             return mapped
         pieces, dtypes = self._frame_pieces(keys), self._dtypes()
         wanted = [(piece.stop - piece.start) * ITEM_BYTES[dtypes[piece.segment]] for piece in pieces]
@@ -205,8 +207,18 @@ class Shard:
         if list(wanted) != given:
             raise UsageError(f"tensors came in {len(given)} frames of {sum(given)} bytes; {sum(wanted)} bytes were due")
 
+    def _check_attached(self, mapped: Mapped, keys: Sequence[int]) -> None:
+        if len(mapped.segments) == len(self._layout.segments):
+            return
+        for slot in (self._layout.slots[key] for key in keys):
+            if slot.segment not in mapped.segments:
+                raise UsageError(f"this worker's memory for key {slot.spec.name!r} is not attached; send frames")
+
     def _outgoing(self, mapped: Mapped, keys: Sequence[int], framed: bool) -> Window:
-        return empty_frames(self._frame_pieces(keys), self._dtypes()) if framed else mapped
+        if framed:
+            return empty_frames(self._frame_pieces(keys), self._dtypes())
+        self._check_attached(mapped, keys)
+        return mapped
 
     def _frame_pieces(self, keys: Sequence[int]) -> list[Piece]:
         slots = self._layout.slots

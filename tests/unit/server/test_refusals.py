@@ -1,0 +1,73 @@
+"""What a server refuses is answered, changes nothing, and leaves the server at work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from echelon.cluster.messages import Configure, Done, Failed, Init, Place, Placed, Pull, Push, Request, Response
+from echelon.cluster.placement import KeySpec
+from echelon.server.shard import Shard
+
+SHAPE = (8, 8)
+
+
+class Server:
+    """A shard with one worker, whose answers are looked at."""
+
+    def __init__(self) -> None:
+        self._answers: list[tuple[Response, Sequence[memoryview]]] = []
+        self._shard = Shard(
+            0, 1, [0], lambda _, response, frames: self._answers.append((response, frames)), lambda _: None
+        )
+        self.ask(Configure(1, 0, "dist_sync", None, None))
+        placed = self.ask(Place(2, [KeySpec("a", SHAPE, "float32"), KeySpec("b", SHAPE, "float32")]))[0]
+        assert isinstance(placed, Placed)
+        values = torch.arange(128.0)
+        assert self.ask(Init(3, placed.segments, placed.slots, True), values) == (Done(3), ())
+
+    def ask(self, request: Request, frame: Tensor | None = None) -> tuple[Response, Sequence[memoryview]]:
+        """The answer to a request with one frame, or none."""
+        frames = [] if frame is None else [frame.view(torch.uint8).numpy().data]
+        self._shard.handle(0, request, frames)
+        return self._answers.pop()
+
+    def values(self, key: int = 0) -> Tensor:
+        """What is stored."""
+        answer, frames = self.ask(Pull(99, 1, 0, [key], True))
+        assert isinstance(answer, Done)
+        return torch.frombuffer(bytearray(frames[0]), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("request_", "length", "said"),
+    [
+        (Push(7, 1, 0, [0], None, [], True, False), None, "memory for key 'a' is not attached; send frames"),
+        (Push(7, 1, 0, [0], None, [], True, False, rank=1), None, "memory for key 'a' is not attached; send frames"),
+        (Pull(7, 1, 0, [1], False), None, "memory for key 'b' is not attached; send frames"),
+        (Push(7, 1, 0, [0], None, [], True, True), 63, "1 frames of 252 bytes; 256 bytes were due"),
+        (Push(7, 1, 0, [0], None, [], True, True, rank=2), 31, "1 frames of 124 bytes; 128 bytes were due"),
+        (Push(7, 1, 0, [0], None, [], True, True, rank=2), None, "0 frames of 0 bytes; 128 bytes were due"),
+        (
+            Push(7, 1, 0, [0, 1], None, [], True, True, rank=2),
+            32,
+            "factors are of one key's gradient; this push names 2",
+        ),
+        (Push(7, 1, 0, [0], None, [], True, True, rank=5), 80, "factors of rank 5 are 80 elements, its gradient 64"),
+        (Push(7, 1, 0, [5], None, [], True, True, rank=1), 16, "key number 5 is not initialised"),
+    ],
+)
+def test_a_bad_request_is_refused_and_the_next_one_served(request_: Request, length: int | None, said: str) -> None:
+    server = Server()
+    answer, _ = server.ask(request_, None if length is None else torch.ones(length))
+    assert isinstance(answer, Failed)
+    assert said in answer.reason
+    assert torch.equal(server.values(), torch.arange(64.0))
+    left, right = torch.arange(8.0), torch.arange(1.0, 9.0)
+    answer, frames = server.ask(Push(8, 1, 0, [0], None, [], True, True, rank=1), torch.cat([left, right]))
+    assert isinstance(answer, Done)
+    product = torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).view(SHAPE)
+    assert torch.equal(product, torch.outer(left, right)), "without an optimizer, the sum takes the value's place"
