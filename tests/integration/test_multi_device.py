@@ -338,6 +338,9 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     names = sorted(path.name for path in parts.glob("*-0002.safetensors"))
     assert names == ["m-0002.safetensors", *(f"m-{rank}-0002.safetensors" for rank in (1, 2, 3))]
     assert_same_bits(load(parts / names[0]).weights, load(whole / names[0]).weights)
+    measured = [load(whole / f"m{one}-0002.safetensors").facts["metrics"] for one in ("", "-1", "-2", "-3")]
+    assert measured[0] == measured[1], "what is shown is of all devices of a worker"
+    assert measured[2] == measured[3] != measured[0]
     assert differs(load(whole / names[0]).weights, load(whole / "m-0001.safetensors").weights)
 
 

@@ -90,6 +90,10 @@ class CollectiveTrainer(Trainer):
         for buffer, part in zip(self._buffers, torch.split(mean, [b.numel() for b in self._buffers]), strict=True):
             buffer.copy_(part.view_as(buffer))
 
+    def over_devices(self, sums: Tensor) -> Tensor:
+        """The sums of all devices of the group, on the CPU. All of them call it after the same step."""
+        return self._group.all_reduce(sums.clone()).result().cpu()
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Put weights and buffers into the model; rank 0's count. All workers call it."""
         self.model.load_state_dict(weights)

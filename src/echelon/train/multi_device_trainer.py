@@ -93,6 +93,10 @@ class MultiDeviceTrainer(Trainer):
             self._served.average_buffers()
         self._group.broadcast(self._buffers)
 
+    def over_devices(self, sums: Tensor) -> Tensor:
+        """The sums of all devices of the group, on the CPU. All of them call it after the same step."""
+        return self._group.all_reduce(sums.clone()).result().cpu()
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Put weights and buffers into the model and the servers. All devices of all workers call it."""
         if self._served is not None:

@@ -138,7 +138,7 @@ class Run:
         for index, batch in enumerate(self._step.batches(loader), first):
             self._one_step(epoch * per_epoch + index + 1, batch)
             if index % self._options.disp_batches == 0 or index == first:
-                now = self._work.sums.to("cpu", copy=True)  # waits for the device, which may be many steps behind
+                now = self._trainer.over_devices(self._work.sums)  # waits for the device, which may be steps behind
                 if (due := speedometer.tick(epoch, index)) is not None:
                     self._say_speed(epoch, due, self._metrics.means(now - shown))
                     shown = now
@@ -192,7 +192,8 @@ class Run:
         return Point(epoch, done, done * self._sampling.batch_size * self._place.size)
 
     def _end_epoch(self, epoch: int, began: float) -> None:
-        means = self._metrics.means(self._work.sums)  # waits for the device, so that the time is all of the epoch
+        sums = self._trainer.over_devices(self._work.sums)  # waits for the device: the time is all of the epoch's
+        means = self._metrics.means(sums)
         seconds = time.perf_counter() - began
         for name, value in means.items():
             self._say(log_lines.train_line(epoch, name, value))

@@ -176,6 +176,10 @@ class Trainer:
         """Set floating-point buffers (BatchNorm's statistics) to their mean over the workers. All must call it."""
         raise NotImplementedError
 
+    def over_devices(self, sums: Tensor) -> Tensor:
+        """The sums of all devices that make steps together, on the CPU. All of them call it after the same step."""
+        return sums.to("cpu", copy=True)
+
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Put weights and buffers into the model and the store. All workers call it."""
         raise NotImplementedError
