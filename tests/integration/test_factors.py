@@ -183,6 +183,19 @@ def test_other_ways_to_a_gradient_give_the_bits_of_plain_pytorch(step: Step, lea
     assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
 
 
+@pytest.mark.parametrize("frozen", ["large.weight", "large.bias"])
+def test_what_is_frozen_in_mid_training_stays_as_it_is(frozen: str) -> None:
+    def step(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
+        model.get_parameter(frozen).requires_grad_(bool(batch[1][0] >= 0))
+        loss_of(model, (batch[0], batch[1].abs())).backward()
+
+    model, data = seeded(Wide), batches(3)
+    data[1][1][0] = -1  # the sign to freeze
+    found, left = on_one_worker(lambda kv: trained(kv, model, sgd, data, step), "dist_sync")
+    assert left == [True, frozen == "large.weight", True]
+    assert_same_bits(found, plain(model, sgd, data, step))
+
+
 def test_half_precision_by_autocast_pushes_gradients() -> None:
     def step(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
         with torch.autocast("cpu", torch.bfloat16):

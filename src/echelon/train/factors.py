@@ -54,7 +54,7 @@ class FactoredLinear:
         self._take = take
         self._has_gradient = has_gradient
         self._factors: Factors = []
-        self._rank: int | None = None  # of the call under way
+        self._spared = False  # whether autograd is, in the call under way
         self.hooks: list[RemovableHandle] = [  # functions: a copy of the model copies methods with all they belong to
             module.register_forward_pre_hook(lambda called, args: self._before(called, args)),
             module.register_forward_hook(lambda called, args, out: self._after(called, args, out), always_call=True),
@@ -63,19 +63,22 @@ class FactoredLinear:
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Decide, and if it is worthwhile, spare autograd the weights."""
-        self._rank = None
-        if module is not self._module or not torch.is_grad_enabled() or not self._may_take():
+        if module is not self._module:
             return  # a copy of the model has copies of its hooks
-        inputs = args[0] if args else None
+        weight, bias = self._module.weight, self._module.bias
+        asked = torch.is_grad_enabled() and weight.requires_grad and bias.requires_grad and self._may_take()
+        self._spared = asked and bool(args) and self._pays(args[0])
+        if self._spared:
+            weight.requires_grad_(False)
+
+    def _pays(self, inputs: object) -> bool:
         weight = self._module.weight
-        if isinstance(inputs, Tensor) and inputs.dtype is weight.dtype and not torch.is_autocast_enabled("cpu"):
-            rank = inputs.numel() // max(1, weight.shape[1])
-            if is_worthwhile(rank, weight.shape):
-                self._rank = rank
-                weight.requires_grad_(False)
+        if not isinstance(inputs, Tensor) or inputs.dtype is not weight.dtype or torch.is_autocast_enabled("cpu"):
+            return False
+        return is_worthwhile(inputs.numel() // max(1, weight.shape[1]), weight.shape)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], outputs: Tensor | None) -> None:
-        if module is not self._module or self._rank is None:
+        if module is not self._module or not self._spared:
             return
         self._module.weight.requires_grad_(True)
         if isinstance(outputs, Tensor):  # and not because of an error
