@@ -416,7 +416,7 @@ def test_mistakes_on_a_group() -> None:
                 f"worker {rank}: a second backward before step()",
                 "step(7) but the forward pass saw 6 samples",
                 "nccl meets others in every step",
-                "was changed after it had left during backward",
+                "was changed after gradients had left during backward",
             ),
             strict=True,
         ):

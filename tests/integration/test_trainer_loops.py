@@ -578,7 +578,7 @@ def test_changing_a_gradient_that_has_left_is_an_error() -> None:
         trainer = echelon.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), kv)
         model(torch.ones(3, 4)).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        with pytest.raises(UsageError, match=r"changed after it had left.*overlap=False"):
+        with pytest.raises(UsageError, match=r"changed after gradients had left.*overlap=False"):
             trainer.step(3)
 
     on_one_worker(program, "dist_sync")

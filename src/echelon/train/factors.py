@@ -4,25 +4,28 @@ The weights' gradient is a product: what came back to the outputs, transposed, t
 two are small beside it, and the worker need neither compute it, nor write it, nor send it: a server makes the product
 as it goes through the weights (`server.factored`). The weights' `.grad` then stays None.
 
-While the layer runs forward, its weight does not ask for a gradient, and a hook on the outputs keeps what comes back.
-That the bias has its gradient is the sign that all of it has: in a backward pass for other things than parameters'
-gradients (`torch.autograd.grad` for the inputs) nothing comes to the bias, and nothing leaves.
+The layer computes with weights that ask for no gradient, and with a bias that came through `_Carried`, whose way back
+leads to the weights, too. So autograd sees the layer as it always does: hooks, `torch.autograd.grad`, and a weight that
+is used elsewhere give what they would. `_Carried` gives the weights no gradient only where it would be added to `.grad`
+and nobody looked at it before; the factors leave when all ways back to the weights have come to their end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from echelon.errors import UsageError
 
 SMALLER_BY = 4  # the factors must be smaller than the gradient by this
-# For each time that the layer was used: the backward pass, the outputs' gradients, the inputs.
-Factors = list[tuple[int, Tensor, Tensor]]
+Factors = list[tuple[Tensor, Tensor]]  # for each time that the layer was used: the outputs' gradients, the inputs
+Gradients = tuple[Tensor | None, ...]
 
 
 def is_worthwhile(rank: int, shape: Sequence[int]) -> bool:
@@ -31,87 +34,111 @@ def is_worthwhile(rank: int, shape: Sequence[int]) -> bool:
 
 
 def can_be_factored(module: nn.Module) -> bool:
-    """A layer that is exactly what it seems: of one sort, with weights and a bias that nobody else looks at."""
-    if type(module) is not nn.Linear or module.bias is None or module.weight.dtype is not torch.float32:
+    """A layer that is exactly what it seems."""
+    if type(module) is not nn.Linear or module.bias is None or "forward" in vars(module):
         return False
-    watched = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in (module.weight, module.bias))
-    on_cpu = module.weight.device.type == "cpu"
-    return on_cpu and not watched and module.weight.requires_grad and module.bias.requires_grad
+    weight = module.weight
+    return weight.dtype is torch.float32 and weight.device.type == "cpu" and weight.requires_grad
 
 
 class FactoredLinear:
-    """Watches one layer. `take` gets the factors if `may_take` says so; if not, the weight gets its gradient."""
+    """Takes the place of one layer's `forward`. `take` gets the factors of a backward pass if `may_take` says so."""
 
-    def __init__(
-        self,
-        module: nn.Linear,
-        may_take: Callable[[], bool],
-        take: Callable[[Tensor, Tensor], None],
-        has_gradient: Callable[[Tensor], None],
-    ) -> None:
+    def __init__(self, module: nn.Linear, may_take: Callable[[], bool], take: Callable[[Tensor, Tensor], None]) -> None:
         self._module = module
+        self._weight = module.weight
         self._may_take = may_take
         self._take = take
-        self._has_gradient = has_gradient
-        self._factors: Factors = []
-        self._spared = False  # whether autograd is, in the call under way
-        self.hooks: list[RemovableHandle] = [  # functions: a copy of the model copies methods with all they belong to
-            module.register_forward_pre_hook(lambda called, args: self._before(called, args)),
-            module.register_forward_hook(lambda called, args, out: self._after(called, args, out), always_call=True),
-            module.bias.register_post_accumulate_grad_hook(self._bias_has_gradient),  # type: ignore[no-untyped-call]
-        ]
+        self._factors: dict[int, Factors] = {}  # by backward passes
+        self._watchers = len(module.weight._post_accumulate_grad_hooks or ())
+        self._end = get_gradient_edge(module.weight).node  # kept: a hook lives as long as its node
+        self._hook = self._end.register_prehook(self._complete)
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Decide, and if it is worthwhile, spare autograd the weights."""
-        if module is not self._module:
-            return  # a copy of the model has copies of its hooks
+        def forward(called: nn.Linear, input: Tensor) -> Tensor:
+            # A copy of the model has this function, too, bound to its own layer.
+            ours = called is self._module and self._pays(input)
+            return self._forward(input) if ours else nn.Linear.forward(called, input)
+
+        module.__dict__["forward"] = MethodType(forward, module)
+
+    def remove(self) -> None:
+        """Leave the layer as it was."""
+        self._hook.remove()
+        self._module.__dict__.pop("forward", None)
+
+    def _pays(self, inputs: Tensor) -> bool:
         weight, bias = self._module.weight, self._module.bias
-        asked = torch.is_grad_enabled() and weight.requires_grad and bias.requires_grad and self._may_take()
-        self._spared = asked and bool(args) and self._pays(args[0])
-        if self._spared:
-            weight.requires_grad_(False)
-
-    def _pays(self, inputs: object) -> bool:
-        weight = self._module.weight
-        if not isinstance(inputs, Tensor) or inputs.dtype is not weight.dtype or torch.is_autocast_enabled("cpu"):
+        if weight is not self._weight or bias is None or not weight.requires_grad or not self._may_take():
             return False
-        return is_worthwhile(inputs.numel() // max(1, weight.shape[1]), weight.shape)
+        if type(inputs) not in (Tensor, nn.Parameter) or inputs.dtype is not weight.dtype or inputs.ndim < 2:
+            return False
+        elsewhere = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        if not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or elsewhere:
+            return False
+        return inputs.shape[-1] == weight.shape[1] and is_worthwhile(inputs.numel() // weight.shape[1], weight.shape)
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], outputs: Tensor | None) -> None:
-        if module is not self._module or not self._spared:
-            return
-        self._module.weight.requires_grad_(True)
-        if isinstance(outputs, Tensor):  # and not because of an error
-            outputs.register_hook(self._keeper(args[0]))  # type: ignore[no-untyped-call]
+    def _forward(self, inputs: Tensor) -> Tensor:
+        weight = self._weight
+        rows = inputs if inputs.ndim == 2 else inputs.reshape(-1, weight.shape[1])
+        came_back: list[Tensor | None] = []
 
-    def _keeper(self, inputs: Tensor) -> Callable[[Tensor], None]:
-        version = inputs._version
-
-        def keep(gradient: Tensor) -> None:
+        def note(gradients: Gradients) -> None:
             if torch.is_grad_enabled():
                 raise UsageError("a second derivative needs the weights' gradients: train with push_factors off")
-            if inputs._version != version:
-                raise UsageError(
-                    f"what went into {self._module} was changed in place before its gradient was computed "
-                    f"(version {version} is now {inputs._version})"
-                )
-            rows, columns = self._module.weight.shape
-            which = torch._C._current_graph_task_id()
-            self._factors.append((which, gradient.reshape(-1, rows), inputs.detach().reshape(-1, columns)))
+            came_back[:] = gradients
 
-        return keep
+        bias: Tensor = _Carried.apply(self._module.bias, weight, rows.detach(), came_back, self)  # type: ignore[no-untyped-call]
+        outputs = nn.functional.linear(rows, weight.detach(), bias)
+        assert outputs.grad_fn is not None
+        outputs.grad_fn.register_prehook(note)  # not on the tensor: others' hooks there may change the gradient
+        return outputs if inputs.ndim == 2 else outputs.view(*inputs.shape[:-1], -1)
 
-    def _bias_has_gradient(self, bias: Tensor) -> None:
-        now = torch._C._current_graph_task_id()  # what another backward pass left is not of this one
-        mine = [(left, right) for which, left, right in self._factors if which == now]
-        self._factors.clear()
-        if not mine:
-            return
-        left, right = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*mine, strict=True))
-        weight = self._module.weight
-        if self._may_take() and weight.grad is None and is_worthwhile(len(left), weight.shape):
-            self._take(left, right)
-            return
-        gradient = left.t().mm(right)
-        weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-        self._has_gradient(weight)
+    def gradient(self, left: Tensor, right: Tensor) -> Tensor | None:
+        """Of the weights, of one use; None if its factors were kept."""
+        kept = self._factors.setdefault(torch._C._current_graph_task_id(), [])
+        rank = len(left) + sum(len(one) for one, _ in kept)
+        if self._unseen() and self._may_take() and is_worthwhile(rank, self._weight.shape):
+            kept.append((left, right))
+            return None
+        return left.t().mm(right)
+
+    def _unseen(self) -> bool:
+        """Whether a gradient would go to `.grad` alone, and be the first there."""
+        weight = self._weight
+        watched = weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > self._watchers
+        if watched or weight.grad is not None or not weight.requires_grad:
+            return False
+        try:
+            return torch._C._will_engine_execute_node(self._end)
+        except RuntimeError:  # `torch.autograd.grad` asks for it
+            return False
+
+    def _complete(self, gradients: Gradients) -> Gradients | None:
+        """All uses have come back; what has no factors is in the gradient already."""
+        factors = self._factors.pop(torch._C._current_graph_task_id(), None)
+        if not factors:
+            return None
+        left, right = (torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*factors, strict=True))
+        if gradients[0] is not None:
+            return (torch.addmm(gradients[0], left.t(), right),)
+        self._take(left, right)
+        return None
+
+
+class _Carried(torch.autograd.Function):
+    """The bias; what comes back goes on to it, and the gradient of the weights, unless factors are kept, to them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, bias: Tensor, weight: Tensor, inputs: Tensor, came_back: list[Tensor | None], layer: FactoredLinear
+    ) -> Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.came_back, ctx.layer = came_back, layer
+        return bias.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (inputs,) = ctx.saved_tensors
+        left = ctx.came_back.pop()
+        return gradient, None if left is None else ctx.layer.gradient(left, inputs), None, None, None

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from echelon.cluster.messages import Done, OptimizerSpec
 from echelon.errors import UsageError
@@ -27,7 +26,7 @@ from echelon.kvstore.server_store import ServerStore
 from echelon.server.optimization import NO_OPTIMIZER
 from echelon.train.buckets import Bucket, limits_on_gpu, make_buckets
 from echelon.train.factors import FactoredLinear, can_be_factored
-from echelon.train.trainer import Trainer
+from echelon.train.trainer import Hook, Trainer
 
 _BUFFERS = "buffers"
 
@@ -50,7 +49,7 @@ class ServerTrainer(Trainer):
         self._sent: list[list[Ticket] | None] = [None] * len(self._buckets)  # of the step that is being made
         self._flying: dict[int, list[Ticket]] = {}  # bucket -> exchange to wait for
         self._flying_step = 0  # the step it belongs to
-        self._step_hooks: list[RemovableHandle] = []
+        self._step_hooks: list[Hook] = []
         self._driven = False
         self._stops_at: int | None = None  # the step after which all stop
         self._place()
@@ -217,16 +216,17 @@ class ServerTrainer(Trainer):
             hook = parameter.register_post_accumulate_grad_hook(self._grad_hook(name))  # type: ignore[no-untyped-call]
             self._step_hooks.append(hook)
         for name, module in self._factorable.items():
-            self._step_hooks += self._factored(name, module).hooks
+            self._step_hooks.append(self._factored(name, module))
         self._hooks += self._step_hooks
 
     def _find_factorable(self) -> dict[str, nn.Linear]:
         """Layers that may push factors, by the names of their weights: each a bucket by itself, and used by one module.
 
         Servers then do what the workers are spared: fewer of them than workers would be kept busy by it, unless the
-        network is what everybody waits for.
+        network is what everybody waits for. Whether a product is finite is not seen in its factors.
         """
-        if self.kvstore.memory_is_shared and self.kvstore.num_servers < len(self.kvstore.workers):
+        busy = self.kvstore.memory_is_shared and self.kvstore.num_servers < len(self.kvstore.workers)
+        if busy or self._check_finite:
             return {}
         users = Counter(id(p) for module in self.model.modules() for p in module.parameters(recurse=False))
         alone = {self._names[b.members[0]] for b in self._buckets if len(b.members) == 1}
@@ -244,7 +244,7 @@ class ServerTrainer(Trainer):
         def may_take() -> bool:
             return self._overlap and not self._accumulating and self._seen is not None and name not in self._arrived
 
-        return FactoredLinear(module, may_take, partial(self._take_factors, name), self._grad_hook(name))
+        return FactoredLinear(module, may_take, partial(self._take_factors, name))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._before_forward(module, args, kwargs)
@@ -270,10 +270,10 @@ class ServerTrainer(Trainer):
         def ready(parameter: Tensor) -> None:
             if name not in self._called:  # as nn.MultiheadAttention does with its out_proj: wait before all of forward
                 self._early.add(bucket.index)
-            if self._accumulating or not self._overlap or self._seen is None:
-                return
+            if self._accumulating or not self._overlap or self._seen is None or parameter.grad is None:
+                return  # None: its factors have left, or it was frozen since the forward pass
             if name in self._arrived:
-                raise self._used_elsewhere(name) if name in self._factorable else self._second_backward()
+                raise self._second_backward()
             self._take(name, parameter)
             self._arrived.add(name)
             self._missing[bucket.index] -= 1
@@ -308,19 +308,11 @@ class ServerTrainer(Trainer):
         place = self._views[name][1].view(-1)
         place[: left.numel()].view_as(left).copy_(left)
         place[left.numel() : left.numel() + right.numel()].view_as(right).copy_(right)
-        if self._check_finite and not (is_finite(left) and is_finite(right)):
-            raise self._not_finite(name)
         assert self._seen is not None
         self._arrived.add(name)
         self._missing[index] = 0
         rates = learning_rates(self.optimizer)
         self._sent[index] = self.kvstore.exchange_factors(self._keys[name], len(left), float(self._seen), rates)
-
-    def _used_elsewhere(self, name: str) -> UsageError:
-        return UsageError(
-            f"{name!r} has a gradient from outside its layer, too, and one of the two has left already; "
-            "use Trainer(push_factors=False)"
-        )
 
     def _exchange(self, keys: list[int], samples: int) -> list[Ticket]:
         return self.kvstore.exchange(keys, float(samples), learning_rates(self.optimizer))
@@ -363,18 +355,26 @@ class ServerTrainer(Trainer):
 
     def _check_unchanged(self) -> None:
         """What has been sent cannot be changed any more: say so instead of training with the old values."""
+        factors = any(name in self._arrived and self._parameters[name].grad is None for name in self._factorable)
         for name, watched in self._watched.items():
+            sent = self._sent[self._bucket_of[name].index] is not None
+            if sent and self._replaced(name, watched):
+                raise self._changed_gradient(name)
             if watched._version != self._versions[name]:
                 self._versions[name] = watched._version
-                if self._sent[self._bucket_of[name].index] is not None:
+                if sent or factors:  # what was done to this one may have been meant for those, too
                     raise self._changed_gradient(name)
-        for group, sent in zip(self.optimizer.param_groups, self._settings, strict=True):
-            changed = next((option for option, value in sent.items() if group[option] != value), None)
+        for group, settings in zip(self.optimizer.param_groups, self._settings, strict=True):
+            changed = next((option for option, value in settings.items() if group[option] != value), None)
             if changed is not None:
                 raise UsageError(
-                    f"the optimizer's {changed} went from {sent[changed]} to {group[changed]}; only the learning rate "
-                    "can change during training (OneCycleLR: pass cycle_momentum=False)"
+                    f"the optimizer's {changed} went from {settings[changed]} to {group[changed]}; only the learning "
+                    "rate can change during training (OneCycleLR: pass cycle_momentum=False)"
                 )
+
+    def _replaced(self, name: str, watched: Tensor) -> bool:
+        gradient = self._parameters[name].grad
+        return name in self._arrived and gradient is not None and gradient.is_cpu and gradient is not watched
 
     @property
     def _have_left(self) -> bool:

@@ -18,12 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
@@ -32,6 +31,14 @@ from echelon.kvstore.create import Groups, has_devices, is_collective
 from echelon.kvstore.multi_device import MultiDeviceStore
 
 REPORT_S = 0.25
+
+
+class Hook(Protocol):
+    """What was put on a model for as long as it is trained."""
+
+    def remove(self) -> None:
+        """Take it off. Harmless when done twice."""
+        ...
 
 
 class Trainer:
@@ -91,7 +98,7 @@ class Trainer:
         self._last_report = 0.0
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
         # Kept to be removed: a parameter's hooks are out of the garbage collector's sight, and hold the trainer.
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[Hook] = []
         self._start()
         self._hooks.append(model.register_forward_pre_hook(self._watcher(), with_kwargs=True))
 
@@ -245,7 +252,7 @@ class Trainer:
 
     def _changed_gradient(self, name: str) -> UsageError:
         return UsageError(
-            f"the gradient of {name!r} was changed after it had left during backward (clipping?); "
+            f"the gradient of {name!r} was changed after gradients had left during backward (clipping?); "
             "use Trainer(overlap=False), which sends at step()"
         )
 
