@@ -3,7 +3,8 @@
 The gradient of a linear layer's weights is the product of what came back to its outputs and what went into its inputs:
 for 32 samples and 4096 x 3072 weights, 0.9 MB of factors make 50 MB of gradient. A server makes a cache full of it at
 a time, so that the gradient as a whole is never anywhere. Each element is the same sum in the same order as in one
-large product, to the bit.
+large product, to the bit: BLAS sums otherwise only in products of very few rows, and adds to what is there already in
+several parts only from a higher rank on, and neither is asked of it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from echelon.cluster.placement import ALIGN, Piece, Slot
 from echelon.errors import UsageError
 
 DTYPES = ("float32", "float64")
+FEWEST_ROWS = 4  # of a product that is made: smaller ones are summed in another order (MKL: 1 to 3)
+HIGHEST_RANK = 128  # that is added in one go (MKL: 192)
 BLOCK = 262_144  # elements: in smaller products, much of the time is spent on laying the factors out
 
 
@@ -42,6 +45,7 @@ class Factored:
     def __init__(self, slot: Slot, rank: int, factors: Tensor) -> None:
         rows, self._columns = slot.spec.shape
         self._slot = slot
+        self._rank, self._rows = rank, rows
         self._left = factors[: rank * rows].view(rank, rows)
         self._right = factors[rank * rows : rank * (rows + self._columns)].view(rank, self._columns)
         self._room = factors.new_empty(0)
@@ -54,14 +58,19 @@ class Factored:
         """As `view`, with others' elements of this key added in their order, as if each had been made by itself."""
         columns = self._columns
         begin, end = start - self._slot.start, min(stop - self._slot.start, self._slot.length)
-        first, last = begin // columns, -(-end // columns)
+        first = min(begin // columns, max(0, self._rows - FEWEST_ROWS))
+        last = max(-(-end // columns), min(first + FEWEST_ROWS, self._rows))
         size = (last - first) * columns
         if self._room.numel() < size + ALIGN:
             self._room = self._room.new_empty(size + ALIGN)
         room = self._room[:size].view(last - first, columns)
         torch.mm(self._left[:, first:last].t(), self._right, out=room)
         for other in others:
-            room.addmm_(other._left[:, first:last].t(), other._right)
+            left, right = other._left[:, first:last].t(), other._right
+            if other._rank <= HIGHEST_RANK:
+                room.addmm_(left, right)
+            else:
+                room.add_(left.mm(right))
         self._room[size : size + ALIGN].zero_()
         offset = begin - first * columns
         return self._room[offset : offset + stop - start]

@@ -50,6 +50,22 @@ def test_large_products_have_the_bits_of_the_gradient_that_autograd_computes() -
     assert torch.equal(torch.cat(parts)[: slot.length].view(700, 1100), left.t().mm(right))
 
 
+@pytest.mark.parametrize("rank", [2, 32, 200])
+def test_parts_of_a_row_and_sums_of_high_rank_have_these_bits_too(rank: int) -> None:
+    """The last part of a key may be 64 elements, and a product of one row is summed in another order."""
+    rows, columns = 1024, 1100
+    slot = slot_of((rows, columns))
+    generator = torch.Generator().manual_seed(4)
+    pairs = [[torch.randn(rank, size, generator=generator) for size in (rows, columns)] for _ in range(2)]
+    windows = [Factored(slot, rank, torch.cat([left.view(-1), right.view(-1)])) for left, right in pairs]
+    one, other = (left.t().mm(right).view(-1) for left, right in pairs)
+    for start in (0, 640, 3 * columns // ALIGN * ALIGN, slot.length - slot.length % ALIGN - ALIGN):
+        place = slot.start + start, slot.start + start + ALIGN
+        assert torch.equal(windows[0].view(slot.segment, *place), one[start : start + ALIGN])
+        summed = windows[0].summed_with(windows[1:], *place)
+        assert torch.equal(summed, (one + other)[start : start + ALIGN])
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "rank", "said"),
     [
