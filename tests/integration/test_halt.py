@@ -93,6 +93,22 @@ def test_those_who_only_meet_hear_it_there() -> None:
     assert run(at_a_barrier, "dist_sync", sizes=(2, 1, 1)) == [[None, "enough"]] * 2
 
 
+def two_reasons(kv: KVStore) -> list[str | None]:
+    heard = []
+    for rank in (1, 0):
+        if kv.rank == rank:
+            kv.halt(f"worker {rank} has enough")
+        kv.barrier()
+        kv.barrier()
+        heard.append(kv.halted)
+    return heard
+
+
+@pytest.mark.parametrize("store", ["dist_sync", "dist_async"])
+def test_of_two_reasons_all_give_the_first(store: str) -> None:
+    assert run(two_reasons, store, sizes=(2, 1, 1)) == [["worker 1 has enough"] * 2] * 2
+
+
 def test_a_run_that_one_worker_ends_goes_on_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = TrainOptions(
         kv_store="dist_sync", batch_size=64, num_epochs=2, num_examples=1280, lr=0.1, disp_batches=1, seed=7

@@ -147,7 +147,7 @@ class Joined:
                     self._barriers_done = max(self._barriers_done, sequence)
                 case Abort(reason):
                     self._broken = reason
-                case Halt(reason):
-                    self.halted = reason
+                case Halt(reason):  # the first reason counts: all hear them in the same order
+                    self.halted = self.halted or reason
             self._changed.notify_all()
         self.on_news()
