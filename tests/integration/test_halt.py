@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,29 @@ def at_a_barrier(kv: KVStore) -> list[str | None]:
 
 def test_those_who_only_meet_hear_it_there() -> None:
     assert run(at_a_barrier, "dist_sync", sizes=(2, 1, 1)) == [[None, "enough"]] * 2
+
+
+def after_a_barrier(kv: KVStore) -> list[str | None]:
+    """The word comes when all have been there, to one that has not woken up yet."""
+    session: Any = kv._session  # type: ignore[attr-defined]
+    wake = session._changed.wait
+
+    def wake_late(timeout: float) -> bool:
+        woken: bool = wake(timeout)
+        if session._barriers_done == session._barriers:
+            session.halted = "enough"
+        return woken
+
+    session._changed.wait = wake_late
+    kv.barrier()
+    session._changed.wait = wake
+    heard = [kv.halted]
+    kv.barrier()
+    return [*heard, kv.halted]
+
+
+def test_a_word_that_comes_after_a_barrier_is_heard_in_the_next() -> None:
+    assert run(after_a_barrier, "dist_sync", sizes=(1, 1, 1)) == [[None, "enough"]]
 
 
 def two_reasons(kv: KVStore) -> list[str | None]:

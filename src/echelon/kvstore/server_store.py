@@ -120,8 +120,8 @@ class ServerStore(KVStore):
 
     def barrier(self) -> None:
         """Wait until all living workers are here."""
-        self._session.barrier()
-        self._halted = self._halted or self._session.halted  # which the scheduler tells to all before this, or after
+        halted = self._session.barrier()
+        self._halted = self._halted or halted
 
     def save_optimizer_states(self, path: str | Path) -> None:
         """Write the servers' optimizer state to a safetensors file, whole or not at all. Call it on one worker."""

@@ -45,8 +45,8 @@ class Session(Protocol):
         """Raise JobError with the scheduler's reason, if a word of it comes within moments."""
         ...
 
-    def barrier(self) -> None:
-        """Wait for all living workers."""
+    def barrier(self) -> str | None:
+        """Wait for all living workers. Returns why to stop, if somebody asked for that before all were there."""
         ...
 
     def halt(self, reason: str) -> None:
@@ -71,6 +71,7 @@ class Joined:
         self._broken: str | None = None
         self._barriers = 0
         self._barriers_done = 0
+        self._halted_before: str | None = None  # the last barrier that is done
         self._left = False
         self.on_news: Callable[[], None] = lambda: None
         self.halted: str | None = None
@@ -97,8 +98,11 @@ class Joined:
             self._changed.wait_for(lambda: self._broken is not None or self._control.lost is not None, REASON_S)
         self.check()
 
-    def barrier(self) -> None:
-        """Wait for all living workers, with a deadline."""
+    def barrier(self) -> str | None:
+        """Wait for all living workers, with a deadline.
+
+        All return the same: who is slow to wake up may know of a later word by then, which others do not.
+        """
         with self._changed:
             self._barriers += 1
             wanted = self._barriers
@@ -110,6 +114,7 @@ class Joined:
                     raise JobError(
                         f"worker {self.rank}: barrier {wanted} was not reached by all in {self._job.timeout_s:g} s"
                     )
+            return self._halted_before
 
     def halt(self, reason: str) -> None:
         """Ask all workers to stop training; `halted` is set when the scheduler has told everybody."""
@@ -145,6 +150,7 @@ class Joined:
                         self._broken = f"view {number} goes on without this worker: {reason}"
                 case BarrierDone(sequence):
                     self._barriers_done = max(self._barriers_done, sequence)
+                    self._halted_before = self.halted
                 case Abort(reason):
                     self._broken = reason
                 case Halt(reason):  # the first reason counts: all hear them in the same order
