@@ -570,14 +570,24 @@ def test_a_trainer_makes_its_store_by_name() -> None:
     assert_same_bits(snapshot(model), expected)
 
 
-def test_changing_a_gradient_that_has_left_is_an_error() -> None:
+def clip(model: nn.Linear) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def replace_gradient(model: nn.Linear) -> None:
+    assert model.weight.grad is not None
+    model.weight.grad = model.weight.grad.clamp(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("change", [clip, replace_gradient])
+def test_changing_a_gradient_that_has_left_is_an_error(change: Callable[[nn.Linear], None]) -> None:
     """Clipping between backward and step would otherwise do nothing, silently."""
 
     def program(kv: KVStore) -> None:
         model = nn.Linear(4, 2)
         trainer = echelon.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), kv)
         model(torch.ones(3, 4)).sum().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        change(model)
         with pytest.raises(UsageError, match=r"changed after gradients had left.*overlap=False"):
             trainer.step(3)
 
