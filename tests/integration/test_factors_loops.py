@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 import echelon
+from echelon.kvstore import KVStore
 
 Loss = Callable[[Wide, Batch], Tensor]
 Trainer = echelon.Trainer
@@ -179,3 +180,23 @@ def test_a_weight_that_is_used_elsewhere_gets_both_gradients() -> None:
     assert left == [False, False]
     expected = plain(model, sgd, data, step)  # the two are added in another order
     assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
+
+
+def test_what_was_put_around_a_layer_stays_when_training_is_over() -> None:
+    def program(kv: KVStore) -> None:
+        model = seeded(Wide)
+        assert isinstance(model, Wide)
+        with Trainer(model, sgd(model), kv, push_factors=True) as trainer:
+            forward = model.large.forward
+            around = model.large.__dict__["forward"] = lambda inputs: 2 * forward(inputs)
+            ordinary(model, batch).backward()  # type: ignore[no-untyped-call]
+            trainer.step()
+            late = ordinary(model, batch)
+        assert model.large.forward is around
+        for loss in (late, ordinary(model, batch)):
+            model.large.weight.grad = None
+            loss.backward()  # type: ignore[no-untyped-call]
+            assert model.large.weight.grad is not None
+
+    batch = batches(1)[0]
+    on_one_worker(program, "dist_sync")

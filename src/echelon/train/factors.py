@@ -59,12 +59,14 @@ class FactoredLinear:
             ours = called is self._module and self._pays(input)
             return self._forward(input) if ours else nn.Linear.forward(called, input)
 
-        module.__dict__["forward"] = MethodType(forward, module)
+        self._forward_here = module.__dict__["forward"] = MethodType(forward, module)
 
     def remove(self) -> None:
-        """Leave the layer as it was."""
+        """Leave the layer as it was. What others have put around `forward` stays, and calls the plain one."""
         self._hook.remove()
-        self._module.__dict__.pop("forward", None)
+        self._may_take = lambda: False
+        if self._module.__dict__.get("forward") is self._forward_here:
+            del self._module.__dict__["forward"]
 
     def _pays(self, inputs: Tensor) -> bool:
         weight, bias = self._module.weight, self._module.bias
