@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,14 +36,6 @@ from echelon.transport import TcpTransport
 
 STEPS = 4
 PARTS = (4, 3)  # batches of two workers
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def of(kind: Any, **settings: Any) -> MakeOptimizer:

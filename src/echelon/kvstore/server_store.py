@@ -182,15 +182,14 @@ class ServerStore(KVStore):
         self._to_all(lambda i: SetOptimizer(i, spec))
         self.optimizer_spec = spec
 
-    def exchange(self, keys: Sequence[int], samples: float, lrs: list[float]) -> list[Ticket]:
-        """Push the gradients that lie in `views`, ask for the weights there, and do not wait."""
-        slots = [self._wire.layout.slots[key] for key in keys]
-        return self._wire.push(slots, None, pull=True, samples=samples, lrs=lrs, halt=self._asks_to_halt)
+    def exchange(self, keys: Sequence[int], samples: float, lrs: list[float], rank: int = 0) -> list[Ticket]:
+        """Push the gradients that lie in `views`, ask for the weights there, and do not wait.
 
-    def exchange_factors(self, key: int, rank: int, samples: float, lrs: list[float]) -> list[Ticket]:
-        """As `exchange`, for one key where the factors of its gradient lie at the beginning of its place."""
-        slot = self._wire.layout.slots[key]
-        return self._wire.push_factors(slot, rank, samples=samples, lrs=lrs, halt=self._asks_to_halt)
+        `rank` above 0: at the beginning of the one key's place there are the factors of its gradient.
+        """
+        slots = [self._wire.layout.slots[key] for key in keys]
+        halt = self._asks_to_halt
+        return self._wire.push(slots, None, pull=True, samples=samples, lrs=lrs, halt=halt, rank=rank)
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
         """Until an exchange is answered."""

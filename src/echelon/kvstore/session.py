@@ -123,7 +123,7 @@ class Joined:
     def hear_halt(self) -> str:
         """Somebody asked all to stop: wait for the word why, which the scheduler passes on."""
         with self._changed:
-            self._changed.wait_for(lambda: self.halted or self._broken or self._control.lost, REASON_S)
+            self._changed.wait_for(lambda: self.halted or self._broken or self._control.lost, self._job.timeout_s)
         self.check()
         return self.halted or "a worker that is gone asked all to stop"
 

@@ -94,38 +94,18 @@ class Wire:
         samples: float | None = None,
         lrs: Sequence[float] = (),
         halt: bool = False,
+        rank: int = 0,
     ) -> list[Ticket]:
         """Send gradients on their way. `values` None: they are in their places already. `pull`: ask for the weights.
 
-        `halt`: ask all to stop, too.
+        `halt`: ask all to stop, too. `rank` above 0: in the place of the one gradient there are its factors, which
+        every server needs all of, whichever part of the key it has.
         """
         tickets: list[Ticket] = []
         for clock, indices in self._messages(slots):
             chosen = [slots[i] for i in indices]
             given = None if values is None else [values[i] for i in indices]
-            tickets += self._push(chosen, given, clock, pull, samples, list(lrs), halt)
-        return tickets
-
-    def push_factors(
-        self, slot: Slot, rank: int, *, samples: float, lrs: Sequence[float], halt: bool = False
-    ) -> list[Ticket]:
-        """Send the factors of a gradient, which lie where the gradient would, and ask for the weights.
-
-        Every server needs all of them, whichever part of the key it has.
-        """
-        length = factors_length(slot, rank)
-        where = Piece(slot.segment, slot.start, slot.start + length, 0)
-        clock = self._clocks[slot.key]
-        tickets = []
-        for route in self._route([slot]):
-            framed = self._framed[route.server]
-            frames = [self.arena.mirrors[slot.segment].gradient_bytes(where)] if framed else []
-            request = self._client.next_id()
-            view, keys = self._session.view, route.keys
-            message = Push(request, view, clock, keys, samples, list(lrs), True, framed, halt, rank)
-            places = self._places(route.pieces) if framed else ()
-            tickets.append(self._client.send(route.server, message, frames, places))
-        self._note_pushed([slot], clock, tickets)
+            tickets += self._push(chosen, given, clock, pull, samples, list(lrs), halt, rank)
         return tickets
 
     def pull(self, slots: Sequence[Slot]) -> list[Ticket]:
@@ -157,6 +137,7 @@ class Wire:
         samples: float | None,
         lrs: list[float],
         halt: bool,
+        rank: int,
     ) -> list[Ticket]:
         busy = values is not None and not self._client.ready(self.pushes(slots))
         if values is not None and not busy:
@@ -171,18 +152,16 @@ class Wire:
             if busy and values is not None:
                 frames = self._copied(route, slots, values)
             elif framed:
-                frames = [self.arena.mirrors[piece.segment].gradient_bytes(piece) for piece in route.pieces]
+                pieces = [_factors(slots[0], rank)] if rank else route.pieces
+                frames = [self.arena.mirrors[piece.segment].gradient_bytes(piece) for piece in pieces]
             request = self._client.next_id()
-            message = Push(request, self._session.view, clock, route.keys, samples, lrs, pull, framed, halt)
+            message = Push(request, self._session.view, clock, route.keys, samples, lrs, pull, framed, halt, rank)
             places = self._places(route.pieces) if pull and framed else ()
             tickets.append(self._client.send(route.server, message, frames, places))
-        self._note_pushed(slots, clock, tickets)
-        return tickets
-
-    def _note_pushed(self, slots: Sequence[Slot], clock: int, tickets: list[Ticket]) -> None:
         for slot in slots:
             self._clocks[slot.key] = clock + 1
             self._pushing[slot.key] = tickets
+        return tickets
 
     def _messages(self, slots: Sequence[Slot]) -> Iterator[tuple[int, list[int]]]:
         """What goes into one message: indices of slots at the same clock, and not too many bytes where they travel."""
@@ -248,3 +227,8 @@ class Wire:
                 except UsageError:
                     self._events.write("frames", server=server, why="the server cannot attach this worker's memory")
             self._framed[server] = True
+
+
+def _factors(slot: Slot, rank: int) -> Piece:
+    """Where the factors of a gradient lie, as a piece to be sent."""
+    return Piece(slot.segment, slot.start, slot.start + factors_length(slot, rank), 0)

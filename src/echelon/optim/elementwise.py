@@ -27,10 +27,6 @@ class Signum(Rule):
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, wd_lh=wd_lh)
 
     @staticmethod
-    def state_fills(options: Options) -> dict[str, float]:
-        return {"momentum_buffer": 0.0} if options["momentum"] else {}
-
-    @staticmethod
     def update(
         weights: Tensor, gradient: Tensor, states: Sequence[Tensor], step: int, lr: float, options: Options
     ) -> None:
@@ -125,7 +121,7 @@ class DCASGD(Rule):
 
     @staticmethod
     def state_fills(options: Options) -> dict[str, float]:
-        return ({"momentum_buffer": 0.0} if options["momentum"] else {}) | {"previous": 0.0}
+        return Rule.state_fills(options) | {"previous": 0.0}
 
     @staticmethod
     def update(
@@ -152,10 +148,6 @@ class Accumulate(Rule):
     def __init__(self, params: ParamsT, lr: float = 0.01, weight_decay: float = 0) -> None:
         """Both numbers are for whoever sets them in every optimizer; they do nothing."""
         super().__init__(params, lr=lr, weight_decay=weight_decay)
-
-    @staticmethod
-    def state_fills(options: Options) -> dict[str, float]:
-        return {}
 
     @staticmethod
     def update(

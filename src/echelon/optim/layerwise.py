@@ -48,10 +48,6 @@ class LARS(Rule):
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, eta=eta, eps=eps)
 
     @staticmethod
-    def state_fills(options: Options) -> dict[str, float]:
-        return {"momentum_buffer": 0.0} if options["momentum"] else {}
-
-    @staticmethod
     def update(
         weights: Tensor, gradient: Tensor, states: Sequence[Tensor], step: int, lr: float, options: Options
     ) -> None:
@@ -81,10 +77,6 @@ class LBSGD(Rule):
         batch_size: float = 1,
     ) -> None:
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, batch_size=batch_size)
-
-    @staticmethod
-    def state_fills(options: Options) -> dict[str, float]:
-        return {"momentum_buffer": 0.0} if options["momentum"] else {}
 
     @staticmethod
     def update(

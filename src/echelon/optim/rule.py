@@ -35,7 +35,7 @@ class Rule(Optimizer):
     @staticmethod
     def state_fills(options: Options) -> dict[str, float]:
         """The names of a parameter's states, in the order in which `update` gets them, and their first values."""
-        raise NotImplementedError
+        return {"momentum_buffer": 0.0} if options.get("momentum") else {}
 
     @staticmethod
     def update(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -114,12 +114,11 @@ def empty_frames(pieces: Sequence[Piece], dtypes: Sequence[str]) -> Framed:
     )
 
 
-def received_frames(
-    pieces: Sequence[Piece], frames: Sequence[memoryview], dtypes: Sequence[str] | Mapping[int, str]
-) -> Framed:
+def received(frame: memoryview, dtype: str) -> Tensor:
+    """A frame that came in, in place."""
+    return as_tensor(bytearray(frame) if frame.readonly else frame, dtype)  # torch wants writable memory even to read
+
+
+def received_frames(pieces: Sequence[Piece], frames: Sequence[memoryview], dtypes: Sequence[str]) -> Framed:
     """What came in, in place. The caller has checked the lengths."""
-    tensors = []
-    for piece, frame in zip(pieces, frames, strict=True):
-        writable = bytearray(frame) if frame.readonly else frame  # torch wants writable memory even to read
-        tensors.append(as_tensor(writable, dtypes[piece.segment]))
-    return Framed(pieces, tensors)
+    return Framed(pieces, [received(frame, dtypes[p.segment]) for p, frame in zip(pieces, frames, strict=True)])

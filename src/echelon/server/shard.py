@@ -37,7 +37,7 @@ from echelon.schemes import Engine, rules_for
 from echelon.server.exchange import Exchange
 from echelon.server.execute import Part, Store, Task, Update
 from echelon.server.factored import Factored, factors_length
-from echelon.server.memory import Mapped, Window, as_tensor, empty_frames, frame_pieces, received_frames
+from echelon.server.memory import Mapped, Window, as_tensor, empty_frames, frame_pieces, received, received_frames
 from echelon.server.optimization import Optimization, Pushed
 
 Answer = Callable[[int, Response, Sequence[memoryview]], None]
@@ -186,11 +186,8 @@ class Shard:
         if not request.framed:
             self._check_attached(mapped, request.keys)
             return Factored(slot, request.rank, mapped.view(slot.segment, slot.start, slot.start + length))
-        dtypes = {slot.segment: slot.spec.dtype}
-        piece = Piece(slot.segment, slot.start, slot.start + length, 0)
         self._check_lengths([length * ITEM_BYTES[slot.spec.dtype]], frames)
-        received = received_frames([piece], frames, dtypes)
-        return Factored(slot, request.rank, received.view(*piece[:3]))
+        return Factored(slot, request.rank, received(frames[0], slot.spec.dtype))
 
     def _incoming(self, mapped: Mapped, keys: Sequence[int], frames: Sequence[memoryview], framed: bool) -> Window:
         """Where a request's tensors are; frames are checked against the layout before anything is touched."""

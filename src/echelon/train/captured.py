@@ -1,8 +1,8 @@
 """A whole training step as one CUDA graph: data, forward, backward, update and measurements, without host work.
 
 A step of a small network is hundreds of kernels of a few microseconds, and launching them one by one takes longer than
-running them; a replayed graph launches them all at once. Compiled by
-Inductor before it is captured, kernels are fewer, too.
+running them; a replayed graph launches them all at once. Compiled by Inductor before it is captured, kernels are fewer,
+too.
 
 The first steps of the run are done as they are (they tune convolutions, compile, and make the optimizer's states), then
 one is captured; all of them train. What changes from step to step lives on the device: the cursor into the data (or the

@@ -311,11 +311,10 @@ class ServerTrainer(Trainer):
         assert self._seen is not None
         self._arrived.add(name)
         self._missing[index] = 0
-        rates = learning_rates(self.optimizer)
-        self._sent[index] = self.kvstore.exchange_factors(self._keys[name], len(left), float(self._seen), rates)
+        self._sent[index] = self._exchange([self._keys[name]], self._seen, rank=len(left))
 
-    def _exchange(self, keys: list[int], samples: int) -> list[Ticket]:
-        return self.kvstore.exchange(keys, float(samples), learning_rates(self.optimizer))
+    def _exchange(self, keys: list[int], samples: int, rank: int = 0) -> list[Ticket]:
+        return self.kvstore.exchange(keys, float(samples), learning_rates(self.optimizer), rank)
 
     def _send_rest(self, bucket: Bucket, samples: int) -> None:
         """A bucket that backward did not complete: what has a gradient leaves, the rest says it has none."""
