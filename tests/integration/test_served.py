@@ -21,6 +21,7 @@ from echelon.data.sharding import ByPart
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
 from echelon.train.captured import Compiler, next_batches
+from echelon.train.crossings import Arrivals, Departure
 from echelon.train.metrics import Metrics
 from echelon.train.optimizers import make_optimizer
 from echelon.train.pace import Pace, Pacer
@@ -64,11 +65,11 @@ def train(kv: KVStore, half: torch.dtype | None, served: bool, compiler: Compile
         body = ServedBody(work, trainer, compiler)
         for _ in next_batches(body, batches):
             body()
-            for crossing in body.crossings:
-                trainer.send(crossing.index, BATCH)
-            for crossing in body.crossings:
-                trainer.receive(crossing.index)
-                crossing.fetch_weights()
+            for departure in body.departures:
+                trainer.send(departure.index, BATCH)
+            for departure in body.departures:
+                trainer.receive(departure.index)
+                body.arrivals.fetch(departure.index)
             trainer.count(BATCH)
     else:
         step = EagerStep(work, trainer, None, Pacer(Pace(), 0))
@@ -147,3 +148,39 @@ def test_a_network_that_is_no_chain_is_one_region() -> None:
     x = torch.rand(3, 4)
     out = in_regions(model, doubled, lambda function: function)(x)
     assert torch.allclose(out, x @ doubled["one.weight"].T + model.one.bias + x)
+
+
+def test_gradients_and_weights_find_their_places_whatever_the_layout_on_the_device() -> None:
+    """On a GPU convolutions are channels-last and half; on the CPU parameters lie in the store: it is played here."""
+
+    def cross(kv: KVStore) -> None:
+        model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 7, 1), nn.Flatten(), nn.Linear(7, 4))
+        trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
+        assert isinstance(trainer, ServerTrainer)
+        (names,) = trainer.drive()
+        full: dict[str, Tensor] = dict(model.named_parameters())
+        like = {4: torch.channels_last}
+        leaves = {
+            name: full[name].detach().to(torch.bfloat16, memory_format=like.get(full[name].ndim, torch.preserve_format))
+            for name in names
+        }
+        assert leaves["0.weight"].stride() != full["0.weight"].stride()
+        arrivals, departure = Arrivals(trainer, [names], full, leaves), Departure(trainer, 0, leaves)
+        for leaf in leaves.values():
+            leaf.grad = torch.randn_like(leaf)
+        departure.bring()
+        for name, leaf in leaves.items():
+            assert leaf.grad is not None
+            assert torch.equal(trainer.kvstore.views(name)[1], leaf.grad.float()), name
+        before = {name: weight.detach().clone() for name, weight in full.items()}
+        trainer.send(0, BATCH)
+        trainer.receive(0)
+        for step in (False, True):
+            if step:
+                arrivals.fetch(0)
+            arrivals.take()
+            for name in names:
+                weight = trainer.kvstore.views(name)[0] if step else before[name]
+                assert torch.equal(leaves[name], weight.bfloat16()), name
+
+    run(cross, "dist_sync", num_workers=1)

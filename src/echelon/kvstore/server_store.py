@@ -195,6 +195,10 @@ class ServerStore(KVStore):
         """Until an exchange is answered."""
         self._client.wait(tickets)
 
+    def is_answered(self, tickets: Sequence[Ticket]) -> bool:
+        """Whether an exchange is answered by now, without waiting."""
+        return self._client.ready(tickets)
+
     def overwrite(self, key: Keys, value: Values) -> None:
         """Put other values in place of the weights, whatever came before. Call it on one worker, then a barrier."""
         values = self._checked(key, value)

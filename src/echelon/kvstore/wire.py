@@ -158,17 +158,16 @@ class Wire:
             message = Push(request, self._session.view, clock, route.keys, samples, lrs, pull, framed, halt, rank)
             places = self._places(route.pieces) if pull and framed else ()
             tickets.append(self._client.send(route.server, message, frames, places))
-        for slot in slots:
-            self._clocks[slot.key] = clock + 1
-            self._pushing[slot.key] = tickets
+        keys = [slot.key for slot in slots]
+        self._clocks |= dict.fromkeys(keys, clock + 1)
+        self._pushing |= dict.fromkeys(keys, tickets)
         return tickets
 
     def _messages(self, slots: Sequence[Slot]) -> Iterator[tuple[int, list[int]]]:
         """What goes into one message: indices of slots at the same clock, and not too many bytes where they travel."""
-        clocks: dict[int, list[int]] = {}
-        for index, slot in enumerate(slots):
-            clocks.setdefault(self._clocks[slot.key], []).append(index)
-        for clock, indices in clocks.items():
+        clocks = [self._clocks[slot.key] for slot in slots]
+        for clock in dict.fromkeys(clocks):
+            indices = [index for index, its in enumerate(clocks) if its == clock]
             if self.memory_is_shared:
                 yield clock, indices
                 continue

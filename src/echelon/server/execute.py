@@ -128,7 +128,7 @@ class Store:
         kernel = update.kernel
         states = self.states(piece, kernel) if kernel else []
         chunks = zip(
-            torch.split(weights, CHUNK),
+            _split(weights),
             self._totals(update.parts, piece, weights.dtype),
             _together(states),
             _together([output.view(*piece[:3]) for output in outputs]),
@@ -159,7 +159,7 @@ class Store:
 
     def _sum_into(self, gradient: Tensor, piece: Piece, parts: Sequence[Part]) -> None:
         totals = self._totals(parts, piece, gradient.dtype)
-        for target, (total, scale) in zip(torch.split(gradient, CHUNK), totals, strict=True):
+        for target, (total, scale) in zip(_split(gradient), totals, strict=True):
             torch.mul(total, scale, out=target)
 
     def _totals(self, parts: Sequence[Part], piece: Piece, dtype: torch.dtype) -> Iterator[tuple[Tensor, float]]:
@@ -168,7 +168,7 @@ class Store:
         factored = [part.window for part in parts if isinstance(part.window, Factored)]
         if len(factored) == len(parts) and len(set(shares)) == 1:
             for block in sums(factored, piece):
-                for total in torch.split(block, CHUNK):
+                for total in _split(block):
                     yield total, shares[0]
         else:
             for gradients in zip(*(_chunks(part.window, piece) for part in parts), strict=True):
@@ -212,15 +212,20 @@ class Store:
         return self._layout.stored(segment, self._rank)
 
 
+def _split(array: Tensor) -> Sequence[Tensor]:
+    """Chunk by chunk. Most pieces of a small network are one: calling torch for that is a third of their update."""
+    return (array,) if len(array) <= CHUNK else torch.split(array, CHUNK)
+
+
 def _together(arrays: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
     """Chunk by chunk, all arrays at once; for no arrays, for ever nothing."""
-    return zip(*(torch.split(array, CHUNK) for array in arrays), strict=True) if arrays else itertools.repeat(())
+    return zip(*(_split(array) for array in arrays), strict=True) if arrays else itertools.repeat(())
 
 
 def _chunks(window: Window, piece: Piece) -> Iterable[Tensor]:
     """A piece of a window chunk by chunk: what is multiplied out is made just before it is used."""
     if not isinstance(window, Factored):
-        return torch.split(window.view(*piece[:3]), CHUNK)
+        return _split(window.view(*piece[:3]))
     starts = range(piece.start, piece.stop, CHUNK)
     return (window.view(piece.segment, start, min(start + CHUNK, piece.stop)) for start in starts)
 

@@ -49,6 +49,10 @@ class Lanes:
     def __contains__(self, key: int) -> bool:
         return key in self._lane_of
 
+    def has_seen(self, keys: Sequence[int]) -> bool:
+        """Whether a push of just these keys was resolved before; then they are good keys, and will be for ever."""
+        return (True, tuple(keys)) in self._requests
+
     def resolve(self, keys: Sequence[int], *, pushed: bool) -> list[int]:
         """The lanes that a request's keys are, splitting lanes it names only a part of."""
         request = tuple(keys)

@@ -49,16 +49,21 @@ class OnDevice(Protocol):
         """Count a batch."""
 
 
+def halved_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights that autocast would cast, by name."""
+    kinds = (nn.Linear, nn.modules.conv._ConvNd)
+    owners = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    found = {f"{name}.weight" if name else "weight": module.weight for name, module in owners.items()}
+    return {name: weight for name, weight in found.items() if weight.requires_grad}
+
+
 class HalfWeights:
     """Half copies of the weights that autocast would cast, and the way of their gradients back."""
 
-    def __init__(self, model: nn.Module, half: torch.dtype, *, hand_over: bool = True) -> None:
-        kinds = (nn.Linear, nn.modules.conv._ConvNd)
-        owners = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-        found = {f"{name}.weight" if name else "weight": module.weight for name, module in owners.items()}
-        self._full = {name: weight for name, weight in found.items() if weight.requires_grad}
+    def __init__(self, model: nn.Module, half: torch.dtype) -> None:
+        self._full = halved_weights(model)
         self.copies = {name: w.detach().to(half).requires_grad_() for name, w in self._full.items()}
-        for weight in self._full.values() if hand_over else ():
+        for weight in self._full.values():
             weight.grad = torch.zeros_like(weight)
 
     def clear(self) -> None:

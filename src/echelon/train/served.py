@@ -2,14 +2,15 @@
 
 Gradients leave for the store's own memory, which is pinned, while backward is still running: as soon as a bucket is
 complete, one copy brings it over and an event tells the host, which pushes it. So that buckets are complete early when
-Inductor compiles, it compiles the network in a few pieces (`regions`). The weights that come back go to flat copies on
-the GPU, a bucket at a time; the graph begins by putting them where the network reads them, in half precision where it
-is wanted.
+Inductor compiles, it compiles the network in a few pieces (`regions`). Weights go to the GPU as they come back; the
+next graph begins by putting all of them where the network reads them, in half precision where it is wanted.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,52 +20,15 @@ from torch import Tensor
 from echelon.data.pipeline import Batches
 from echelon.errors import UsageError
 from echelon.train.average import MovingAverage
-from echelon.train.captured import WARM_STEPS, Compiler, HalfWeights, OnDevice, bring, next_batches
+from echelon.train.captured import WARM_STEPS, Compiler, OnDevice, bring, halved_weights, next_batches
+from echelon.train.crossings import Arrivals, Departure
 from echelon.train.regions import in_regions
 from echelon.train.server_trainer import ServerTrainer
 from echelon.train.steps import Batch, Work
 
 log = logging.getLogger(__name__)
 
-
-class Crossing:
-    """A bucket on its way: flat memory on the device, the store's memory, and what to read and write on the device."""
-
-    def __init__(self, trainer: ServerTrainer, index: int, full: dict[str, Tensor], leaves: dict[str, Tensor]) -> None:
-        """`full` are the weights in float32, `leaves` what the network reads in their place."""
-        self.index = index
-        device = next(iter(full.values())).device
-        self.leaves = list(leaves.values())
-        self._full = [weight.detach() for weight in full.values()]
-        self._out, self._in = trainer.kvstore.span(list(leaves))
-        self._gradients = torch.zeros_like(self._out, device=device)
-        self._weights = torch.zeros_like(self._in, device=device)
-        self._gradient_views: list[Tensor] = []
-        self._weight_views: list[Tensor] = []
-        for name, leaf in leaves.items():
-            at = (trainer.kvstore.views(name)[1].data_ptr() - self._out.data_ptr()) // self._out.element_size()
-            self._gradient_views.append(self._gradients[at : at + leaf.numel()].view(leaf.shape))
-            self._weight_views.append(self._weights[at : at + leaf.numel()].view(leaf.shape))
-        torch._foreach_copy_(self._weight_views, self._full)
-        self.missing = 0
-
-    def take_weights(self) -> None:
-        """Put the weights where the network reads them. Device work."""
-        torch._foreach_copy_([leaf.detach() for leaf in self.leaves], self._weight_views)
-
-    def renew(self) -> None:
-        """Put the weights into the model's own parameters, too. Device work."""
-        torch._foreach_copy_(self._full, self._weight_views)
-
-    def bring_gradients(self) -> None:
-        """Gather the gradients and copy them to the store's memory. Device work."""
-        gradients = [leaf.grad for leaf in self.leaves]
-        torch._foreach_copy_(self._gradient_views, gradients)  # type: ignore[arg-type]
-        self._out.copy_(self._gradients, non_blocking=True)
-
-    def fetch_weights(self) -> None:
-        """Copy the weights from the store's memory."""
-        self._weights.copy_(self._in, non_blocking=True)
+IMPATIENT_S = 2e-3  # an answer that is due is looked for again and again before this thread goes to sleep over it
 
 
 class ServedBody:
@@ -80,49 +44,50 @@ class ServedBody:
         self._work = work
         self._average = average
         half = work.precision.half
-        self._halves = HalfWeights(work.model, half, hand_over=False) if half is not None else None
-        copies = self._halves.copies if self._halves is not None else {}
-        parameters = dict(work.model.named_parameters())
-        self.crossings: list[Crossing] = []
-        for index, names in enumerate(trainer.drive()):
-            full: dict[str, Tensor] = {name: parameters[name] for name in names}
-            self.crossings.append(Crossing(trainer, index, full, {n: copies.get(n, full[n]) for n in names}))
+        halved = halved_weights(work.model) if half is not None else {}
+        copies = {name: weight.detach().to(half).requires_grad_() for name, weight in halved.items()}
+        full: dict[str, Tensor] = dict(work.model.named_parameters())
+        leaves = full | copies
+        buckets = trainer.drive()
+        self.arrivals = Arrivals(trainer, buckets, full, leaves)
+        self.departures = [
+            Departure(trainer, index, {name: leaves[name] for name in names}) for index, names in enumerate(buckets)
+        ]
         self._compiler = compiler or (lambda function: function)
         self._network = in_regions(work.model, copies, self._compiler)
         self._judge = self._compiler(work.judge)
         self._gather: Callable[[], Batch] | None = None
         self.source: OnDevice | None = None
         self.input: Batch | None = None
-        self.launch: Any = Crossing.bring_gradients
+        self.launch: Callable[[Departure], None] = Departure.bring
         self.hooks = [
-            leaf.register_post_accumulate_grad_hook(self._counter(crossing))  # type: ignore[no-untyped-call]
-            for crossing in self.crossings
-            for leaf in crossing.leaves
+            leaf.register_post_accumulate_grad_hook(self._counter(departure))  # type: ignore[no-untyped-call]
+            for departure in self.departures
+            for leaf in departure.leaves
         ]
 
     def __call__(self) -> None:
         """Run it."""
-        for crossing in self.crossings:
-            crossing.take_weights()
-            crossing.missing = len(crossing.leaves)
-            for leaf in crossing.leaves:
+        self.arrivals.take()
+        for departure in self.departures:
+            departure.missing = len(departure.leaves)
+            for leaf in departure.leaves:
                 leaf.grad = None
         if self._average is not None:
-            for crossing in self.crossings:
-                crossing.renew()
+            self.arrivals.renew()
             self._average.update()
         loss, sums = self._measured()
         loss.backward()  # type: ignore[no-untyped-call]
         self._work.sums.add_(sums)
-        late = [crossing.index for crossing in self.crossings if crossing.missing]
+        late = [departure.index for departure in self.departures if departure.missing]
         if late:
             raise UsageError(f"bucket {late[0]} has parameters without a gradient: use --engine eager for this network")
 
-    def _counter(self, crossing: Crossing) -> Any:
+    def _counter(self, departure: Departure) -> Any:
         def ready(leaf: Tensor) -> None:
-            crossing.missing -= 1
-            if not crossing.missing:
-                self.launch(crossing)
+            departure.missing -= 1
+            if not departure.missing:
+                self.launch(departure)
 
         return ready
 
@@ -152,8 +117,10 @@ class ServedStep:
         self._trainer = trainer
         self._pinned = [pin(memory) for memory in trainer.kvstore.memory()]
         self._body = ServedBody(work, trainer, torch.compile if compiled else None, average)
-        self._side = torch.cuda.Stream(work.precision.device)  # type: ignore[no-untyped-call]
-        self._arrived = [torch.cuda.Event(external=True) for _ in self._body.crossings]  # type: ignore[no-untyped-call]
+        self._outward = torch.cuda.Stream(work.precision.device)  # type: ignore[no-untyped-call]
+        self._inward = torch.cuda.Stream(work.precision.device)  # type: ignore[no-untyped-call]
+        self._left = [torch.cuda.Event(external=True) for _ in self._body.departures]  # type: ignore[no-untyped-call]
+        self._due: deque[int] = deque()  # buckets whose weights have not come back yet
         self._body.launch = self._launch
         self._graph: torch.cuda.CUDAGraph | None = None
         self._num_warm = 0
@@ -168,12 +135,17 @@ class ServedStep:
         if batch is not None:
             self._last = bring(self._body, batch, self._last, self.work.precision.device)
         self._run()
-        for crossing in self._body.crossings:
-            self._arrived[crossing.index].synchronize()
-            self._trainer.send(crossing.index, self.work.batch_size)
-        for crossing in self._body.crossings:
-            self._trainer.receive(crossing.index)
-            crossing.fetch_weights()
+        for departure, left in zip(self._body.departures, self._left, strict=True):
+            while not left.query():  # type: ignore[no-untyped-call]
+                self._fetch_if_there()
+            self._trainer.send(departure.index, self.work.batch_size)
+            self._due.append(departure.index)
+        deadline = time.monotonic() + IMPATIENT_S
+        while self._due and time.monotonic() < deadline:
+            self._fetch_if_there()
+        while self._due:
+            self._fetch()
+        torch.cuda.current_stream().wait_stream(self._inward)
         self._trainer.count(self.work.batch_size)
 
     def close(self) -> None:
@@ -204,13 +176,23 @@ class ServedStep:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._body()
-            torch.cuda.current_stream().wait_stream(self._side)
+            torch.cuda.current_stream().wait_stream(self._outward)
 
-    def _launch(self, crossing: Crossing) -> None:
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            crossing.bring_gradients()
-            self._arrived[crossing.index].record(self._side)
+    def _launch(self, departure: Departure) -> None:
+        self._outward.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._outward):
+            departure.bring()
+            self._left[departure.index].record(self._outward)
+
+    def _fetch_if_there(self) -> None:
+        """Weights that came back go to the device while backward runs: they are read when the next graph begins."""
+        if self._due and self._trainer.has_come(self._due[0]):
+            self._fetch()
+
+    def _fetch(self) -> None:
+        self._trainer.receive(self._due[0])
+        with torch.cuda.stream(self._inward):
+            self._body.arrivals.fetch(self._due.popleft())
 
 
 def pin(memory: Tensor) -> Tensor:

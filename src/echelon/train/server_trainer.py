@@ -169,9 +169,12 @@ class ServerTrainer(Trainer):
 
     def send(self, index: int, samples: int) -> None:
         """A bucket's gradients are in place: push them."""
-        keys = [self._keys[self._names[i]] for i in self._buckets[index].members]
-        self._flying[index] = self._exchange(keys, samples)
+        self._flying[index] = self._exchange(self._bucket_keys[index], samples)
         self._flying_step = self.clock + 1
+
+    def has_come(self, index: int) -> bool:
+        """Whether a bucket's new weights are in place by now."""
+        return self.kvstore.is_answered(self._flying[index])
 
     def receive(self, index: int) -> None:
         """Wait until a bucket's new weights are in place."""
@@ -185,6 +188,7 @@ class ServerTrainer(Trainer):
         self.kvstore.init(self._names, values)
         self._views = {name: self.kvstore.views(name) for name in self._names}
         self._keys = {name: self.kvstore.key_number(name) for name in self._names}
+        self._bucket_keys = [[self._keys[self._names[i]] for i in bucket.members] for bucket in self._buckets]
         # The same memory as a tensor with a version counter of its own: it tells whether somebody wrote through it.
         plain = {name: view for name, (_, view) in self._views.items() if view.dtype != torch.bfloat16}
         self._watched = {name: torch.from_numpy(view.numpy()) for name, view in plain.items()}
@@ -278,8 +282,7 @@ class ServerTrainer(Trainer):
             self._arrived.add(name)
             self._missing[bucket.index] -= 1
             if self._missing[bucket.index] == 0:
-                keys = [self._keys[self._names[i]] for i in bucket.members]
-                self._sent[bucket.index] = self._exchange(keys, self._seen)
+                self._sent[bucket.index] = self._exchange(self._bucket_keys[bucket.index], self._seen)
 
         return ready
 
