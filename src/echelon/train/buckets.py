@@ -13,10 +13,9 @@ _GPU_BUCKETS = 8
 _SMALLEST_BYTES = 256 << 10
 
 
-def limits_on_gpu(total_bytes: int) -> tuple[int, int]:
+def limit_on_gpu(total_bytes: int) -> int:
     """Backward takes milliseconds there: a small network needs small buckets for any to leave before it is over."""
-    limit = min(BUCKET_BYTES, max(_SMALLEST_BYTES, total_bytes // _GPU_BUCKETS))
-    return limit, limit
+    return min(BUCKET_BYTES, max(_SMALLEST_BYTES, total_bytes // _GPU_BUCKETS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +27,23 @@ class Bucket:
 
 
 def make_buckets(
-    sizes_bytes: Sequence[int], limit: int = BUCKET_BYTES, first: int = FIRST_BUCKET_BYTES
+    sizes_bytes: Sequence[int],
+    limit: int = BUCKET_BYTES,
+    first: int = FIRST_BUCKET_BYTES,
+    parts: Sequence[int] | None = None,
 ) -> list[Bucket]:
-    """Cut parameters (in push order) into buckets of about `limit` bytes; a bigger parameter is a bucket by itself."""
+    """Cut parameters (in push order) into buckets of about `limit` bytes; a bigger parameter is a bucket by itself.
+
+    `parts`: the part of the network each is in. Gradients of a part come at one time, so a bucket has one part only:
+    the last one to leave, which everybody waits for, then has no gradient that could have left before.
+    """
     buckets: list[Bucket] = []
     members: list[int] = []
     filled = 0
     for index, size in enumerate(sizes_bytes):
         room = limit if buckets else min(first, limit)
-        if members and filled + size > room:
+        begins = parts is not None and index > 0 and parts[index] != parts[index - 1]
+        if members and (begins or filled + size > room):
             buckets.append(Bucket(len(buckets), tuple(members)))
             members, filled = [], 0
         members.append(index)

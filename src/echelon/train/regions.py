@@ -46,6 +46,16 @@ def regions_of(model: nn.Module) -> list[list[Link]]:
     return regions
 
 
+def region_of(model: nn.Module) -> dict[str, int]:
+    """The number of every parameter's region; one that several regions share is ready with the first of them."""
+    regions: dict[str, int] = {}
+    for number, region in enumerate(regions_of(model)):
+        for prefix, module in region:
+            for name, _ in module.named_parameters():
+                regions.setdefault(f"{prefix}{name}", number)
+    return regions
+
+
 def run_region(region: list[Link], weights: Mapping[str, Tensor]) -> Callable[[Tensor], Tensor]:
     """A function that runs a region with some of its weights replaced, by their names in the whole model."""
     parts: list[tuple[nn.Module, dict[str, Tensor]]] = []

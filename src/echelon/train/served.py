@@ -59,6 +59,7 @@ class ServedBody:
         self._gather: Callable[[], Batch] | None = None
         self.source: OnDevice | None = None
         self.input: Batch | None = None
+        self._batch: Batch | None = None
         self.launch: Callable[[Departure], None] = Departure.bring
         self.hooks = [
             leaf.register_post_accumulate_grad_hook(self._counter(departure))  # type: ignore[no-untyped-call]
@@ -68,14 +69,32 @@ class ServedBody:
 
     def __call__(self) -> None:
         """Run it."""
+        self.gather()
+        self.take_weights()
+        self.learn()
+
+    def gather(self) -> None:
+        """The part that needs no weights: the next batch."""
+        if self.source is None:
+            self._batch = self.input
+            return
+        if self._gather is None:
+            self._gather = self._compiler(self.source.gather)
+        self._batch = self._gather()
+
+    def take_weights(self) -> None:
+        """The part that takes the weights in."""
         self.arrivals.take()
+        if self._average is not None:
+            self.arrivals.renew()
+            self._average.update()
+
+    def learn(self) -> None:
+        """The rest: forward, backward, gradients out."""
         for departure in self.departures:
             departure.missing = len(departure.leaves)
             for leaf in departure.leaves:
                 leaf.grad = None
-        if self._average is not None:
-            self.arrivals.renew()
-            self._average.update()
         loss, sums = self._measured()
         loss.backward()  # type: ignore[no-untyped-call]
         self._work.sums.add_(sums)
@@ -92,19 +111,12 @@ class ServedBody:
         return ready
 
     def _measured(self) -> tuple[Tensor, Tensor]:
-        images, labels = self._batch()
+        assert self._batch is not None
+        images, labels = self._batch
         with self._work.precision.autocast():
             logits = self._network(images)
         loss, sums = self._judge(logits, labels)
         return loss, sums
-
-    def _batch(self) -> Batch:
-        if self.source is None:
-            assert self.input is not None
-            return self.input
-        if self._gather is None:
-            self._gather = self._compiler(self.source.gather)
-        return self._gather()
 
 
 class ServedStep:
@@ -122,7 +134,7 @@ class ServedStep:
         self._left = [torch.cuda.Event(external=True) for _ in self._body.departures]  # type: ignore[no-untyped-call]
         self._due: deque[int] = deque()  # buckets whose weights have not come back yet
         self._body.launch = self._launch
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self._num_warm = 0
         self._last: Tensor | None = None
 
@@ -131,21 +143,15 @@ class ServedStep:
         return next_batches(self._body, loader)
 
     def step(self, batch: Batch | None) -> None:
-        """One step: the weights of the next one are on their way to the device when it returns."""
+        """One step; the weights that come back last are taken in by the next one, or by `trainer.sync`."""
         if batch is not None:
             self._last = bring(self._body, batch, self._last, self.work.precision.device)
-        self._run()
+        self._replay() if self._graphs else self._warm()
         for departure, left in zip(self._body.departures, self._left, strict=True):
             while not left.query():  # type: ignore[no-untyped-call]
                 self._fetch_if_there()
             self._trainer.send(departure.index, self.work.batch_size)
             self._due.append(departure.index)
-        deadline = time.monotonic() + IMPATIENT_S
-        while self._due and time.monotonic() < deadline:
-            self._fetch_if_there()
-        while self._due:
-            self._fetch()
-        torch.cuda.current_stream().wait_stream(self._inward)
         self._trainer.count(self.work.batch_size)
 
     def close(self) -> None:
@@ -156,10 +162,18 @@ class ServedStep:
         for memory in self._pinned:
             unpin(memory)
 
-    def _run(self) -> None:
-        if self._graph is not None:
-            self._graph.replay()
-            return
+    def _replay(self) -> None:
+        """The batch is made while the last weights come, and the long graph is launched while a short one runs."""
+        *gather, take_weights, learn = self._graphs
+        for graph in gather:
+            graph.replay()
+        self._land()
+        take_weights.replay()
+        learn.replay()
+
+    def _warm(self) -> None:
+        """A plain step. After the last of them, the next is a replay."""
+        self._land()
         current = torch.cuda.current_stream()
         warm = torch.cuda.Stream(self.work.precision.device)  # type: ignore[no-untyped-call]
         warm.wait_stream(current)
@@ -172,11 +186,24 @@ class ServedStep:
             self._capture()
 
     def _capture(self) -> None:
-        """The step just done was a plain one; the next is a replay."""
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._body()
-            torch.cuda.current_stream().wait_stream(self._outward)
+        body = self._body
+        pool = torch.cuda.graph_pool_handle()
+        for part in ([body.gather] if body.source is not None else []) + [body.take_weights, body.learn]:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                part()
+                if part == body.learn:
+                    torch.cuda.current_stream().wait_stream(self._outward)
+            self._graphs.append(graph)
+
+    def _land(self) -> None:
+        """See that all weights of the step before are on the device before anything reads them."""
+        deadline = time.monotonic() + IMPATIENT_S
+        while self._due and time.monotonic() < deadline:
+            self._fetch_if_there()
+        while self._due:
+            self._fetch()
+        torch.cuda.current_stream().wait_stream(self._inward)
 
     def _launch(self, departure: Departure) -> None:
         self._outward.wait_stream(torch.cuda.current_stream())

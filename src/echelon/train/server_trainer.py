@@ -24,8 +24,9 @@ from echelon.kvstore.client import Ticket
 from echelon.kvstore.optimizers import learning_rates, spec_of
 from echelon.kvstore.server_store import ServerStore
 from echelon.server.optimization import NO_OPTIMIZER
-from echelon.train.buckets import Bucket, limits_on_gpu, make_buckets
+from echelon.train.buckets import Bucket, limit_on_gpu, make_buckets
 from echelon.train.factors import FactoredLinear, can_be_factored
+from echelon.train.regions import region_of
 from echelon.train.trainer import Hook, Trainer
 
 _BUFFERS = "buffers"
@@ -41,8 +42,12 @@ class ServerTrainer(Trainer):
         self._early: set[int] = set()  # buckets with parameters that are read without a call of their module
         self._arrived: set[str] = set()  # gradients of the step that is being made
         sizes = [p.numel() * p.element_size() for p in self._parameters.values()]
-        on_cpu = next(iter(self._parameters.values())).device.type == "cpu"
-        self._buckets = make_buckets(sizes) if on_cpu else make_buckets(sizes, *limits_on_gpu(sum(sizes)))
+        if next(iter(self._parameters.values())).device.type == "cpu":
+            self._buckets = make_buckets(sizes)
+        else:
+            parts = region_of(self.model)
+            limit = limit_on_gpu(sum(sizes))
+            self._buckets = make_buckets(sizes, limit, limit, [parts[name] for name in self._names])
         self._order_by_group()
         self._bucket_of = {self._names[i]: bucket for bucket in self._buckets for i in bucket.members}
         self._missing = [len(bucket.members) for bucket in self._buckets]
@@ -174,11 +179,12 @@ class ServerTrainer(Trainer):
 
     def has_come(self, index: int) -> bool:
         """Whether a bucket's new weights are in place by now."""
-        return self.kvstore.is_answered(self._flying[index])
+        return index not in self._flying or self.kvstore.is_answered(self._flying[index])
 
     def receive(self, index: int) -> None:
         """Wait until a bucket's new weights are in place."""
-        self._settle(index)
+        if index in self._flying:
+            self._settle(index)
 
     # --- set-up
 

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from echelon import models
 from echelon.train.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, make_buckets
+from echelon.train.regions import region_of, regions_of
 
 SIZES = st.lists(st.integers(0, 100), max_size=40)
 
@@ -49,3 +51,18 @@ def test_the_usual_sizes() -> None:
     assert FIRST_BUCKET_BYTES < BUCKET_BYTES
     quarter = BUCKET_BYTES // 4
     assert [len(bucket.members) for bucket in make_buckets([quarter] * 9)] == [1, 4, 4]
+
+
+def test_a_bucket_has_one_part_of_the_network_only() -> None:
+    buckets = make_buckets([2, 2, 2, 2, 9, 2], limit=10, first=10, parts=[3, 3, 2, 2, 2, 1])
+    assert [bucket.members for bucket in buckets] == [(0, 1), (2, 3), (4,), (5,)]
+
+
+def test_buckets_on_a_gpu_end_where_regions_do() -> None:
+    model = models.build("resnet", num_classes=10, image_shape=(3, 28, 28), num_layers=50)
+    names = [name for name, _ in model.named_parameters()]
+    parts = region_of(model)
+    assert list(parts) == names
+    assert sorted(set(parts.values())) == list(range(len(regions_of(model))))
+    buckets = make_buckets([4] * len(names), 10_000, 10_000, [parts[name] for name in reversed(names)])
+    assert len(buckets) == len(regions_of(model))
