@@ -180,7 +180,8 @@ class Push(_Message, frozen=True):
     """Gradients of one clock for some keys. `samples` None: a plain sum is wanted. `pull`: answer with weights.
 
     `halt`: this worker asks all to stop; whoever gets an answer of this clock or a later one hears it. `rank` above 0:
-    instead of the gradient of the one key, there are its factors of that rank.
+    instead of the gradient of the one key, there are its factors of that rank. `more`: the next push of this step is
+    about to come.
     """
 
     id: int
@@ -193,6 +194,7 @@ class Push(_Message, frozen=True):
     framed: bool
     halt: bool = False
     rank: int = 0
+    more: bool = False
 
 
 class Pull(_Message, frozen=True):

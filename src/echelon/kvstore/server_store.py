@@ -182,14 +182,17 @@ class ServerStore(KVStore):
         self._to_all(lambda i: SetOptimizer(i, spec))
         self.optimizer_spec = spec
 
-    def exchange(self, keys: Sequence[int], samples: float, lrs: list[float], rank: int = 0) -> list[Ticket]:
+    def exchange(
+        self, keys: Sequence[int], samples: float, lrs: list[float], rank: int = 0, *, more: bool = False
+    ) -> list[Ticket]:
         """Push the gradients that lie in `views`, ask for the weights there, and do not wait.
 
-        `rank` above 0: at the beginning of the one key's place there are the factors of its gradient.
+        `rank` above 0: at the beginning of the one key's place there are the factors of its gradient. `more`: the next
+        exchange follows within milliseconds, and servers had better be awake.
         """
         slots = [self._wire.layout.slots[key] for key in keys]
         halt = self._asks_to_halt
-        return self._wire.push(slots, None, pull=True, samples=samples, lrs=lrs, halt=halt, rank=rank)
+        return self._wire.push(slots, None, pull=True, samples=samples, lrs=lrs, halt=halt, rank=rank, more=more)
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
         """Until an exchange is answered."""

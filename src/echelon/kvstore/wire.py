@@ -95,17 +95,18 @@ class Wire:
         lrs: Sequence[float] = (),
         halt: bool = False,
         rank: int = 0,
+        more: bool = False,
     ) -> list[Ticket]:
         """Send gradients on their way. `values` None: they are in their places already. `pull`: ask for the weights.
 
         `halt`: ask all to stop, too. `rank` above 0: in the place of the one gradient there are its factors, which
-        every server needs all of, whichever part of the key it has.
+        every server needs all of, whichever part of the key it has. `more`: the next push follows within milliseconds.
         """
         tickets: list[Ticket] = []
         for clock, indices in self._messages(slots):
             chosen = [slots[i] for i in indices]
             given = None if values is None else [values[i] for i in indices]
-            tickets += self._push(chosen, given, clock, pull, samples, list(lrs), halt, rank)
+            tickets += self._push(chosen, given, clock, pull, samples, list(lrs), halt, rank, more)
         return tickets
 
     def pull(self, slots: Sequence[Slot]) -> list[Ticket]:
@@ -138,6 +139,7 @@ class Wire:
         lrs: list[float],
         halt: bool,
         rank: int,
+        more: bool,
     ) -> list[Ticket]:
         busy = values is not None and not self._client.ready(self.pushes(slots))
         if values is not None and not busy:
@@ -155,7 +157,7 @@ class Wire:
                 pieces = [_factors(slots[0], rank)] if rank else route.pieces
                 frames = [self.arena.mirrors[piece.segment].gradient_bytes(piece) for piece in pieces]
             request = self._client.next_id()
-            message = Push(request, self._session.view, clock, route.keys, samples, lrs, pull, framed, halt, rank)
+            message = Push(request, self._session.view, clock, route.keys, samples, lrs, pull, framed, halt, rank, more)
             places = self._places(route.pieces) if pull and framed else ()
             tickets.append(self._client.send(route.server, message, frames, places))
         keys = [slot.key for slot in slots]

@@ -214,7 +214,7 @@ class Store:
 
 def _split(array: Tensor) -> Sequence[Tensor]:
     """Chunk by chunk. Most pieces of a small network are one: calling torch for that is a third of their update."""
-    return (array,) if len(array) <= CHUNK else torch.split(array, CHUNK)
+    return (array,) if array.numel() <= CHUNK else torch.split(array, CHUNK)
 
 
 def _together(arrays: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,6 +21,7 @@ from echelon.cluster.messages import (
     Failed,
     Finish,
     Malformed,
+    Push,
     Response,
     Roster,
     Status,
@@ -35,6 +38,7 @@ from echelon.transport.enlist import enlist
 from echelon.transport.interface import Endpoint, Peer, Transport
 
 POLL_S = 1.0
+AWAKE_S = 5e-3  # waiting for the next push of a step without going to sleep: waking up takes a tenth of a millisecond
 
 
 def serve(job: Job, transport: Transport) -> int:
@@ -69,6 +73,8 @@ class _Server:
         servers = sum(member.role == SERVER for member in roster.members)
         self._shard = Shard(rank, servers, workers, self._answer, transport.attach)
         self._view = workers
+        self._spare_cores = has_spare_cores(roster, rank)
+        self._awake_until = 0.0
         self.malformed = 0
 
     def run(self, inbox: queue.SimpleQueue[ControlMessage], lost: Callable[[], str | None]) -> int:
@@ -85,7 +91,7 @@ class _Server:
                         return self._stop(reason)
             if why := lost():
                 return self._stop(why)
-            received = self._endpoint.recv(POLL_S)
+            received = self._endpoint.recv(0.0 if time.monotonic() < self._awake_until else POLL_S)
             if received is not None:
                 self._receive(*received)
 
@@ -103,6 +109,9 @@ class _Server:
         worker = self._ranks.get(peer)
         if worker is not None and worker in self._view:
             self._shard.handle(worker, request, frames[1:])
+            if isinstance(request, Push):
+                awake = request.more and self._spare_cores
+                self._awake_until = time.monotonic() + AWAKE_S if awake else 0.0
         elif isinstance(request, Ask):  # its Configure was lost: whatever it asks about never came
             self._endpoint.send(peer, [encode(Status(request.id, request.about, False, ""))])
         else:
@@ -124,3 +133,9 @@ class _Server:
     def _stop(self, reason: str) -> int:
         print(f"server {self._rank} stops: {reason}", file=sys.stderr, flush=True)
         return 1
+
+
+def has_spare_cores(roster: Roster, rank: int) -> bool:
+    """Whether this machine has two cores for each of the job's processes on it: one to compute, one to be awake."""
+    here = next(member.host for member in roster.members if (member.role, member.rank) == (SERVER, rank))
+    return len(os.sched_getaffinity(0)) >= 2 * sum(member.host == here for member in roster.members)

@@ -174,7 +174,8 @@ class ServerTrainer(Trainer):
 
     def send(self, index: int, samples: int) -> None:
         """A bucket's gradients are in place: push them."""
-        self._flying[index] = self._exchange(self._bucket_keys[index], samples)
+        more = index + 1 < len(self._buckets)
+        self._flying[index] = self._exchange(self._bucket_keys[index], samples, more=more)
         self._flying_step = self.clock + 1
 
     def has_come(self, index: int) -> bool:
@@ -322,8 +323,8 @@ class ServerTrainer(Trainer):
         self._missing[index] = 0
         self._sent[index] = self._exchange([self._keys[name]], self._seen, rank=len(left))
 
-    def _exchange(self, keys: list[int], samples: int, rank: int = 0) -> list[Ticket]:
-        return self.kvstore.exchange(keys, float(samples), learning_rates(self.optimizer), rank)
+    def _exchange(self, keys: list[int], samples: int, rank: int = 0, *, more: bool = False) -> list[Ticket]:
+        return self.kvstore.exchange(keys, float(samples), learning_rates(self.optimizer), rank, more=more)
 
     def _send_rest(self, bucket: Bucket, samples: int) -> None:
         """A bucket that backward did not complete: what has a gradient leaves, the rest says it has none."""
