@@ -143,18 +143,21 @@ def cached_images_per_s(images: int = CACHED_IMAGES, epochs: int = 3) -> float:
 
 
 def memory_growth_mb(rec: str, batch_size: int, threads: int, batches: int = MEMORY_BATCHES) -> float:
-    """Return by how much the process grows between `batches` batches and ten times as many more."""
+    """Return by how much the loader's processes grow between `batches` batches and ten times as many more."""
     import psutil
 
     from echelon.bench.io_echelon import forever, make_loader
 
-    process = psutil.Process()
+    own = psutil.Process()
+
+    def memory() -> int:
+        return sum(process.memory_info().rss for process in (own, *own.children()))
+
     with make_loader(rec, batch_size, threads) as loader:
         stream = forever(loader)
         for _ in islice(stream, batches):
             pass
-        before: int = process.memory_info().rss
+        before = memory()
         for _ in islice(stream, 10 * batches):
             pass
-        after: int = process.memory_info().rss
-    return round((after - before) / 1e6, 1)
+        return round((memory() - before) / 1e6, 1)

@@ -6,7 +6,6 @@ A turn ends when the loader has nothing left to do ahead, as for its peer (see `
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -26,7 +25,7 @@ def make_loader(
     """Batches of 3x224x224 with random crop and mirror, shuffled, every batch full."""
     source = RecordSource(rec)
     sampling = Sampling(len(source), batch_size, last_batch="wrap")
-    return Loader(source, CONFIG, sampling, threads=threads, output=output, pin_memory=pin_memory)
+    return Loader(source, CONFIG, sampling, threads=threads, processes=True, output=output, pin_memory=pin_memory)
 
 
 def forever(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
@@ -52,20 +51,10 @@ def main() -> None:
 
         def run_round(num_steps: int) -> list[float]:
             step_s = [timed(step) for _ in range(num_steps)]
-            settle()
+            loader.wait()
             return step_s
 
         serve(run_round)
-
-
-def settle(interval_s: float = 0.2, limit_s: float = 60.0) -> None:
-    """Wait until this process does nothing any more."""
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        before = time.process_time()
-        time.sleep(interval_s)
-        if time.process_time() - before < 0.05 * interval_s:
-            return
 
 
 if __name__ == "__main__":

@@ -4,26 +4,26 @@ The thin shell around `augment_geometry` and `augment_colour`, which decide; thi
 Cost a 224x224 crop, one core, after decoding: a plain crop is a view (0), a resized crop one pass of torch's SIMD
 kernel for uint8 (0.2 ms; Pillow takes 0.9), a rotated one Pillow's affine transform (1.3 ms). Mirroring is a negative
 stride of the copy that makes planes of the pixels. Pixels are uint8 until they are normalised, 0.1 ms, in cache, into
-the batch.
+the batch. torch is imported only where it is used: a process that crops and mirrors starts without it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
 from echelon.data import decode
-from echelon.data.augment_colour import recolour
 from echelon.data.augment_config import AugmentConfig
 from echelon.data.augment_geometry import Draws, Geometry, num_lanes, plan
 
 __all__ = ["AugmentConfig", "Augmenter", "Draws", "Normaliser", "num_lanes"]
 
 Pixels: TypeAlias = decode.Pixels
+Recolour: TypeAlias = Callable[[Pixels, AugmentConfig, Draws], Pixels]
 
 
 class Augmenter:
@@ -32,6 +32,11 @@ class Augmenter:
     def __init__(self, config: AugmentConfig, fast: bool = True) -> None:
         self._config = config
         self._decoder = decode.Decoder(config.shape[0], fast)
+        self._recolour: Recolour | None = None
+        if config.changes_colour:
+            from echelon.data.augment_colour import recolour
+
+            self._recolour = recolour
 
     def augment(self, payload: decode.Bytes | Pixels, draws: Draws) -> Pixels:
         """Return the pixels (height, width, channels), not yet normalised; possibly a view with odd strides."""
@@ -46,8 +51,8 @@ class Augmenter:
             shrink = geometry.shrink(height, width)
             part = self._decoder.decode_part(payload, info, shrink, geometry.reach(shrink))
         pixels = sample(part, geometry, (height, width), config.fill_value)
-        if config.changes_colour:
-            pixels = recolour(pixels, config, draws)
+        if self._recolour is not None:
+            pixels = self._recolour(pixels, config, draws)
         return pixels[:, ::-1] if geometry.mirror else pixels
 
 
@@ -100,6 +105,8 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
     height, width, channels = pixels.shape
     if (height, width) == size:
         return pixels
+    import torch
+
     if not pixels.flags.writeable:  # torch warns of memory it might write to
         pixels = pixels.copy()
     # The strides must say "channels last" even of the batch dimension, or torch takes a path half as fast.
@@ -121,13 +128,11 @@ class Normaliser:
         self.offset = np.array([-m / s for m, s in zip(mean, std, strict=True)], np.float32).reshape(-1, 1, 1)
         self._scales = any(one != 1 for one in std)
         self._planes = np.empty(config.shape, np.uint8)
-        self._scale_t, self._offset_t = torch.from_numpy(self.scale), torch.from_numpy(self.offset)
 
     def into(self, out: NDArray[np.float32], pixels: Pixels) -> None:
         """Write one image (height, width, channels), of any strides, as planes of floats."""
         np.copyto(self._planes, pixels.transpose(2, 0, 1))
-        target = torch.from_numpy(out)
-        target.copy_(torch.from_numpy(self._planes))
+        np.copyto(out, self._planes)
         if self._scales:
-            target.mul_(self._scale_t)
-        target.add_(self._offset_t)
+            np.multiply(out, self.scale, out=out)
+        np.add(out, self.offset, out=out)

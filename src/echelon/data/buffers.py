@@ -8,11 +8,16 @@ overwritten.
 Pages that a GPU copies from are locked in memory (pinned), or the copy would not run beside the host's work. Such a
 copy goes on after the call that began it, so whoever began it holds the memory until it is over (`Crossing`); the pool
 needs no other rule.
+
+Memory that the loader's processes fill is shared with them: `descriptor` is what they find it by.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import sys
+import weakref
 from collections import deque
 from typing import Any, Protocol, TypeAlias
 
@@ -21,7 +26,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from echelon.data.pinned import pin, unpin
 from echelon.errors import UsageError
+from echelon.transport.interface import Block
+from echelon.transport.shared_memory import SharedMemoryTransport
+
+log = logging.getLogger(__name__)
 
 _REFERENCES_WHEN_FREE = 3  # the pool's list, the loop variable, the call's argument
 
@@ -31,12 +41,22 @@ Array: TypeAlias = NDArray[Any]
 class BufferPool:
     """Tensors of one shape and type. For one thread."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: type[np.generic], limit: int, pin_memory: bool = False) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: type[np.generic],
+        limit: int,
+        pin_memory: bool = False,
+        *,
+        shared: bool = False,
+    ) -> None:
         """Keep up to `limit` arrays; more than that are made, and let go."""
         if pin_memory and not torch.cuda.is_available():
             raise UsageError("memory is pinned for a GPU to copy from, and there is none here; leave pin_memory out")
-        self._shape, self._dtype, self._limit, self._pin_memory = shape, dtype, limit, pin_memory
+        self.shape, self.dtype, self.limit = shape, dtype, limit
+        self._pin_memory, self._shared = pin_memory, shared
         self._arrays: list[Array] = []
+        self._descriptors: dict[int, str] = {}  # by address
 
     def take(self) -> Tensor:
         """Return a tensor whose contents are arbitrary."""
@@ -44,16 +64,47 @@ class BufferPool:
             if sys.getrefcount(array) == _REFERENCES_WHEN_FREE:
                 return torch.from_numpy(array)
         fresh = self._make()
-        if len(self._arrays) < self._limit:
+        if len(self._arrays) < self.limit:
             self._arrays.append(fresh)
         return torch.from_numpy(fresh)
 
+    def descriptor(self, taken: Tensor) -> str:
+        """How another process of this machine finds the memory of a tensor of this pool, if it is shared."""
+        return self._descriptors[taken.data_ptr()]
+
     def _make(self) -> Array:
+        if self._shared:
+            return self._make_shared()
         if not self._pin_memory:
-            return np.empty(self._shape, self._dtype)
-        kind = torch.from_numpy(np.empty(0, self._dtype)).dtype
-        pinned: Array = torch.empty(self._shape, dtype=kind, pin_memory=True).numpy()
+            return np.empty(self.shape, self.dtype)
+        kind = torch.from_numpy(np.empty(0, self.dtype)).dtype
+        pinned: Array = torch.empty(self.shape, dtype=kind, pin_memory=True).numpy()
         return pinned
+
+    def _make_shared(self) -> Array:
+        block = SharedMemoryTransport().allocate(math.prod(self.shape) * np.dtype(self.dtype).itemsize)
+        array: Array = np.frombuffer(block.buffer, self.dtype).reshape(self.shape)
+        address: int = array.ctypes.data
+        pinned = self._pin_memory and _is_pinned(address, array.nbytes)
+        self._descriptors[address] = block.descriptor
+        weakref.finalize(array, _let_go, block, address if pinned else None).atexit = False
+        return array
+
+
+def _is_pinned(address: int, num_bytes: int) -> bool:
+    """Try to pin memory. A limit may forbid it: copies from it are as right without, but the host waits for them."""
+    try:
+        pin(address, num_bytes)
+    except UsageError as error:
+        log.warning("%s; batches go to the GPU without", error)
+        return False
+    return True
+
+
+def _let_go(block: Block, pinned: int | None) -> None:
+    """The last tensor in shared memory is gone: so is the block, when this returns."""
+    if pinned is not None:
+        unpin(pinned)
 
 
 class Over(Protocol):

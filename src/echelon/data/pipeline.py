@@ -2,16 +2,16 @@
 
 The consumer's thread only hands out finished batches and asks for new ones; each batch is cut into chunks that the
 threads work off, so that the first batch is ready after batch_size / threads images, and a slow image delays only its
-batch. libjpeg-turbo, torch and NumPy let go of the interpreter lock while they work; what holds it is about 0.1 ms an
-image where a JPEG is cut, half of that elsewhere. At most `prefetch` batches, plus the one in the consumer's hands,
-exist at a time.
+batch. With `processes`, each thread has a process that does the work, and only passes chunks on (`worker_process` says
+why). At most `prefetch` batches, plus the one in the consumer's hands, exist at a time.
 
-What comes out depends on (seed, epoch, sample counter) alone: not on threads, prefetch or timing.
+What comes out depends on (seed, epoch, sample counter) alone: not on threads, processes, prefetch or timing.
 """
 
 from __future__ import annotations
 
 import logging
+import pickle
 import threading
 import time
 from collections import deque
@@ -21,19 +21,21 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypeAlias
+from typing import Literal, Protocol, Self, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from echelon.data.augment import AugmentConfig, Augmenter, Normaliser, num_lanes
+from echelon.data.augment import AugmentConfig, num_lanes
 from echelon.data.augment_geometry import mirrors_of
 from echelon.data.buffers import BufferPool
+from echelon.data.chunks import Bad, Made, Maker, Recipe
 from echelon.data.making import Pending, Raw, finish, mirrored
 from echelon.data.order import Batch, Sampling, State, uniforms
 from echelon.data.sources import Source
 from echelon.data.threads import start_threads
+from echelon.data.worker import Chunk, Order
+from echelon.data.worker_process import WorkerProcess
 from echelon.errors import DataError, UsageError
 
 Output: TypeAlias = Literal["float32", "uint8"]
@@ -61,15 +63,19 @@ class Batches(Protocol):
 
 
 class _Tools(threading.local):
-    """What each thread has for itself."""
+    """What each thread has for itself: one of the two."""
 
-    augmenter: Augmenter
-    normaliser: Normaliser
+    maker: Maker
+    process: WorkerProcess | None = None
 
 
-def _equip(tools: _Tools, augment: AugmentConfig, fast: bool) -> None:
-    tools.augmenter = Augmenter(augment, fast)
-    tools.normaliser = Normaliser(augment)
+def _equip(tools: _Tools, recipe: Recipe, processes: deque[WorkerProcess], order: bytes) -> None:
+    """A process that cannot attach this one's memory is of no use: then the thread does the work."""
+    process = processes.popleft() if processes else None
+    if process is not None and process.begin(order):
+        tools.process = process
+    else:
+        tools.maker = Maker(recipe)
 
 
 class Loader:
@@ -78,6 +84,7 @@ class Loader:
     `output`: "float32" gives normalised (N, C, H, W); "uint8" gives (N, H, W, C) for a device to normalise, in pages
     that a GPU can copy from with `pin_memory`; `raw` gives these before they are mirrored. Labels are int64 class
     numbers, or float32 rows where records have several.
+    `processes`: as many as threads do the work; the source must be one that can be pickled.
     `exact` gives the pixels of a full decode, without shortcuts that change them (see `decode`): for validation.
     With `skip_bad_records` a sample that cannot be read is left out of its batch and counted in `num_bad`; the first
     few are logged with their places, and their number at the end of every epoch. Where the sampling promises full
@@ -92,6 +99,7 @@ class Loader:
         sampling: Sampling,
         *,
         threads: int = 4,
+        processes: bool = False,
         prefetch: int = 2,
         output: Output = "float32",
         pin_memory: bool = False,
@@ -114,13 +122,16 @@ class Loader:
         size = sampling.batch_size
         self._ahead = max(prefetch, -(-2 * threads // size))
         self._chunk = max(1, min(_MAX_CHUNK, size * self._ahead // (2 * threads)))
-        self._pool = self._make_pool(pin_memory)
+        self._pool = self._make_pool(pin_memory, processes)
         self._full = sampling.num_batches is not None or sampling.last_batch != "keep"
         self._batches = sampling.batches(self.state)
         self._pending: deque[Pending] = deque()
         self._tools = _Tools()
+        recipe = Recipe(source, replace(augment, random_mirror=self._mirrors), not exact, output == "float32")
+        self._processes = [WorkerProcess() for _ in range(threads if processes else 0)]
+        order = self._order(recipe) if processes else b""
         # The threads must not hold the loader: one that is dropped without close() then still ends them.
-        equip = partial(_equip, self._tools, replace(augment, random_mirror=self._mirrors), not exact)
+        equip = partial(_equip, self._tools, recipe, deque(self._processes), order)
         self._executor: ThreadPoolExecutor | None = start_threads(threads, equip)
 
     def __len__(self) -> int:
@@ -144,6 +155,13 @@ class Loader:
         self._pending.clear()
         if executor is not None:
             executor.shutdown(wait=True, cancel_futures=True)
+        for process in self._processes:
+            process.close()
+
+    def wait(self) -> None:
+        """Wait until what was begun ahead of time is made."""
+        for pending in self._pending:
+            pending.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -153,12 +171,17 @@ class Loader:
     ) -> None:
         self.close()
 
-    def _make_pool(self, pin_memory: bool) -> BufferPool:
+    def _make_pool(self, pin_memory: bool, shared: bool) -> BufferPool:
         channels, height, width = self.augment.shape
         size, limit = self.sampling.batch_size, self._ahead + 3
         if self._output == "uint8":
-            return BufferPool((size, height, width, channels), np.uint8, limit, pin_memory)
-        return BufferPool((size, channels, height, width), np.float32, limit, pin_memory)
+            return BufferPool((size, height, width, channels), np.uint8, limit, pin_memory, shared=shared)
+        return BufferPool((size, channels, height, width), np.float32, limit, pin_memory, shared=shared)
+
+    def _order(self, recipe: Recipe) -> bytes:
+        pool = self._pool
+        sample = pool.descriptor(pool.take())
+        return pickle.dumps(Order(recipe, pool.shape, np.dtype(pool.dtype).name, pool.limit, sample))
 
     def _take(self) -> Raw | None:
         """Return the next batch, or None if all of it was bad and there may be fewer."""
@@ -203,30 +226,20 @@ class Loader:
 
     def _work(self, pending: Pending, start: int) -> None:
         """Make the samples of one chunk. Runs on the loader's threads."""
-        images: NDArray[Any] = pending.images.numpy()
-        records = pending.batch.records[start : start + self._chunk].tolist()
-        for place, number in enumerate(records, start):
-            if self._executor is None:
-                return
-            try:
-                pending.labels[place] = self._make(number, pending.draws[place], images[place])
-            except DataError as error:
-                if not self._skip:
-                    raise
-                pending.bad[place] = str(error)
+        part = slice(start, start + self._chunk)
+        for place, made in enumerate(self._made(pending, part), start):
+            if not isinstance(made, Bad):
+                pending.labels[place] = made
+            elif self._skip:
+                pending.bad[place] = made.reason
+            else:
+                raise DataError(made.reason)
 
-    def _make(self, number: int, draws: list[float], out: NDArray[Any]) -> int | NDArray[np.float32]:
-        sample = self.source.read(number)
-        try:
-            pixels = self._tools.augmenter.augment(sample.payload, draws)
-            label = _class_number(sample.label) if isinstance(sample.label, float) else sample.label
-        except DataError as error:
-            raise DataError(f"{self.source.where(number)}: {error}") from error
-        if self._output == "uint8":
-            np.copyto(out, pixels)
-        else:
-            self._tools.normaliser.into(out, pixels)
-        return label
+    def _made(self, pending: Pending, part: slice) -> list[Made]:
+        records, draws = pending.batch.records[part].tolist(), pending.draws[part]
+        if self._tools.process is None:
+            return self._tools.maker.make(records, draws, pending.images[part].numpy())
+        return self._tools.process.make(Chunk(records, draws, self._pool.descriptor(pending.images), part.start))
 
     def _report(self, bad: dict[int, str], ends_epoch: bool) -> None:
         for _, message in sorted(bad.items()):
@@ -238,12 +251,6 @@ class Loader:
         if ends_epoch and self._bad_of_epoch:
             log.warning("bad records skipped in this epoch: %d", self._bad_of_epoch)
             self._bad_of_epoch = 0
-
-
-def _class_number(label: float) -> int:
-    if not label.is_integer():
-        raise DataError(f"its label {label} is no class number")
-    return int(label)
 
 
 def measure_io(batches: Batches, disp_batches: int = 20) -> Iterator[str]:

@@ -53,6 +53,10 @@ class RecordFile:
         self._map = _map_file(self.path)
         self.data = memoryview(self._map)
 
+    def __reduce__(self) -> tuple[type[RecordFile], tuple[Path]]:
+        """Another process maps the file for itself."""
+        return RecordFile, (self.path,)
+
     def read(self, offset: int, number: int, strict: bool = False) -> tuple[memoryview, int]:
         """Return the payload at `offset` and the next offset; `number` is the record's, for the error."""
         try:

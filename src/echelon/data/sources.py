@@ -152,5 +152,10 @@ class FolderSource:
         return f"{self.files[number]} (image {number})"
 
 
+def is_encoded(source: object) -> bool:
+    """Whether images are yet to be decoded, which is work enough for processes; these sources can be pickled."""
+    return isinstance(source, RecordSource | FolderSource)
+
+
 def _image_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())

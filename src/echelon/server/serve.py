@@ -136,6 +136,6 @@ class _Server:
 
 
 def has_spare_cores(roster: Roster, rank: int) -> bool:
-    """Whether this machine has two cores for each of the job's processes on it: one to compute, one to be awake."""
+    """Whether this machine has two cores for each worker and server on it: one to compute, one to be awake."""
     here = next(member.host for member in roster.members if (member.role, member.rank) == (SERVER, rank))
     return len(os.sched_getaffinity(0)) >= 2 * sum(member.host == here for member in roster.members)

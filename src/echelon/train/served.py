@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.data.pinned import pin, unpin
 from echelon.data.pipeline import Batches
 from echelon.errors import UsageError
 from echelon.train.average import MovingAverage
@@ -127,7 +128,9 @@ class ServedStep:
     ) -> None:
         self.work = work
         self._trainer = trainer
-        self._pinned = [pin(memory) for memory in trainer.kvstore.memory()]
+        self._pinned = trainer.kvstore.memory()
+        for memory in self._pinned:
+            pin(memory.data_ptr(), memory.nbytes)
         self._body = ServedBody(work, trainer, torch.compile if compiled else None, average)
         self._outward = torch.cuda.Stream(work.precision.device)  # type: ignore[no-untyped-call]
         self._inward = torch.cuda.Stream(work.precision.device)  # type: ignore[no-untyped-call]
@@ -160,7 +163,7 @@ class ServedStep:
         for hook in self._body.hooks:
             hook.remove()
         for memory in self._pinned:
-            unpin(memory)
+            unpin(memory.data_ptr())
 
     def _replay(self) -> None:
         """The batch is made while the last weights come, and the long graph is launched while a short one runs."""
@@ -220,17 +223,3 @@ class ServedStep:
         self._trainer.receive(self._due[0])
         with torch.cuda.stream(self._inward):
             self._body.arrivals.fetch(self._due.popleft())
-
-
-def pin(memory: Tensor) -> Tensor:
-    """Pin memory that is there already, so that copies need not wait for the host."""
-    num_bytes = memory.numel() * memory.element_size()
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0)  # type: ignore[no-untyped-call]
-    if int(status):
-        raise UsageError(f"CUDA cannot pin {num_bytes} bytes of the store's memory: {status}")
-    return memory
-
-
-def unpin(memory: Tensor) -> None:
-    """Undo `pin`."""
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

@@ -1,0 +1,206 @@
+"""The loader's processes: the same batches as threads make, nothing left behind, and a death that is named."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from pipeline_images import NUM_RECORDS, jpeg, make_records, picture, write_records
+from torch import Tensor
+
+from echelon.data.augment import AugmentConfig
+from echelon.data.buffers import BufferPool
+from echelon.data.order import Sampling
+from echelon.data.pipeline import Loader
+from echelon.data.recordio import Header, IndexedWriter, pack
+from echelon.data.sources import FolderSource, RecordSource
+from echelon.errors import DataError, UsageError
+
+PLAIN = AugmentConfig(shape=(3, 24, 32), random_crop=True, random_mirror=True, rgb_std=(50.0, 51.0, 52.0))
+EVERYTHING = AugmentConfig(
+    shape=(3, 24, 32), random_crop=True, random_mirror=True, min_random_scale=0.6, max_random_rotate_angle=10,
+    brightness=0.3, max_random_h=20, pca_noise=0.1, rgb_mean=(120.0, 115.0, 105.0), rgb_std=(50.0, 51.0, 52.0),
+)  # fmt: skip
+GONE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> RecordSource:
+    return RecordSource(make_records(tmp_path_factory.mktemp("records") / "some.rec"))
+
+
+def loader(source: RecordSource | FolderSource, config: AugmentConfig = PLAIN, **options: object) -> Loader:
+    given = {"sampling": Sampling(len(source), 5, seed=3), "threads": 2, "processes": True, **options}
+    return Loader(source, config, **given)  # type: ignore[arg-type]
+
+
+def take(source: RecordSource | FolderSource, config: AugmentConfig = PLAIN, **options: object) -> list[list[Tensor]]:
+    """The batches of two epochs."""
+    with loader(source, config, **options) as batches:
+        return [list(batch) for _ in range(2) for batch in batches]
+
+
+def same(some: list[list[Tensor]], others: list[list[Tensor]]) -> bool:
+    pairs = zip(some, others, strict=True)
+    return all(torch.equal(one, other) for mine, yours in pairs for one, other in zip(mine, yours, strict=True))
+
+
+def pids(batches: Loader) -> list[int]:
+    return [process.pid for process in batches._processes]
+
+
+def assert_gone(numbers: list[int]) -> None:
+    processes = [psutil.Process(number) for number in numbers if psutil.pid_exists(number)]
+    assert not psutil.wait_procs(processes, GONE_S)[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (PLAIN, {}),
+        (PLAIN, {"output": "uint8", "threads": 3, "prefetch": 4}),
+        (PLAIN, {"exact": True}),
+        (EVERYTHING, {"threads": 1}),
+    ],
+)
+def test_processes_do_not_change_a_bit(
+    records: RecordSource, config: AugmentConfig, options: dict[str, object]
+) -> None:
+    assert same(take(records, config, **options), take(records, config, **options | {"processes": False}))
+
+
+def test_folders_of_files_too(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(3):
+            (tmp_path / name / f"{number}.jpg").write_bytes(jpeg(picture(number + ord(name))))
+    source = FolderSource.from_classes(tmp_path)
+    assert same(take(source), take(source, processes=False))
+
+
+def test_several_labels_come_back_as_rows(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "pairs.rec") as writer:
+        for number in range(4):
+            writer.write(number, pack(Header([number, 0.5]), jpeg(picture(number))))
+    (labels, _) = (batch[1] for batch in take(RecordSource(tmp_path / "pairs.rec"), sampling=Sampling(4, 4)))
+    assert sorted(labels.tolist()) == [[0, 0.5], [1, 0.5], [2, 0.5], [3, 0.5]]
+
+
+def test_what_only_crops_starts_without_torch(records: RecordSource) -> None:
+    with loader(records) as batches:
+        next(iter(batches))
+        for number in pids(batches):
+            assert "libtorch" not in Path(f"/proc/{number}/maps").read_text()
+
+
+def test_a_batch_that_is_kept_is_never_overwritten_and_others_are_used_again(records: RecordSource) -> None:
+    with loader(records) as batches:
+        kept = [(images, images.clone()) for _ in range(4) for images, _ in batches]
+    assert all(torch.equal(now, then) for now, then in kept)
+    with loader(records) as batches:
+        assert len({images.data_ptr() for _ in range(10) for images, _ in batches}) <= 5
+
+
+def test_memory_of_the_processes_is_flat(records: RecordSource) -> None:
+    with Loader(records, AugmentConfig(shape=(3, 300, 300), random_crop=True), Sampling(NUM_RECORDS, 5),
+                threads=1, processes=True) as batches:  # fmt: skip
+        process = psutil.Process(pids(batches)[0])
+        for _ in range(6):
+            list(batches)
+        before = process.memory_info().rss
+        for _ in range(30):
+            for _ in batches:
+                pass
+        assert process.memory_info().rss - before < 16e6
+
+
+def test_closing_ends_them(records: RecordSource) -> None:
+    batches = loader(records)
+    numbers = pids(batches)
+    next(iter(batches))
+    assert all(psutil.pid_exists(number) for number in numbers)
+    batches.close()
+    assert not any(psutil.pid_exists(number) for number in numbers)
+
+
+def test_a_dropped_loader_ends_them(records: RecordSource) -> None:
+    batches = loader(records)
+    numbers = pids(batches)
+    next(iter(batches))
+    del batches
+    gc.collect()
+    assert_gone(numbers)
+
+
+def test_a_signal_to_the_whole_job_is_left_to_the_loader(records: RecordSource) -> None:
+    with loader(records) as batches:
+        iterator = iter(batches)
+        next(iterator)  # they are past their start
+        for number in pids(batches):
+            os.kill(number, signal.SIGTERM)
+            os.kill(number, signal.SIGINT)
+        assert len(list(iterator)) == len(batches) - 1
+
+
+def test_a_death_is_named_and_closes_the_loader(records: RecordSource) -> None:
+    batches = loader(records, threads=1)
+    (number,) = pids(batches)
+    next(iter(batches))
+    batches.wait()
+    os.kill(number, signal.SIGKILL)
+    said = rf"\(pid {number}\) ended by signal 9 at one of the samples \d+(, \d+)*; is there enough memory"
+    with pytest.raises(DataError, match=said):
+        [list(batches) for _ in range(3)]
+    with pytest.raises(UsageError, match="closed"):
+        next(iter(batches))
+
+
+def test_they_end_with_a_loader_that_is_killed(records: RecordSource) -> None:
+    program = (
+        "import os, sys\n"
+        "from echelon.data.augment import AugmentConfig\n"
+        "from echelon.data.order import Sampling\n"
+        "from echelon.data.pipeline import Loader\n"
+        "from echelon.data.sources import RecordSource\n"
+        "source = RecordSource(sys.argv[1])\n"
+        "batches = Loader(source, AugmentConfig((3, 24, 32)), Sampling(len(source), 5), threads=2, processes=True)\n"
+        "next(iter(batches))\n"
+        "print(*(process.pid for process in batches._processes), flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    path = records._files[0].path
+    ran = subprocess.run([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True, check=False)
+    assert ran.returncode == -signal.SIGKILL
+    numbers = [int(number) for number in ran.stdout.split()]
+    assert len(numbers) == 2
+    assert_gone(numbers)
+
+
+def test_errors_have_their_places(tmp_path: Path) -> None:
+    payloads = [jpeg(picture(number)) for number in range(8)]
+    payloads[4] = b"no image"
+    source = RecordSource(write_records(tmp_path / "damaged.rec", payloads))
+    sampling = Sampling(8, 4, shuffle=False)
+    with (
+        pytest.raises(DataError, match=r"damaged\.rec: record 4 at byte \d+: 8 bytes .* are no image"),
+        loader(source, sampling=sampling) as batches,
+    ):
+        list(batches)
+    with loader(source, sampling=sampling, skip_bad_records=True) as batches:
+        assert [labels.tolist() for _, labels in batches] == [[0, 1, 2, 3], [5, 6, 7]]
+        assert batches.num_bad == 1
+
+
+def test_where_memory_cannot_be_attached_threads_do_the_work(
+    records: RecordSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = take(records)
+    monkeypatch.setattr(BufferPool, "descriptor", lambda pool, taken: "of another machine")
+    assert same(take(records), expected)
