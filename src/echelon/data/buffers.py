@@ -68,6 +68,10 @@ class BufferPool:
             self._arrays.append(fresh)
         return torch.from_numpy(fresh)
 
+    def clear(self) -> None:
+        """Keep nothing; what somebody still holds is gone when they let go of it."""
+        self._arrays.clear()
+
     def descriptor(self, taken: Tensor) -> str:
         """How another process of this machine finds the memory of a tensor of this pool, if it is shared."""
         return self._descriptors[taken.data_ptr()]

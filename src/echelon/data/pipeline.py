@@ -150,13 +150,14 @@ class Loader:
                 yield batch
 
     def close(self) -> None:
-        """Drop what is under way and end the threads."""
+        """Drop what is under way, end threads and processes, and let the memory go."""
         executor, self._executor = self._executor, None
         self._pending.clear()
         if executor is not None:
             executor.shutdown(wait=True, cancel_futures=True)
         for process in self._processes:
             process.close()
+        self._pool.clear()
 
     def wait(self) -> None:
         """Wait until what was begun ahead of time is made."""
