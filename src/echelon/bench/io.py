@@ -151,7 +151,9 @@ def memory_growth_mb(rec: str, batch_size: int, threads: int, batches: int = MEM
     own = psutil.Process()
 
     def memory() -> int:
-        return sum(process.memory_info().rss for process in (own, *own.children()))
+        """Batches are shared and count once; pages of the file are shared and do not count."""
+        shares: list[int] = [process.memory_full_info().uss for process in own.children()]
+        return int(own.memory_info().rss) + sum(shares)
 
     with make_loader(rec, batch_size, threads) as loader:
         stream = forever(loader)
