@@ -29,6 +29,13 @@ class Recipe:
     fast: bool
     normalise: bool
 
+    @property
+    def needs_torch(self) -> bool:
+        """Whether images will be resized or recoloured; a small one may need it otherwise, too."""
+        config = self.augment
+        resizes = config.resize > 0 or config.random_resized_crop or config.max_crop_size > 0
+        return resizes or config.warps or config.changes_colour
+
 
 class Bad(NamedTuple):
     """A sample that cannot be made, and why."""

@@ -21,7 +21,7 @@ from echelon.data.files import count_classes, image_pair, in_memory, layout_name
 from echelon.data.memory import MemoryLoader, MemorySource, is_plain
 from echelon.data.order import Sampling, State
 from echelon.data.pipeline import Batches, Loader
-from echelon.data.sources import FolderSource, RecordSource, Source, is_encoded
+from echelon.data.sources import FolderSource, RecordSource, Source, is_work_for_processes
 from echelon.data.synthetic import SyntheticLoader, SyntheticSource
 from echelon.errors import UsageError
 
@@ -118,7 +118,7 @@ def make_loader(
         augment,
         sampling,
         threads=threads,
-        processes=is_encoded(source),
+        processes=is_work_for_processes(source),
         prefetch=prefetch,
         exact=exact,
         skip_bad_records=skip_bad_records,

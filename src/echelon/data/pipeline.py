@@ -128,7 +128,8 @@ class Loader:
         self._pending: deque[Pending] = deque()
         self._tools = _Tools()
         recipe = Recipe(source, replace(augment, random_mirror=self._mirrors), not exact, output == "float32")
-        self._processes = [WorkerProcess() for _ in range(threads if processes else 0)]
+        with_torch = recipe.needs_torch
+        self._processes = [WorkerProcess(with_torch=with_torch) for _ in range(threads if processes else 0)]
         order = self._order(recipe) if processes else b""
         # The threads must not hold the loader: one that is dropped without close() then still ends them.
         equip = partial(_equip, self._tools, recipe, deque(self._processes), order)
@@ -155,8 +156,8 @@ class Loader:
         self._pending.clear()
         if executor is not None:
             executor.shutdown(wait=True, cancel_futures=True)
-        for process in self._processes:
-            process.close()
+        while self._processes:
+            self._processes.pop().close()
         self._pool.clear()
 
     def wait(self) -> None:

@@ -20,6 +20,7 @@ from echelon.data.recordio import IndexedReader, Offsets, Reader, RecordError, R
 from echelon.data.recordio import unpack as unpack_record
 from echelon.errors import DataError, UsageError
 
+MANY = 1000  # images
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 
 
@@ -152,9 +153,9 @@ class FolderSource:
         return f"{self.files[number]} (image {number})"
 
 
-def is_encoded(source: object) -> bool:
-    """Whether images are yet to be decoded, which is work enough for processes; these sources can be pickled."""
-    return isinstance(source, RecordSource | FolderSource)
+def is_work_for_processes(source: Source) -> bool:
+    """Whether there is enough to decode that processes pay, which take some time to start; these can be pickled."""
+    return isinstance(source, RecordSource | FolderSource) and len(source) >= MANY
 
 
 def _image_files(folder: Path) -> list[Path]:

@@ -1,17 +1,20 @@
-"""The loader's process: makes chunks of samples in memory that it shares with the loader, until that lets go of it.
+"""The loader's processes: they make chunks of samples in memory that they share with the loader, until it lets go.
 
     python -m echelon.data.worker FD
 
-is how `worker_process` starts it; FD is its end of their connection. When the loader is gone, the connection ends, and
-so does this.
+is the process that forks them (see `nursery`); FD is its end of a socket. When the loader is gone, connections end, and
+so do all of these.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
+import traceback
 from collections import OrderedDict
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +62,7 @@ class _Batches:
         return self._attached[descriptor]
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: Connection) -> NoReturn:
     """Answer the order with whether it can be done, and then chunks with what came out of them."""
     order: Order = connection.recv()
     batches = _Batches(order)
@@ -73,13 +76,41 @@ def serve(connection: Connection) -> None:
         connection.send(maker.make(chunk.records, chunk.draws, places))
 
 
-def main() -> None:
-    """Serve whoever holds the other end."""
+def nurse(control: socket.socket) -> None:
+    """Fork a process for every connection that comes, and say how it ended to who asks, until nobody can ask."""
+    while True:
+        word, files, _, _ = socket.recv_fds(control, 64, 1)
+        if not word:
+            return
+        if files:
+            answer = _fork(files[0], control, with_torch=word == b"torch")
+        else:
+            answer = os.waitstatus_to_exitcode(os.waitpid(int(word), 0)[1])
+        control.send(str(answer).encode())
+
+
+def _fork(file: int, control: socket.socket, *, with_torch: bool) -> int:
+    if with_torch:
+        import torch  # noqa: F401  # once, for all that are forked from now on
+    pid = os.fork()
+    if not pid:
+        control.close()
+        _live(Connection(file))
+    os.close(file)
+    return pid
+
+
+def _live(connection: Connection) -> NoReturn:
+    """The life of a forked process."""
+    status = 1
     try:
-        serve(Connection(int(sys.argv[1])))
+        serve(connection)
     except (EOFError, ConnectionError):
-        pass
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(status)
 
 
 if __name__ == "__main__":
-    main()
+    nurse(socket.socket(fileno=int(sys.argv[1])))

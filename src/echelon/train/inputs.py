@@ -14,7 +14,7 @@ from echelon.data.device_augment import DeviceLoader, DeviceMemoryLoader
 from echelon.data.memory import MemorySource, is_plain
 from echelon.data.order import Sampling, State
 from echelon.data.pipeline import Batches, Loader, measure_io
-from echelon.data.sources import is_encoded
+from echelon.data.sources import is_work_for_processes
 from echelon.data.synthetic import SyntheticSource
 from echelon.train.options import TrainOptions
 from echelon.train.plan import Place, sampling_for
@@ -64,7 +64,7 @@ def train_loader(
                 augment,
                 sampling,
                 threads=options.data_nthreads,
-                processes=is_encoded(source),
+                processes=is_work_for_processes(source),
                 output="uint8",
                 pin_memory=True,
                 skip_bad_records=options.skip_bad_records,

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -15,8 +16,11 @@ import torch
 from pipeline_images import NUM_RECORDS, jpeg, make_records, picture, write_records
 from torch import Tensor
 
+from echelon.data import sources
 from echelon.data.augment import AugmentConfig
 from echelon.data.buffers import BufferPool
+from echelon.data.datasets import make_loader
+from echelon.data.nursery import nursery
 from echelon.data.order import Sampling
 from echelon.data.pipeline import Loader
 from echelon.data.recordio import Header, IndexedWriter, pack
@@ -204,3 +208,38 @@ def test_where_memory_cannot_be_attached_threads_do_the_work(
     expected = take(records)
     monkeypatch.setattr(BufferPool, "descriptor", lambda pool, taken: "of another machine")
     assert same(take(records), expected)
+
+
+def test_many_images_get_processes_and_few_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = RecordSource(write_records(tmp_path / "some.rec", [jpeg(picture(number)) for number in range(6)]))
+    for many, count in ((6, 2), (7, 0)):
+        monkeypatch.setattr(sources, "MANY", many)
+        batches = make_loader(source, PLAIN, Sampling(6, 3), threads=2)
+        with closing(batches):
+            assert isinstance(batches, Loader)
+            assert len(pids(batches)) == count
+
+
+def test_all_have_one_nursery_which_ends_with_the_last(records: RecordSource) -> None:
+    first, second = loader(records), loader(records)
+    number = nursery().pid
+    parents = {psutil.Process(process).ppid() for process in pids(first) + pids(second)}
+    assert parents == {number}
+    first.close()
+    assert len(list(second)) == len(second)
+    second.close()
+    gc.collect()
+    assert_gone([number])
+
+
+def test_without_its_nursery_a_loader_goes_on_and_the_next_has_another(records: RecordSource) -> None:
+    with loader(records) as batches:
+        iterator = iter(batches)
+        next(iterator)
+        killed = nursery().pid
+        os.kill(killed, signal.SIGKILL)
+        assert len(list(iterator)) == len(batches) - 1
+        with pytest.raises(DataError, match=rf"starts others to decode images \(pid {killed}\) is gone"):
+            loader(records)
+        with loader(records) as others:
+            assert len(list(others)) == len(batches)
