@@ -18,6 +18,7 @@ from echelon.data.device_augment import DeviceMemoryLoader
 from echelon.data.memory import MemorySource
 from echelon.data.order import Sampling
 from echelon.data.sharding import ByPart
+from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
 from echelon.train.captured import Compiler, next_batches
@@ -38,9 +39,9 @@ BATCH = 8
 FIRST = models.build("resnet", num_classes=10, image_shape=(3, 12, 12), num_layers=8)
 
 
-def network() -> nn.Module:
+def network(first: nn.Module = FIRST) -> nn.Module:
     """The workers are threads: they cannot each draw from the one generator."""
-    return copy.deepcopy(FIRST)
+    return copy.deepcopy(first)
 
 
 def loader(rank: int, workers: int) -> DeviceMemoryLoader:
@@ -55,8 +56,14 @@ def work_for(model: nn.Module, half: torch.dtype | None) -> Work:
     return Work(model, Precision(CPU, half, ""), Metrics(), BATCH)
 
 
-def train(kv: KVStore, half: torch.dtype | None, served: bool, compiler: Compiler | None = None) -> dict[str, Tensor]:
-    model = network()
+def train(
+    kv: KVStore,
+    half: torch.dtype | None,
+    served: bool,
+    compiler: Compiler | None = None,
+    first: nn.Module = FIRST,
+) -> dict[str, Tensor]:
+    model = network(first)
     trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
     assert isinstance(trainer, ServerTrainer)
     work, batches = work_for(model, half), loader(kv.rank, kv.num_workers)
@@ -148,6 +155,116 @@ def test_a_network_that_is_no_chain_is_one_region() -> None:
     x = torch.rand(3, 4)
     out = in_regions(model, doubled, lambda function: function)(x)
     assert torch.allclose(out, x @ doubled["one.weight"].T + model.one.bias + x)
+
+
+class Back(nn.Module):
+    """A layer backwards: no kind of module whose weights get half copies, but it reads one that has."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def chain(*modules: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), *modules, nn.Linear(12, 10))
+
+
+def one_activation() -> nn.Module:
+    same = nn.Tanh()
+    return chain(nn.Linear(12, 12), same, nn.Linear(12, 12), same)
+
+
+def one_layer() -> nn.Module:
+    same = nn.Linear(12, 12)
+    return chain(same, nn.Tanh(), same, nn.Tanh())
+
+
+def one_block() -> nn.Module:
+    same = nn.Sequential(nn.Linear(12, 12), nn.Tanh())
+    return chain(same, nn.Linear(12, 12), same)
+
+
+def tied_layers() -> nn.Module:
+    one, other = nn.Linear(12, 12), nn.Linear(12, 12)
+    other.weight = one.weight
+    return chain(one, nn.Tanh(), other, nn.Tanh())
+
+
+def tied_kinds() -> nn.Module:
+    one = nn.Linear(12, 12)
+    return chain(Back(one.weight), nn.Tanh(), one, nn.Tanh())
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("make", [one_activation, one_layer, one_block, tied_layers, tied_kinds])
+def test_what_is_used_twice_learns_from_both_uses(make: Callable[[], nn.Module], half: torch.dtype | None) -> None:
+    torch.manual_seed(1)
+    first = make()
+    (plain,), (ours,) = (
+        run(lambda kv, served=served: train(kv, half, served, first=first), "dist_sync", num_workers=1)  # type: ignore[misc]
+        for served in (False, True)
+    )
+    moved, off = (
+        torch.cat([(plain[name] - other[name]).flatten() for name in plain]).norm()
+        for other in (first.state_dict(), ours)
+    )
+    assert moved > 0.1, "it has learnt something to compare"
+    assert off <= (0.01 * moved if half else 0)
+
+
+def forward_hook(module: nn.Module, called: list[str]) -> None:
+    module.register_forward_hook(lambda *_: called.append("forward"))
+
+
+def forward_pre_hook(module: nn.Module, called: list[str]) -> None:
+    module.register_forward_pre_hook(lambda *_: called.append("forward_pre"))
+
+
+def full_backward_hook(module: nn.Module, called: list[str]) -> None:
+    module.register_full_backward_hook(lambda *_: called.append("backward"))
+
+
+def full_backward_pre_hook(module: nn.Module, called: list[str]) -> None:
+    module.register_full_backward_pre_hook(lambda *_: called.append("backward_pre"))
+
+
+@pytest.mark.parametrize("inner", [True, False], ids=["an inner chain", "the whole"])
+@pytest.mark.parametrize("hook", [forward_hook, forward_pre_hook, full_backward_hook, full_backward_pre_hook])
+def test_a_chain_with_a_hook_is_not_cut(hook: Callable[[nn.Module, list[str]], None], inner: bool) -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model = nn.Sequential(block, nn.Linear(4, 4), nn.Linear(4, 2))
+    called: list[str] = []
+    hook(block if inner else model, called)
+    in_regions(model, {}, lambda function: function)(torch.rand(3, 4, requires_grad=True)).sum().backward()
+    assert len(called) == 1
+    assert len(regions_of(model)) == (3 if inner else 1)
+
+
+def test_the_trainer_s_own_hooks_are_gone_when_the_network_is_cut() -> None:
+    def drive(kv: KVStore) -> None:
+        model = network()
+        before = regions_of(model)
+        trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
+        assert isinstance(trainer, ServerTrainer)
+        trainer.drive()
+        assert regions_of(model) == before
+        assert len(before) > 1
+
+    run(drive, "dist_sync", num_workers=1)
+
+
+def test_parameters_of_two_dtypes_are_sent_to_the_eager_engine() -> None:
+    def build(kv: KVStore) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2).double())
+        trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
+        assert isinstance(trainer, ServerTrainer)
+        with pytest.raises(UsageError, match=r"float32, torch\.float64.*--engine eager"):
+            ServedBody(work_for(model, None), trainer)
+
+    run(build, "dist_sync", num_workers=1)
 
 
 def test_gradients_and_weights_find_their_places_whatever_the_layout_on_the_device() -> None:

@@ -15,6 +15,7 @@ autocast would cast each of them by itself, and each of their gradients back.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -50,11 +51,16 @@ class OnDevice(Protocol):
 
 
 def halved_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that autocast would cast, by name."""
+    """The weights that autocast would cast, by name.
+
+    Not those with several names (tied ones, and those of a module that is used twice): each is one parameter, and its
+    gradient is the sum over all uses. Autocast sees to them.
+    """
     kinds = (nn.Linear, nn.modules.conv._ConvNd)
     owners = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     found = {f"{name}.weight" if name else "weight": module.weight for name, module in owners.items()}
-    return {name: weight for name, weight in found.items() if weight.requires_grad}
+    names = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    return {name: weight for name, weight in found.items() if weight.requires_grad and names[id(weight)] == 1}
 
 
 class HalfWeights:
@@ -128,7 +134,7 @@ class WholeStep:
         self._updates = updates
         self._scaler = scaler
         half = work.precision.half
-        self._halves = HalfWeights(work.model, half) if half is not None else None
+        self._halves = HalfWeights(work.model, half) if half is not None and halved_weights(work.model) else None
         self._parameters = [p for group in updates.optimizer.param_groups for p in group["params"]]
         self._kept = {id(p) for p in self._parameters if p.grad is not None}  # where halves hand over
         self._plain = self._measured

@@ -50,10 +50,11 @@ class Arrivals:
         leaves: Mapping[str, Tensor],
     ) -> None:
         """`full` are the weights in float32, `leaves` what the network reads in their place."""
-        self._in = [trainer.kvstore.span(names)[1] for names in buckets]
-        if len({memory.dtype for memory in self._in}) > 1:
-            raise UsageError("parameters of several dtypes cannot come back in one piece: use --engine eager")
         names = [name for bucket in buckets for name in bucket]
+        dtypes = sorted({str(full[name].dtype) for name in names})
+        if len(dtypes) > 1:
+            raise UsageError(f"parameters of {', '.join(dtypes)} cannot come back in one piece: use --engine eager")
+        self._in = [trainer.kvstore.span(bucket)[1] for bucket in buckets]
         self._full = [full[name].detach() for name in names]
         self._leaves = [leaves[name].detach() for name in names]
         starts: list[int] = []

@@ -23,11 +23,18 @@ def links_of(model: nn.Module) -> list[Link]:
 
     def cut(prefix: str, module: nn.Module) -> list[Link]:
         small = len(list(module.parameters())) <= most
-        if type(module) is not nn.Sequential or (small and prefix):
+        if not is_chain(module) or (small and prefix):
             return [(prefix, module)]
-        return [link for name, child in module.named_children() for link in cut(f"{prefix}{name}.", child)]
+        children = module._modules.items()  # named_children() leaves out a module that comes again
+        return [link for name, child in children if child is not None for link in cut(f"{prefix}{name}.", child)]
 
     return cut("", model)
+
+
+def is_chain(module: nn.Module) -> bool:
+    """Whether calling the module is calling its children in order, and nothing else: a hook would be lost."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return type(module) is nn.Sequential and not any(hooks)
 
 
 def regions_of(model: nn.Module) -> list[list[Link]]:
@@ -35,9 +42,12 @@ def regions_of(model: nn.Module) -> list[list[Link]]:
     links = links_of(model)
     most = len(list(model.parameters())) / REGIONS
     regions: list[list[Link]] = [[]]
+    counted: set[nn.Parameter] = set()
     filled = 0
     for prefix, module in links:
-        count = len(list(module.parameters()))
+        new = set(module.parameters()) - counted  # what comes again is ready with its first region
+        counted |= new
+        count = len(new)
         if regions[-1] and filled and filled + count > most:
             regions.append([])
             filled = 0
@@ -48,12 +58,12 @@ def regions_of(model: nn.Module) -> list[list[Link]]:
 
 def region_of(model: nn.Module) -> dict[str, int]:
     """The number of every parameter's region; one that several regions share is ready with the first of them."""
-    regions: dict[str, int] = {}
+    regions: dict[nn.Parameter, int] = {}
     for number, region in enumerate(regions_of(model)):
-        for prefix, module in region:
-            for name, _ in module.named_parameters():
-                regions.setdefault(f"{prefix}{name}", number)
-    return regions
+        for _, module in region:
+            for parameter in module.parameters():
+                regions.setdefault(parameter, number)
+    return {name: regions[parameter] for name, parameter in model.named_parameters()}
 
 
 def run_region(region: list[Link], weights: Mapping[str, Tensor]) -> Callable[[Tensor], Tensor]:

@@ -167,7 +167,7 @@ class ServerTrainer(Trainer):
         from theirs after `receive`. The model's own parameters are renewed by `sync`.
         """
         self.sync()
-        for hook in self._step_hooks:
+        for hook in (*self._step_hooks, self._watch):
             hook.remove()
         self._driven = True
         return [[self._names[i] for i in bucket.members] for bucket in self._buckets]

@@ -100,7 +100,8 @@ class Trainer:
         # Kept to be removed: a parameter's hooks are out of the garbage collector's sight, and hold the trainer.
         self._hooks: list[Hook] = []
         self._start()
-        self._hooks.append(model.register_forward_pre_hook(self._watcher(), with_kwargs=True))
+        self._watch: Hook = model.register_forward_pre_hook(self._watcher(), with_kwargs=True)
+        self._hooks.append(self._watch)
 
     # --- the loop
 

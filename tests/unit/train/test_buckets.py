@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from echelon import models
 from echelon.train.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, make_buckets
@@ -66,3 +67,17 @@ def test_buckets_on_a_gpu_end_where_regions_do() -> None:
     assert sorted(set(parts.values())) == list(range(len(regions_of(model))))
     buckets = make_buckets([4] * len(names), 10_000, 10_000, [parts[name] for name in reversed(names)])
     assert len(buckets) == len(regions_of(model))
+
+
+def test_a_parameter_that_is_used_twice_is_ready_with_its_first_use() -> None:
+    same, one, other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    other.weight = one.weight
+    model = nn.Sequential(same, one, nn.Sequential(same, nn.Tanh()), other, same, nn.Linear(4, 2))
+    prefixes = [[prefix for prefix, _ in region] for region in regions_of(model)]
+    assert prefixes == [["0."], ["1."], ["2.0.", "2.1.", "3.", "4."], ["5."]], "what comes again fills no region"
+    assert region_of(model) == {
+        **dict.fromkeys(["0.weight", "0.bias"], 0),
+        **dict.fromkeys(["1.weight", "1.bias"], 1),
+        "3.bias": 2,
+        **dict.fromkeys(["5.weight", "5.bias"], 3),
+    }

@@ -68,8 +68,10 @@ def sgd(model: nn.Module, **settings: Any) -> SGD:
     return SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9, weight_decay=1e-4, **settings)
 
 
-def eager(half: torch.dtype | None, scaler: LossScaler | None = None) -> tuple[nn.Module, Tensor]:
-    model = network()
+def eager(
+    half: torch.dtype | None, scaler: LossScaler | None = None, make: Callable[[], nn.Module] = network
+) -> tuple[nn.Module, Tensor]:
+    model = make()
     step = EagerStep(work_for(model, half), Alone(sgd(model, fused=True)), scaler, Pacer(Pace(), 0))
     for batch in loader():
         step.step(batch)
@@ -81,8 +83,9 @@ def whole(
     scaler: LossScaler | None = None,
     compiler: Callable[..., Any] | None = None,
     in_memory: bool = True,
+    make: Callable[[], nn.Module] = network,
 ) -> tuple[nn.Module, Tensor]:
-    model = network()
+    model = make()
     work, batches = work_for(model, half), loader()
     step = WholeStep(work, Alone(sgd(model)), scaler, compiler)
     if in_memory:
@@ -123,6 +126,27 @@ def test_in_bfloat16_half_copies_do_what_autocast_does() -> None:
     assert all(p.dtype is torch.float32 for p in ours.parameters()), "the weights themselves stay float32"
     first = network()
     assert distance(ours, first) > 0.01, "it has learnt something to compare"
+
+
+def tied() -> nn.Module:
+    torch.manual_seed(3)
+    one, other, last = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 10)
+    other.weight = one.weight
+    return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), one, nn.Tanh(), other, nn.Tanh(), last)
+
+
+def all_shared() -> nn.Module:
+    torch.manual_seed(3)
+    same = nn.Linear(12, 12)
+    return nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), same, nn.Tanh(), same)
+
+
+@pytest.mark.parametrize("make", [tied, all_shared])
+def test_in_bfloat16_a_weight_that_is_used_twice_learns_from_both_uses(make: Callable[[], nn.Module]) -> None:
+    plain, _ = eager(torch.bfloat16, make=make)
+    ours, _ = whole(torch.bfloat16, make=make)
+    assert distance(ours, plain) < 1e-4
+    assert distance(ours, make()) > 0.01, "it has learnt something to compare"
 
 
 def test_compiled_it_does_the_same() -> None:
