@@ -1,5 +1,11 @@
 """Fixtures of all tests. Those of `leaks` are autouse: a test that leaves something behind fails."""
 
+import os
+
+# MKL keeps the memory of its products in lists that a fork may find locked for ever, or in disorder. It looks at this
+# when it first multiplies.
+os.environ["MKL_DISABLE_FAST_MM"] = "1"
+
 import torch
 
 from leaks import leaves_nothing, marked_session

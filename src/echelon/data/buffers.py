@@ -72,6 +72,10 @@ class BufferPool:
         """Keep nothing; what somebody still holds is gone when they let go of it."""
         self._arrays.clear()
 
+    def keeps(self, taken: Tensor) -> bool:
+        """Whether the memory of a tensor of this pool will be used again, or needs nothing but memory."""
+        return not self._shared or any(array.ctypes.data == taken.data_ptr() for array in self._arrays)
+
     def descriptor(self, taken: Tensor) -> str:
         """How another process of this machine finds the memory of a tensor of this pool, if it is shared."""
         return self._descriptors[taken.data_ptr()]

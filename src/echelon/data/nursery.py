@@ -15,13 +15,19 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from echelon.errors import DataError
 
 PATIENCE_S = 120.0  # an import of torch may take long on a busy machine
 _WORD = 64  # bytes; all messages are shorter
+
+# Its own packages first, then the standard library, then what this process has besides: nothing shadows a module.
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[2]); sys.path += sys.argv[3:]; "
+    "from echelon.data.worker import main; main(int(sys.argv[1]))"
+)
 
 _lock = threading.Lock()
 _shared: dict[int, weakref.ref[Nursery]] = {}  # by the process that has it: a fork of it needs another
@@ -34,18 +40,18 @@ class Nursery:
         self._talk = threading.Lock()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(PATIENCE_S)
-        paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        folders = [str(Path(__file__).parents[2]), *(str(path) for path in sys.path if path)]
         with theirs, _signals_blocked():
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "echelon.data.worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), *folders],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **paths, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         self.pid = process.pid
-        weakref.finalize(self, _end, process, self._control)
+        weakref.finalize(self, _end, os.getpid(), process, self._control)
 
-    def fork(self, connection: Connection, *, with_torch: bool) -> int:
+    def fork(self, connection: socket.socket, *, with_torch: bool) -> int:
         """Start a process that serves the other end of this; returns its number."""
         try:
             return self._ask(b"torch" if with_torch else b"plain", [connection.fileno()])
@@ -54,8 +60,8 @@ class Nursery:
                 f"the process that starts others to decode images (pid {self.pid}) is gone: {error}"
             ) from None
 
-    def wait(self, pid: int) -> int | None:
-        """Wait until a process has ended; its status as subprocess has it, or None if that cannot be known."""
+    def end(self, pid: int) -> int | None:
+        """See that a process ends, whose connection is shut; its status as subprocess has it, None if nobody knows."""
         try:
             return self._ask(str(pid).encode(), [])
         except (OSError, ValueError):
@@ -71,8 +77,8 @@ class Nursery:
             try:
                 socket.send_fds(self._control, [word], files)
                 return int(self._control.recv(_WORD))
-            except (OSError, ValueError):
-                self._control.close()  # an answer that comes too late would be taken for the next one
+            except BaseException:  # Ctrl-C, too: an answer that comes too late would be taken for the next one
+                self._control.close()
                 raise
 
 
@@ -86,6 +92,13 @@ def nursery() -> Nursery:
         return known
 
 
+def shut(connection: socket.socket) -> None:
+    """End a connection for the other side, though a fork of this process may hold it, too."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
     """What is started inside never gets the signals that stop a whole job: the loader decides when it ends."""
@@ -96,6 +109,7 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
-    control.close()
-    process.wait(PATIENCE_S)
+def _end(owner: int, process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    if os.getpid() == owner:
+        shut(control)
+        process.wait(PATIENCE_S)

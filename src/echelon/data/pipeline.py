@@ -78,6 +78,15 @@ def _equip(tools: _Tools, recipe: Recipe, processes: deque[WorkerProcess], order
         tools.maker = Maker(recipe)
 
 
+def _start_processes(count: int, with_torch: bool) -> list[WorkerProcess]:
+    """Start processes, or none where the system has no room for them."""
+    try:
+        return [WorkerProcess(with_torch=with_torch) for _ in range(count)]
+    except OSError as error:
+        log.warning("no processes to decode images can be started: %s; threads do it", error)
+        return []
+
+
 class Loader:
     """Batches of augmented images. Iterating yields the rest of the current epoch; iterate again for the next one.
 
@@ -128,12 +137,16 @@ class Loader:
         self._pending: deque[Pending] = deque()
         self._tools = _Tools()
         recipe = Recipe(source, replace(augment, random_mirror=self._mirrors), not exact, output == "float32")
-        with_torch = recipe.needs_torch
-        self._processes = [WorkerProcess(with_torch=with_torch) for _ in range(threads if processes else 0)]
-        order = self._order(recipe) if processes else b""
-        # The threads must not hold the loader: one that is dropped without close() then still ends them.
-        equip = partial(_equip, self._tools, recipe, deque(self._processes), order)
-        self._executor: ThreadPoolExecutor | None = start_threads(threads, equip)
+        self._processes = _start_processes(threads, recipe.needs_torch) if processes else []
+        self._executor: ThreadPoolExecutor | None = None
+        try:
+            order = self._order(recipe) if processes else b""
+            # The threads must not hold the loader: one that is dropped without close() then still ends them.
+            equip = partial(_equip, self._tools, recipe, deque(self._processes), order)
+            self._executor = start_threads(threads, equip)
+        except BaseException:
+            self.close()
+            raise
 
     def __len__(self) -> int:
         return self.sampling.batches_per_epoch
@@ -155,9 +168,11 @@ class Loader:
         executor, self._executor = self._executor, None
         self._pending.clear()
         if executor is not None:
-            executor.shutdown(wait=True, cancel_futures=True)
-        while self._processes:
+            executor.shutdown(wait=False, cancel_futures=True)
+        while self._processes:  # before threads are waited for: one may wait for a process that is stuck
             self._processes.pop().close()
+        if executor is not None:
+            executor.shutdown(wait=True)
         self._pool.clear()
 
     def wait(self) -> None:
@@ -204,8 +219,12 @@ class Loader:
 
     def _finish(self, executor: ThreadPoolExecutor, pending: Pending) -> Raw | None:
         if not pending.is_lost:
-            return finish(pending, self._full)
-        return finish(self._next_good(executor, pending), self._full) if self._full else None
+            return self._kept(finish(pending, self._full))
+        return self._kept(finish(self._next_good(executor, pending), self._full)) if self._full else None
+
+    def _kept(self, batch: Raw) -> Raw:
+        """A consumer who keeps batches shall not keep a file descriptor for each: then it gets a copy."""
+        return batch if self._pool.keeps(batch.images) else batch._replace(images=batch.images.clone())
 
     def _next_good(self, executor: ThreadPoolExecutor, lost: Pending) -> Pending:
         """Make the next batch that has a good sample, ahead of its time. It depends on nothing that was handed out."""

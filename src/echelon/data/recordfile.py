@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -50,12 +51,14 @@ class RecordFile:
 
     def __init__(self, path: PathLike) -> None:
         self.path = Path(path)
+        self._located = self.path.absolute()
         self._map = _map_file(self.path)
+        self._identity = _identity(self._located)
         self.data = memoryview(self._map)
 
-    def __reduce__(self) -> tuple[type[RecordFile], tuple[Path]]:
+    def __reduce__(self) -> tuple[Callable[..., RecordFile], tuple[Path, Path, tuple[int, ...]]]:
         """Another process maps the file for itself."""
-        return RecordFile, (self.path,)
+        return _mapped_again, (self.path, self._located, self._identity)
 
     def read(self, offset: int, number: int, strict: bool = False) -> tuple[memoryview, int]:
         """Return the payload at `offset` and the next offset; `number` is the record's, for the error."""
@@ -87,6 +90,20 @@ class RecordFile:
                 self._map.close()
             except BufferError:
                 pass
+
+
+def _mapped_again(path: Path, located: Path, identity: tuple[int, ...]) -> RecordFile:
+    """The file that was mapped elsewhere, by the name it had there, wherever this process is."""
+    file = RecordFile(located)
+    if file._identity != identity:
+        raise DataError(f"{path} is not the file any more that it was when it was opened; open it anew")
+    file.path = path
+    return file
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    stat = os.stat(path)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _map_file(path: Path) -> mmap.mmap | bytes:

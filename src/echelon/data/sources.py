@@ -6,6 +6,7 @@ What is decoded already lives in `memory`.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -112,12 +113,17 @@ def _open(rec: Path, idx: Path | None, on_bad: Callable[[RecordError], None] | N
 
 
 class FolderSource:
-    """Image files with labels, read whole when asked for."""
+    """Image files with labels, read whole when asked for.
 
-    def __init__(self, files: Sequence[Path], labels: Sequence[float], classes: Sequence[str] = ()) -> None:
+    Names are strings, of which a million goes to another process at once, unlike Paths; and they hold for the folder
+    this process was in.
+    """
+
+    def __init__(self, files: Sequence[str | Path], labels: Sequence[float], classes: Sequence[str] = ()) -> None:
         if len(files) != len(labels):
             raise UsageError(f"{len(files)} files but {len(labels)} labels")
-        self.files, self.labels, self.classes = list(files), list(labels), tuple(classes)
+        self.files, self.labels, self.classes = [str(file) for file in files], list(labels), tuple(classes)
+        self._base = os.getcwd()
 
     @classmethod
     def from_classes(cls, root: str | Path, classes: Sequence[str] = ()) -> FolderSource:
@@ -144,7 +150,7 @@ class FolderSource:
     def read(self, number: int) -> Sample:
         """See Source."""
         try:
-            return Sample(self.files[number].read_bytes(), self.labels[number])
+            return Sample(Path(self._base, self.files[number]).read_bytes(), self.labels[number])
         except OSError as error:
             raise DataError(f"{self.where(number)}: {error.strerror}") from error
 
@@ -155,7 +161,7 @@ class FolderSource:
 
 def is_work_for_processes(source: Source) -> bool:
     """Whether there is enough to decode that processes pay, which take some time to start; these can be pickled."""
-    return isinstance(source, RecordSource | FolderSource) and len(source) >= MANY
+    return type(source) in (RecordSource, FolderSource) and len(source) >= MANY
 
 
 def _image_files(folder: Path) -> list[Path]:

@@ -1,18 +1,17 @@
 """The loader's processes: they make chunks of samples in memory that they share with the loader, until it lets go.
 
-    python -m echelon.data.worker FD
-
-is the process that forks them (see `nursery`); FD is its end of a socket. When the loader is gone, connections end, and
-so do all of these.
+`main` is the process that forks them (see `nursery`). When the loader is gone, connections end, and so do all of these.
 """
 
 from __future__ import annotations
 
 import os
+import select
+import signal
 import socket
-import sys
 import traceback
 from collections import OrderedDict
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,7 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.data.chunks import Maker, Recipe
+from echelon.errors import DataError
 from echelon.transport.shared_memory import SharedMemoryTransport
+
+END_S = 5.0  # a chunk takes milliseconds: what is still there then is stuck
 
 
 class Order(NamedTuple):
@@ -62,9 +64,13 @@ class _Batches:
         return self._attached[descriptor]
 
 
-def serve(connection: Connection) -> NoReturn:
-    """Answer the order with whether it can be done, and then chunks with what came out of them."""
-    order: Order = connection.recv()
+def serve(connection: Connection) -> None:
+    """Answer the order with whether it can be done, or why not, and then chunks with what came out of them."""
+    try:
+        order: Order = connection.recv()
+    except DataError as error:
+        connection.send(str(error))
+        return
     batches = _Batches(order)
     connection.send(batches.find(order.sample) is not None)
     maker = Maker(order.recipe)
@@ -77,16 +83,22 @@ def serve(connection: Connection) -> NoReturn:
 
 
 def nurse(control: socket.socket) -> None:
-    """Fork a process for every connection that comes, and say how it ended to who asks, until nobody can ask."""
+    """Fork a process for every connection that comes, and see that it ends when that is asked, until nobody can ask."""
     while True:
         word, files, _, _ = socket.recv_fds(control, 64, 1)
         if not word:
             return
-        if files:
-            answer = _fork(files[0], control, with_torch=word == b"torch")
-        else:
-            answer = os.waitstatus_to_exitcode(os.waitpid(int(word), 0)[1])
+        answer = _fork(files[0], control, with_torch=word == b"torch") if files else _reap(int(word))
         control.send(str(answer).encode())
+
+
+def _reap(pid: int) -> int:
+    """Wait for a process, whose connection is shut, and end it if it does not end by itself. Returns its status."""
+    watch = os.pidfd_open(pid)
+    if not select.select([watch], [], [], END_S)[0]:
+        os.kill(pid, signal.SIGKILL)
+    os.close(watch)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _fork(file: int, control: socket.socket, *, with_torch: bool) -> int:
@@ -102,15 +114,17 @@ def _fork(file: int, control: socket.socket, *, with_torch: bool) -> int:
 
 def _live(connection: Connection) -> NoReturn:
     """The life of a forked process."""
-    status = 1
+    status = 0
     try:
-        serve(connection)
-    except (EOFError, ConnectionError):
-        status = 0
+        with suppress(EOFError, ConnectionError):
+            serve(connection)
     except BaseException:
+        status = 1
         traceback.print_exc()
     os._exit(status)
 
 
-if __name__ == "__main__":
-    nurse(socket.socket(fileno=int(sys.argv[1])))
+def main(file: int) -> None:
+    """Be the nursery of whoever has the other end of this socket."""
+    with suppress(ConnectionError):
+        nurse(socket.socket(fileno=file))

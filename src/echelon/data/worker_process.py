@@ -8,34 +8,41 @@ sides map; a message of a few hundred bytes says what to make, and one comes bac
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 import weakref
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 
 from echelon.data.chunks import Made
-from echelon.data.nursery import Nursery, nursery
+from echelon.data.nursery import Nursery, nursery, shut
 from echelon.data.worker import Chunk
 from echelon.errors import DataError
 
+_HINTS = {-signal.SIGBUS: "did the file change while it was read?", -signal.SIGKILL: "is there enough memory?"}
+
 
 class WorkerProcess:
-    """One process. For one thread at a time."""
+    """One process. For one thread at a time, but any may close it."""
 
     def __init__(self, *, with_torch: bool) -> None:
         """Start it; it needs an order before it can make anything."""
-        self._connection, theirs = Pipe()
-        self._nursery = nursery()
+        ours, theirs = socket.socketpair()
         with theirs:
-            self.pid = self._nursery.fork(theirs, with_torch=with_torch)
-        self.close = weakref.finalize(self, _end, self._nursery, self.pid, self._connection)
+            self._nursery, self.pid = _forked(theirs, with_torch)
+        self._connection = Connection(os.dup(ours.fileno()))
+        self.close = weakref.finalize(self, _end, os.getpid(), self._nursery, self.pid, ours)
 
     def begin(self, order: bytes) -> bool:
         """Give it a pickled Order; whether it can do that: it must be able to attach this process's memory."""
         try:
             self._connection.send_bytes(order)
-            able: bool = self._connection.recv()
+            answer: bool | str = self._connection.recv()
         except (EOFError, OSError):
             raise self._lost("before its first image") from None
-        return able
+        if isinstance(answer, str):
+            raise DataError(answer)
+        return answer
 
     def make(self, chunk: Chunk) -> list[Made]:
         """Have a chunk made, and wait for it."""
@@ -47,13 +54,25 @@ class WorkerProcess:
         return made
 
     def _lost(self, where: str) -> DataError:
-        self._connection.close()
-        status = self._nursery.wait(self.pid)
-        how = f"by signal {-status}" if status is not None and status < 0 else f"with status {status}"
-        return DataError(f"a process that decodes images (pid {self.pid}) ended {how} {where}; is there enough memory?")
+        status: int | None = self.close()
+        how = "" if status is None else f" by signal {-status}" if status < 0 else f" with status {status}"
+        hint = _HINTS.get(status or 0, "what it said is above, if it said anything")
+        return DataError(f"a process that decodes images (pid {self.pid}) ended{how} {where}; {hint}")
 
 
-def _end(nursery: Nursery, pid: int, connection: Connection) -> None:
-    """Without its connection it ends as soon as its chunk is done."""
-    connection.close()
-    nursery.wait(pid)
+def _forked(theirs: socket.socket, with_torch: bool) -> tuple[Nursery, int]:
+    """A new process, and where it comes from. A nursery may have been killed since it was needed last."""
+    first = nursery()
+    try:
+        return first, first.fork(theirs, with_torch=with_torch)
+    except DataError:
+        second = nursery()
+        return second, second.fork(theirs, with_torch=with_torch)
+
+
+def _end(owner: int, nursery: Nursery, pid: int, connection: socket.socket) -> int | None:
+    """Without its connection it ends as soon as its chunk is done; returns its status."""
+    if os.getpid() != owner:
+        return None
+    shut(connection)
+    return nursery.end(pid)
