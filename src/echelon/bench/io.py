@@ -152,7 +152,7 @@ def memory_growth_mb(rec: str, batch_size: int, threads: int, batches: int = MEM
 
     def memory() -> int:
         """Batches are shared and count once; pages of the file are shared and do not count."""
-        shares: list[int] = [process.memory_full_info().uss for process in own.children()]
+        shares: list[int] = [process.memory_full_info().uss for process in own.children(recursive=True)]
         return int(own.memory_info().rss) + sum(shares)
 
     with make_loader(rec, batch_size, threads) as loader:
