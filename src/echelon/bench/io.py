@@ -1,6 +1,6 @@
 """`echelon bench io`: record files to float batches of 3x224x224, with random crop and mirror, beside MXNet.
 
-A step is `--step-batches` batches taken one after another, while the loader's threads work ahead. A turn ends when
+A step is `--step-batches` batches taken one after another, while the loader works ahead. A turn ends when
 its loader has stopped working ahead, and begins with steps that use up what was made so, which are not counted: MXNet
 makes 17 batches. `--cached` and `--memory` measure two promises besides: images/s of a CIFAR-sized set kept decoded,
 and the memory of a run against that of one ten times as long. `--device` compares and times batches on a GPU.
@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--restart-interval", type=int, default=4, metavar="N", help="of that file, as in `data im2rec` (%(default)s)"
     )
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2, help="decoding threads of each contender")
+    parser.add_argument("--threads", type=int, default=2, help="decoding processes of Echelon, threads of its peer")
     parser.add_argument("--peer", action="append", choices=PEERS, default=[], help="run it too")
     parser.add_argument("--step-batches", type=int, default=4, metavar="N", help="batches in a step")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each contender")
