@@ -38,7 +38,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--data-dir", default="data", help="where the files of --data are (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--gpus", default="", metavar="ID", help="the GPU to use (default: none)")
-    parser.add_argument("--data-nthreads", type=int, default=4, help="processes that decode (%(default)s)")
+    parser.add_argument(
+        "--data-nthreads", type=int, default=4, help="processes that decode; for small sets, threads (%(default)s)"
+    )
     parser.add_argument("--top-k", type=int, default=5, help="also: the right class is among the K best; 0: not")
     parser.add_argument("--rgb-mean", metavar="R,G,B", help="default: the checkpoint's")
     parser.add_argument("--rgb-std", metavar="R,G,B", help="default: the checkpoint's")

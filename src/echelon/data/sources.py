@@ -21,7 +21,7 @@ from echelon.data.recordio import IndexedReader, Offsets, Reader, RecordError, R
 from echelon.data.recordio import unpack as unpack_record
 from echelon.errors import DataError, UsageError
 
-MANY = 1000  # images
+MANY = 1000  # images, from which on it pays to start processes: see is_work_for_processes
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 
 
