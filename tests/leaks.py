@@ -26,6 +26,7 @@ SETTLE_S = 2.0
 MARK = "ECHELON_TEST_ID"
 _OWN = {MARK, "PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
 _OWN |= {"TORCHINDUCTOR_CACHE_DIR"}  # torch sets it when it compiles
+SHARED: set[int] = set()  # processes that tests have in common, and that end with this one
 _PROC = Path("/proc")
 _SHM = Path("/dev/shm")
 
@@ -121,7 +122,7 @@ def left_processes(before: frozenset[int], mark: str) -> list[int]:
     me = os.getpid()
     return sorted(
         pid
-        for pid in all_pids() - before
+        for pid in all_pids() - before - SHARED
         if (mark and f"{MARK}={mark}".encode() in _read(pid, "environ").split(b"\0")) or _parent(pid) == me
     )
 

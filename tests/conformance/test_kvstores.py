@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+import forked
 from echelon.kvstore import KVStore, create
 from echelon.launch.in_process import run
-from echelon.testing import check_kvstore, forked, kvstore_calls, kvstore_updates
+from echelon.testing import check_kvstore, kvstore_calls, kvstore_updates
 from echelon.testing.kvstore import CHECKS, Check
 from echelon.testing.trial import Trial
 from echelon.transport import SharedMemoryTransport, TcpTransport

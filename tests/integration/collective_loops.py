@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import echelon
 from echelon.kvstore import KVStore
-from echelon.testing.forked import run
+from forked import run
 
 KINDS = ("nccl_allreduce", "nccl")  # everybody updates everything; each its part
 STORES = ("local", "device", *KINDS, "dist_device_sync", "dist_sync_device", "dist_sync")

@@ -9,14 +9,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from echelon.environment import Job
 from echelon.kvstore import KVStore, create
 from echelon.scheduler.serve import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
-from echelon.testing.forked import _fork, _result, _warm_up
 from echelon.transport import by_name
+from forked import Fork
 
 TIMEOUT_S = 60.0
 Sizes = tuple[int, int, int]  # workers, devices of each, servers
@@ -47,7 +45,13 @@ def run_as_launched(program: Callable[[], Any], sizes: Sizes, run_dir: str | Non
 def run_processes(program: Callable[[Job], Any], sizes: Sizes) -> list[Any]:
     """A scheduler, servers, and `program` for every device."""
     num_workers, num_devices, num_servers = sizes
-    _warm_up()
+
+    def work(job: Job, *meeting: socket.socket) -> Any:
+        return program(replace(job, device_fd=meeting[0].detach() if meeting else None))
+
+    def serve(job: Job) -> int:
+        return serve_server(job, by_name("auto"))
+
     with ExitStack() as sockets:
         scheduler, *meetings = [
             sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128)) for _ in range(num_workers + 1)
@@ -60,31 +64,14 @@ def run_processes(program: Callable[[Job], Any], sizes: Sizes) -> list[Any]:
             stall_seconds=TIMEOUT_S / 2,
             timeout_s=TIMEOUT_S,
         )
-
-        def work(rank: int) -> Any:
+        others = [Fork(serve_scheduler, job, sockets=[scheduler])]
+        others += [Fork(serve, job.as_role("server", rank)) for rank in range(num_servers)]
+        devices = []
+        for rank in range(num_workers * num_devices):
             worker, index = divmod(rank, num_devices)
             meeting = meetings[worker]
-            mine = replace(
-                job,
-                rank=worker,
-                device_index=index,
-                device_port=meeting.getsockname()[1],
-                device_fd=meeting.fileno() if index == 0 else None,
-            )
-            for other in [scheduler, *meetings]:
-                if other is not meeting or index:
-                    other.close()  # a door that this process would not open
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            torch.set_num_threads(1)
-            return program(mine)
-
-        def serve(rank: int) -> int:
-            sockets.close()
-            return serve_server(job.as_role("server", rank), by_name("auto"))
-
-        others = [_fork(lambda _: serve_scheduler(job, scheduler), 0)]
-        others += [_fork(serve, rank) for rank in range(num_servers)]
-        devices = [_fork(work, rank) for rank in range(num_workers * num_devices)]
-    found = [_result(*fork) for fork in devices]
-    assert [_result(*fork) for fork in others] == [0] * len(others)
+            mine = replace(job, rank=worker, device_index=index, device_port=meeting.getsockname()[1])
+            devices.append(Fork(work, mine, sockets=[] if index else [meeting]))
+    found = [fork.result() for fork in devices]
+    assert [fork.result() for fork in others] == [0] * len(others)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,17 +134,10 @@ def test_of_two_reasons_all_give_the_first(store: str) -> None:
     assert run(two_reasons, store, sizes=(2, 1, 1)) == [["worker 1 has enough"] * 2] * 2
 
 
-def test_a_run_that_one_worker_ends_goes_on_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_one_worker_ends_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     options = TrainOptions(
         kv_store="dist_sync", batch_size=64, num_epochs=2, num_examples=1280, lr=0.1, disp_batches=1, seed=7
     )
-    sizes = (2, 1, 1)
-
-    def fitted(folder: Path, given: TrainOptions) -> list[int]:
-        folder.mkdir(exist_ok=True)
-        return run_as_launched(lambda: fit(replace(given, model_prefix=str(folder / "m"))), sizes)
-
-    assert fitted(tmp_path / "whole", options) == [0, 0]
     line = log_lines.speed_line
 
     def tell_and_terminate(epoch: int, first: int, last: int, *rest: object) -> str:
@@ -151,11 +145,20 @@ def test_a_run_that_one_worker_ends_goes_on_with_the_same_bits(tmp_path: Path, m
             os.kill(os.getpid(), signal.SIGTERM)
         return line(epoch, first, last, *rest)  # type: ignore[arg-type]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(log_lines, "speed_line", tell_and_terminate)
-        assert fitted(tmp_path / "parts", options) == [STOPS["SIGTERM"]] * 2
+    def fitted(name: str, given: TrainOptions, speed_line: Callable[..., str] = line) -> list[int]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        mine = replace(given, model_prefix=str(tmp_path / name / "m"))
+
+        def program() -> int:
+            log_lines.speed_line = speed_line  # in this process alone
+            return fit(mine)
+
+        return run_as_launched(program, (2, 1, 1))
+
+    assert fitted("whole", options) == [0, 0]
+    assert fitted("parts", options, tell_and_terminate) == [STOPS["SIGTERM"]] * 2
     prefix = tmp_path / "parts" / "m"
     assert [snapshots.find(str(prefix), rank=rank)[0].point for rank in (0, 1)] == [(1, 7), (1, 7)]
-    assert fitted(tmp_path / "parts", replace(options, resume=True)) == [0, 0]
+    assert fitted("parts", replace(options, resume=True)) == [0, 0]
     found, whole = (snapshots.load(snapshots.path_for(tmp_path / name / "m", 0, 2)) for name in ("parts", "whole"))
     assert_same_bits(found.weights | found.optimizer, whole.weights | whole.optimizer)

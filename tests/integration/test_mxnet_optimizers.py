@@ -31,8 +31,8 @@ from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run as run_with_servers
 from echelon.optim import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftrl, Signum
-from echelon.testing.forked import run
 from echelon.transport import TcpTransport
+from forked import run
 
 STEPS = 4
 PARTS = (4, 3)  # batches of two workers

@@ -17,6 +17,7 @@ from torch import nn
 from echelon.errors import DataError, UsageError
 from echelon.train import snapshots
 from echelon.train.snapshots import Snapshot, find, load, load_latest, locate, path_for, prune, save
+from forked import Fork
 
 
 def snapshot(value: float) -> Snapshot:
@@ -224,16 +225,13 @@ def test_kill_9_leaves_the_old_file(tmp_path: Path, call: str) -> None:
 
 
 def killed_at(call: str, action: Callable[[], None]) -> bool:
-    """Run the action in a child that is killed where it first calls a function of `os`."""
-    child = os.fork()
-    if not child:
+    """Run the action in a process that is killed where it first calls a function of `os`."""
+
+    def program() -> None:
         setattr(os, call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        try:
-            action()
-        finally:
-            os._exit(0)
-    status = os.waitpid(child, 0)[1]
-    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        action()
+
+    return "ended without a word" in str(Fork(program).result())
 
 
 def test_random_numbers_go_on(tmp_path: Path) -> None:

@@ -1,0 +1,155 @@
+"""Real processes for tests, ready in milliseconds: forks of a mother that has imported torch and done nothing else.
+
+They are no forks of the process that runs the tests: what its other threads hold at that moment (MKL's lists of memory,
+OpenMP's threads) would be held in the fork for ever. A program goes over by value, with this process's environment,
+folder and outputs; what it returns or raises comes back. Forks end with the mother, and she with this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import functools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle
+import torch
+from torch.optim import SGD
+
+import leaks
+from echelon.environment import Job
+from echelon.errors import JobError
+from echelon.kvstore import KVStore, create
+from echelon.kvstore.create import ONE_WORKER
+
+T = TypeVar("T")
+STUCK_S = 60.0
+_MAX_FILES = 64
+_PROGRAM = "import sys; sys.path.insert(0, sys.argv[2]); import forked; forked.mother(int(sys.argv[1]))"
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def run(
+    program: Callable[[KVStore], T],
+    store: str,
+    *,
+    num_workers: int = 2,
+    num_servers: int = 0,
+    check_finite: bool = False,
+    timeout_s: float = 60.0,
+) -> list[T]:
+    """Run `program` in a process for each worker; returns what each returned, by rank. There are no servers."""
+
+    def work(rank: int, port: int, *listener: socket.socket) -> T:
+        job = _job(store, rank, num_workers, port, listener[0].detach() if listener else None, timeout_s)
+        with create(store, job=job, check_finite=check_finite) as kv:
+            return program(kv)
+
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        port = listener.getsockname()[1]
+        forks = [Fork(work, rank, port, sockets=[] if rank else [listener]) for rank in range(num_workers)]
+    found = [fork.result() for fork in forks]
+    for error in found:
+        if isinstance(error, BaseException):
+            raise error
+    return found
+
+
+def _job(store: str, rank: int, size: int, port: int, fd: int | None, timeout_s: float) -> Job:
+    if store in ONE_WORKER:
+        return Job(num_devices=size, device_index=rank, device_port=port, device_fd=fd, timeout_s=timeout_s)
+    return Job(scheduler_port=port, listen_fd=fd, num_workers=size, rank=rank, timeout_s=timeout_s)
+
+
+class Fork:
+    """A process that calls `program` with the arguments and its own copies of the sockets."""
+
+    def __init__(self, program: Callable[..., Any], *arguments: Any, sockets: Sequence[socket.socket] = ()) -> None:
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            files = [theirs.fileno(), 1, 2, *(one.fileno() for one in sockets)]
+            socket.send_fds(_mother()[0], [b"fork"], files)
+        circumstances = (sys.path, dict(os.environ), os.getcwd())
+        payload = (pickle.dumps(circumstances), cloudpickle.dumps((program, arguments)))
+        self._connection.sendall(pickle.dumps(payload))
+        self._connection.shutdown(socket.SHUT_WR)
+
+    def result(self) -> Any:
+        """What the program returned, or the error that it raised."""
+        with self._connection, self._connection.makefile("rb") as stream:
+            data = stream.read()
+        return pickle.loads(data) if data else JobError("a fork ended without a word")
+
+
+@functools.cache
+def _mother() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Where to ask for a fork. She is started by the first test that needs her, and shared by all after it."""
+    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(Path(__file__).parent)],
+            pass_fds=[theirs.fileno()],
+        )
+    leaks.SHARED.add(process.pid)
+    return control, process
+
+
+def mother(control: int) -> None:
+    """Fork when asked, until nobody can ask any more."""
+    torch.set_num_threads(1)
+    SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()  # imports late what takes seconds, once for all
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # their connections say how forks end
+    asked = socket.socket(fileno=control)
+    while True:
+        word, files, *_ = socket.recv_fds(asked, len(b"fork"), _MAX_FILES)
+        if not word:
+            return
+        if os.fork() == 0:
+            asked.close()
+            _serve(*files)
+        for file in files:
+            os.close(file)
+
+
+def _serve(connection: int, output: int, errors: int, *sockets: int) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    faulthandler.dump_traceback_later(STUCK_S, exit=True)  # says where, and ends what would hang for ever
+    warnings.simplefilter("error")  # as in the tests
+    with socket.socket(fileno=connection) as talk:
+        with talk.makefile("rb") as stream:
+            circumstances, work = pickle.load(stream)
+        talk.sendall(_outcome(circumstances, work, [socket.socket(fileno=file) for file in sockets]))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _outcome(circumstances: bytes, work: bytes, sockets: list[socket.socket]) -> bytes:
+    """The pickled result or error."""
+    try:
+        sys.path[:], environment, folder = pickle.loads(circumstances)
+        os.environ.clear()
+        os.environ.update(environment, GLOO_SOCKET_IFNAME="lo")
+        os.chdir(folder)
+        program, arguments = pickle.loads(work)
+        result = program(*arguments, *sockets)
+    except BaseException as error:
+        result = error
+        error.add_note(f"in a fork:\n{traceback.format_exc()}")
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        return pickle.dumps(JobError(f"{result!r} cannot be sent back: {error}"))
