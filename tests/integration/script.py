@@ -28,6 +28,11 @@ if MODE == "wait":
     if kv.rank == 0:
         kv.barrier()
     signal.pause()
+if MODE == "deaf":  # it has a long step to make, and notes that it should stop
+    signal.signal(signal.SIGINT, lambda *_: print("noted", flush=True))
+    print("at work", flush=True)
+    while True:
+        signal.pause()
 kv.push("w", torch.full((2,), float(kv.rank + 1)))
 out = torch.zeros(2)
 kv.pull("w", out=out)

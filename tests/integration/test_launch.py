@@ -46,6 +46,17 @@ def test_ctrl_c_is_passed_on_and_ends_everything(tmp_path: Path) -> None:
     assert lines(job.out, "server 0") == [], "servers are not interrupted: they end with the workers"
 
 
+def test_a_second_ctrl_c_ends_who_has_not_ended_and_names_them(tmp_path: Path) -> None:
+    with launch(tmp_path, "deaf") as job:
+        until(lambda: job.out.count("at work") == 2, "both workers at work")
+        job.launcher.send_signal(signal.SIGINT)
+        until(lambda: job.out.count("noted") == 2, "both workers heard of it")
+        job.launcher.send_signal(signal.SIGINT)
+        assert job.wait(10.0) == 130
+    killed = "".join(rf"; worker {rank} \(pid \d+\) had not ended and was killed" for rank in (0, 1))
+    assert re.fullmatch(rf"echelon: stopped by SIGINT, and again by SIGINT{killed}\n", job.err)
+
+
 def test_a_wrong_shape_is_the_error_of_the_worker_that_gave_it(tmp_path: Path) -> None:
     with launch(tmp_path, "shapes", "--transport", "tcp") as job:
         assert job.wait() == 1

@@ -2,7 +2,8 @@
 
 One thread, one loop. A child is a session of its own (so that its children die with it) and dies with this process
 (PDEATHSIG), kill -9 included. A worker's death is the job's to survive, where there are servers; a server's or the
-scheduler's ends it.
+scheduler's ends it. Ctrl-C and SIGTERM go to the workers, which have time to save what they have; a second one ends
+everything at once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import BinaryIO
 
 from echelon.errors import UsageError
 
-GRACE_S = 5.0
+GRACE_S = 5.0  # for those that others' failure ends
+SAVING_S = 30.0  # for workers that a signal ends, as Slurm and Kubernetes have it: a step and a checkpoint
 TICK_S = 0.2
 LAST_LINES = 20
 _PR_SET_PDEATHSIG = 1
@@ -58,6 +60,7 @@ class _Child:
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     partial: bytes = b""
     ended: bool = False
+    killed: bool = False
     fell_silent: float = math.inf  # when its output ended: with the process, or before it is seen to be gone
 
     def end(self) -> bool:
@@ -95,8 +98,9 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._status = 0
         self._reason = ""
-        self._deadline: float | None = None
+        self._deadline = math.inf
         self._stopping = False
+        self._interrupted = False
         self._signals: deque[int] = deque()
 
     def run(self, commands: Sequence[Command]) -> int:
@@ -152,9 +156,9 @@ class Supervisor:
         for child in sorted(fresh, key=_cause_first):
             child.ended = True
             self._ended(child, child.process.returncode)
-        if self._deadline is None and self._only_essentials_left():
-            self._deadline = time.monotonic() + 2 * GRACE_S
-        if self._deadline is not None and time.monotonic() > self._deadline:
+        if fresh and self._only_essentials_left():
+            self._end_within(2 * GRACE_S)
+        if time.monotonic() >= self._deadline:
             self._kill_the_late()
         self._on_tick()
 
@@ -168,7 +172,7 @@ class Supervisor:
             if child.lines and code > 0 and not child.command.shown:
                 self._reason += "; its last lines:\n" + "\n".join(f"    {line}" for line in child.lines)
         if code and (child.command.essential or child.command.needed) and not self._stopping:
-            self._stop(signal.SIGTERM, self._children)
+            self._stop(signal.SIGTERM, self._children, GRACE_S)
         self._on_end(child.command.name, how, code != 0)
 
     def _fail(self, status: int, child: _Child, how: str) -> None:
@@ -177,26 +181,39 @@ class Supervisor:
 
     def _kill_the_late(self) -> None:
         for child in self._children:
-            if not child.ended:
-                if not self._status:
-                    self._fail(1, child, f"had not ended {2 * GRACE_S:g} s after the last worker")
-                os.killpg(child.process.pid, signal.SIGKILL)
+            if child.ended or child.killed:
+                continue
+            if not self._status:
+                self._fail(1, child, f"had not ended {2 * GRACE_S:g} s after the last worker")
+            elif self._interrupted and not child.command.essential:
+                self._reason += f"; {child.command.name} (pid {child.process.pid}) had not ended and was killed"
+            os.killpg(child.process.pid, signal.SIGKILL)
+            child.killed = True
 
     def _only_essentials_left(self) -> bool:
         return all(child.ended for child in self._children if not child.command.essential)
 
-    def _stop(self, number: int, children: Sequence[_Child]) -> None:
+    def _stop(self, number: int, children: Sequence[_Child], within_s: float) -> None:
         self._stopping = True
-        self._deadline = time.monotonic() + GRACE_S if self._deadline is None else self._deadline
+        self._end_within(within_s)
         for child in children:
             if child.process.returncode is None:
                 os.killpg(child.process.pid, number)
 
+    def _end_within(self, seconds: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
     def _pass_on(self, number: int) -> None:
         """To the workers: they may still want to save something, and when they are gone the others go, too."""
+        name = signal.Signals(number).name
+        if self._interrupted:
+            self._reason += f", and again by {name}"
+            self._end_within(0.0)
+            return
+        self._interrupted = True
         self._status = self._status or 128 + number
-        self._reason = self._reason or f"stopped by {signal.Signals(number).name}"
-        self._stop(number, [child for child in self._children if not child.command.essential])
+        self._reason = self._reason or f"stopped by {name}"
+        self._stop(number, [child for child in self._children if not child.command.essential], SAVING_S)
 
     def _read(self, child: _Child, stream: BinaryIO) -> None:
         data: bytes | None = stream.read()
