@@ -18,7 +18,6 @@ from echelon.data.device_augment import DeviceMemoryLoader
 from echelon.data.memory import MemorySource
 from echelon.data.order import Sampling
 from echelon.data.sharding import ByPart
-from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
 from echelon.train.captured import Compiler, next_batches
@@ -28,7 +27,7 @@ from echelon.train.optimizers import make_optimizer
 from echelon.train.pace import Pace, Pacer
 from echelon.train.precision import Precision
 from echelon.train.regions import in_regions, regions_of
-from echelon.train.served import ServedBody
+from echelon.train.served import ServedBody, why_not_served
 from echelon.train.server_trainer import ServerTrainer
 from echelon.train.steps import EagerStep, Work
 
@@ -256,15 +255,17 @@ def test_the_trainer_s_own_hooks_are_gone_when_the_network_is_cut() -> None:
     run(drive, "dist_sync", num_workers=1)
 
 
-def test_parameters_of_two_dtypes_are_sent_to_the_eager_engine() -> None:
-    def build(kv: KVStore) -> None:
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2).double())
+@pytest.mark.parametrize(
+    ("frozen", "expected"), [(True, None), (False, "weights of float32 and float64 cannot come back in one piece")]
+)
+def test_weights_of_two_dtypes_are_not_captured(frozen: bool, expected: str | None) -> None:
+    def build(kv: KVStore) -> str | None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2).double().requires_grad_(not frozen))
         trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
         assert isinstance(trainer, ServerTrainer)
-        with pytest.raises(UsageError, match=r"float32, torch\.float64.*--engine eager"):
-            ServedBody(work_for(model, None), trainer)
+        return why_not_served(trainer)
 
-    run(build, "dist_sync", num_workers=1)
+    assert run(build, "dist_sync", num_workers=1) == [expected]
 
 
 def test_gradients_and_weights_find_their_places_whatever_the_layout_on_the_device() -> None:

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from echelon.errors import UsageError
 from echelon.train.server_trainer import ServerTrainer
 
 
@@ -51,9 +50,6 @@ class Arrivals:
     ) -> None:
         """`full` are the weights in float32, `leaves` what the network reads in their place."""
         names = [name for bucket in buckets for name in bucket]
-        dtypes = sorted({str(full[name].dtype) for name in names})
-        if len(dtypes) > 1:
-            raise UsageError(f"parameters of {', '.join(dtypes)} cannot come back in one piece: use --engine eager")
         self._in = [trainer.kvstore.span(bucket)[1] for bucket in buckets]
         self._full = [full[name].detach() for name in names]
         self._leaves = [leaves[name].detach() for name in names]

@@ -32,6 +32,12 @@ log = logging.getLogger(__name__)
 IMPATIENT_S = 2e-3  # an answer that is due is looked for again and again before this thread goes to sleep over it
 
 
+def why_not_served(trainer: ServerTrainer) -> str | None:
+    """What about a model keeps its steps from being captured, or None."""
+    dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in trainer.model.parameters() if one.requires_grad})
+    return f"weights of {' and '.join(dtypes)} cannot come back in one piece" if len(dtypes) > 1 else None
+
+
 class ServedBody:
     """Weights in, forward, backward, gradients out; runs on any device. `launch` is called for each complete bucket."""
 

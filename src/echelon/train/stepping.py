@@ -11,7 +11,7 @@ from echelon.train.options import TrainOptions
 from echelon.train.pace import Pacer
 from echelon.train.plan import Place
 from echelon.train.precision import LossScaler, Precision
-from echelon.train.served import ServedStep
+from echelon.train.served import ServedStep, why_not_served
 from echelon.train.server_trainer import ServerTrainer
 from echelon.train.steps import EagerStep, Mixup, Work
 from echelon.train.trainer import Trainer
@@ -36,7 +36,9 @@ def _obstacle(options: TrainOptions, trainer: Trainer, precision: Precision, pla
         return "--mixup draws on the host"
     if options.pace.seconds:
         return "--pace waits inside the step"
-    return None if served else why_not_captured(trainer.optimizer, precision.half)
+    if isinstance(trainer, ServerTrainer):
+        return why_not_served(trainer)
+    return why_not_captured(trainer.optimizer, precision.half)
 
 
 def prepare(choice: Choice, trainer: Trainer, precision: Precision, scaler: LossScaler | None) -> None:
