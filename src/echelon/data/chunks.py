@@ -19,6 +19,8 @@ from echelon.data.augment_geometry import Draws
 from echelon.data.sources import Source
 from echelon.errors import DataError
 
+_MOST_CLASSES = 1 << 24  # a record's label is a float32, which has every whole number up to this one
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -81,6 +83,6 @@ class Maker:
 
 
 def _class_number(label: float) -> int:
-    if not label.is_integer():
-        raise DataError(f"its label {label} is no class number")
+    if not label.is_integer() or abs(label) > _MOST_CLASSES:
+        raise DataError(f"its label {label:g} is no class number")
     return int(label)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -327,9 +328,14 @@ def test_several_labels_are_rows_and_a_list_of_one_is_one(tmp_path: Path) -> Non
     assert take(ones, 1, sampling=all_at_once)[0][1].tolist() == [0, 1, 2, 3]
 
 
-def test_labels_that_cannot_be(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"half\.rec: record \d at byte \d+: its label 0.5 is no class number"):
-        take(labelled(tmp_path / "half.rec", [[0.5]] * 4), 1)
+@pytest.mark.parametrize("label", [0.5, 1e30, float("inf"), float("nan")])
+def test_labels_that_are_no_class_numbers(tmp_path: Path, label: float) -> None:
+    told = rf"wrong\.rec: record \d at byte \d+: its label {re.escape(f'{label:g}')} is no class number"
+    with pytest.raises(DataError, match=told):
+        take(labelled(tmp_path / "wrong.rec", [[label]] * 4), 1)
+
+
+def test_labels_of_different_numbers(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"different numbers of labels: \[1, 2\]"):
         take(labelled(tmp_path / "mixed.rec", [[1, 2], [1]]), 1)
 
