@@ -8,6 +8,7 @@ sides map; a message of a few hundred bytes says what to make, and one comes bac
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -19,6 +20,9 @@ from echelon.data.nursery import Nursery, nursery, shut
 from echelon.data.worker import Chunk
 from echelon.errors import DataError
 
+log = logging.getLogger(__name__)
+
+SLOW_S = 30.0
 _HINTS = {-signal.SIGBUS: "did the file change while it was read?", -signal.SIGKILL: "is there enough memory?"}
 
 
@@ -48,9 +52,16 @@ class WorkerProcess:
         """Have a chunk made, and wait for it."""
         try:
             self._connection.send(chunk)
+            if not self._connection.poll(SLOW_S):
+                log.warning(
+                    "a process that decodes images (pid %d) has been at samples %s for %g s; training waits for it",
+                    self.pid,
+                    _listed(chunk),
+                    SLOW_S,
+                )
             made: list[Made] = self._connection.recv()
         except (EOFError, OSError):
-            raise self._lost(f"at one of the samples {', '.join(map(str, chunk.records))}") from None
+            raise self._lost(f"at one of the samples {_listed(chunk)}") from None
         return made
 
     def _lost(self, where: str) -> DataError:
@@ -58,6 +69,10 @@ class WorkerProcess:
         how = "" if status is None else f" by signal {-status}" if status < 0 else f" with status {status}"
         hint = _HINTS.get(status or 0, "what it said is above, if it said anything")
         return DataError(f"a process that decodes images (pid {self.pid}) ended{how} {where}; {hint}")
+
+
+def _listed(chunk: Chunk) -> str:
+    return ", ".join(map(str, chunk.records))
 
 
 def _forked(theirs: socket.socket, with_torch: bool) -> tuple[Nursery, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import torch
 from pipeline_images import NUM_RECORDS, jpeg, make_records, picture, write_records
 from torch import Tensor
 
-from echelon.data import sources
+from echelon.data import sources, worker_process
 from echelon.data.augment import AugmentConfig
 from echelon.data.buffers import BufferPool
 from echelon.data.datasets import make_loader
@@ -250,6 +251,26 @@ def test_one_that_is_stuck_does_not_hold_up_closing(records: RecordSource) -> No
     os.kill(number, signal.SIGSTOP)
     batches.close()
     assert_gone([number])
+
+
+def test_one_that_is_stuck_is_named_and_waited_for(
+    records: RecordSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_process, "SLOW_S", 0.05)
+    with loader(records, threads=1) as batches:
+        (number,) = pids(batches)
+        os.kill(number, signal.SIGSTOP)
+
+        def let_go(record: logging.LogRecord) -> bool:
+            os.kill(number, signal.SIGCONT)
+            return True
+
+        caplog.handler.addFilter(let_go)
+        try:
+            assert len(list(batches)) == len(batches)
+        finally:
+            caplog.handler.removeFilter(let_go)
+    assert f"a process that decodes images (pid {number}) has been at samples " in caplog.messages[0]
 
 
 def test_a_source_is_read_from_where_it_was_opened(
