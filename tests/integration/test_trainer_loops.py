@@ -228,6 +228,23 @@ def test_tied_weights_and_modules_used_twice(store: str) -> None:
     assert_same_bits(*both(seeded(Tied), plain_step, store=store))
 
 
+class Odd(Net):
+    """Parameters of no element, and of one without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) * self.scale + self.nothing.sum()
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_parameters_of_odd_sizes(store: str) -> None:
+    assert_same_bits(*both(seeded(Odd), plain_step, store=store))
+
+
 @pytest.mark.parametrize("store", STORES)
 def test_a_model_called_twice_a_step(store: str) -> None:
     def step(model: nn.Module, optimizer: Optimizer, trainer: echelon.Trainer | None, batch: Batch) -> None:

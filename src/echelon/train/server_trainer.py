@@ -303,7 +303,7 @@ class ServerTrainer(Trainer):
         if bucket in self._flying:  # a model that ran no forward hook since the last step, for example a frozen part
             self._wait_for(bucket)
         place = self._views[name][1]
-        if gradient.data_ptr() != place.data_ptr():
+        if gradient.data_ptr() != place.data_ptr() or not place.numel():  # all that is empty is at the same address
             place.copy_(gradient)
             if gradient.device.type == "cpu":
                 parameter.grad = self._watched.get(name, place)
