@@ -6,7 +6,6 @@ A figure without its command, commit and machine proves nothing, so the file has
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import subprocess
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from echelon.bench.harness import Case, Ratio
+from echelon.cores import usable_cores
 
 
 def write_json(
@@ -89,7 +89,7 @@ def machine() -> dict[str, object]:
     """What the figures depend on."""
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

@@ -8,7 +8,6 @@ learning counts nothing. Only what the command line needs is imported at the top
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.bench.workloads import WORKLOADS
+from echelon.cores import usable_cores
 from echelon.errors import JobError, UsageError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def fill_in(args: argparse.Namespace) -> None:
     if args.batch_size is None:
         args.batch_size = WORKLOADS[args.model].batch_size
     if args.threads is None:
-        args.threads = max(1, len(os.sched_getaffinity(0)) // args.num_workers)
+        args.threads = max(1, usable_cores() // args.num_workers)
 
 
 def make_contenders(args: argparse.Namespace, folder: Path) -> list[TrainContender]:

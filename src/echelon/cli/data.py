@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from echelon.cli import data_run
+from echelon.cores import usable_cores
 from echelon.data import im2rec, imagelist
 from echelon.data.published import PUBLISHED
 from echelon.data.recordio import RecordError
@@ -150,7 +151,7 @@ def _add_convert(commands: Commands) -> None:
 def _add_encoding(command: argparse._ActionsContainer, suffix: str) -> None:
     command.add_argument("--encoding", default=suffix, metavar=".jpg|.png", help="how images are stored (%(default)s)")
     command.add_argument("--quality", type=int, metavar="N", help="JPEG 1 ... 100 (95), or PNG level 0 ... 9 (6)")
-    threads = im2rec.default_threads()
+    threads = usable_cores()
     command.add_argument(
         "--num-thread", "--threads", type=int, default=threads, metavar="N", help="threads that encode (%(default)s)"
     )

@@ -10,7 +10,6 @@ them. They cost bytes: 1.3 % for one in three MCUs of a photograph at quality 95
 from __future__ import annotations
 
 import io
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -224,8 +223,3 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], threads: int) -> Ite
             yield done, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def default_threads() -> int:
-    """Return the number of processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Sequence
 
+from echelon.cores import usable_cores
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch.supervise import Command, Line, Supervisor
@@ -98,7 +99,7 @@ def threads_and_interface(job: Job, sharing: int, *, one_machine: bool) -> dict[
     found: dict[str, str] = {}
     if "OMP_NUM_THREADS" not in os.environ:
         # Processes share this machine's cores; torch would otherwise start a thread a core in each of them.
-        found["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // sharing))
+        found["OMP_NUM_THREADS"] = str(max(1, usable_cores() // sharing))
     interface = job.interface or ("lo" if one_machine else None)
     if interface is not None:
         found["GLOO_SOCKET_IFNAME"] = interface

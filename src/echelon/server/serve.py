@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import sys
 import time
@@ -29,6 +28,7 @@ from echelon.cluster.messages import (
     decode_request,
     encode,
 )
+from echelon.cores import usable_cores
 from echelon.environment import Job
 from echelon.errors import JobError
 from echelon.observe.events import EventLog
@@ -138,4 +138,4 @@ class _Server:
 def has_spare_cores(roster: Roster, rank: int) -> bool:
     """Whether this machine has two cores for each worker and server on it: one to compute, one to be awake."""
     here = next(member.host for member in roster.members if (member.role, member.rank) == (SERVER, rank))
-    return len(os.sched_getaffinity(0)) >= 2 * sum(member.host == here for member in roster.members)
+    return usable_cores() >= 2 * sum(member.host == here for member in roster.members)

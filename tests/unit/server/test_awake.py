@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 from collections.abc import Sequence
 
@@ -61,7 +60,7 @@ def roster(*hosts: str) -> Roster:
 
 
 def with_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(serve, "usable_cores", lambda: cores)
 
 
 @pytest.mark.parametrize(
