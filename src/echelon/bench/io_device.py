@@ -20,6 +20,7 @@ from torch import Tensor
 
 from echelon.bench.io_echelon import CONFIG, forever, make_loader
 from echelon.data.device_augment import DeviceLoader
+from echelon.data.pipeline import Loader
 
 COMPARED, WARMUP, COPIES = 8, 8, 20
 
@@ -30,14 +31,18 @@ def device_figures(rec: str, device: str, batch_size: int, threads: int, batches
     return {
         "device_max_abs_difference": max_difference(rec, there, batch_size, threads),
         "device_images_per_s": images_per_s(rec, there, batch_size, threads, batches),
-        **copy_figures(there, batch_size),
+        **copy_figures(rec, there, batch_size, threads),
     }
+
+
+def host_batches(rec: str, device: torch.device, batch_size: int, threads: int) -> Loader:
+    """What training on that device copies to it."""
+    return make_loader(rec, batch_size, threads, "uint8", pin_memory=device.type == "cuda")
 
 
 def device_batches(rec: str, device: torch.device, batch_size: int, threads: int) -> DeviceLoader:
     """What training on that device reads."""
-    loader = make_loader(rec, batch_size, threads, "uint8", pin_memory=device.type == "cuda")
-    return DeviceLoader(loader, CONFIG, device)
+    return DeviceLoader(host_batches(rec, device, batch_size, threads), CONFIG, device)
 
 
 def max_difference(rec: str, device: torch.device, batch_size: int, threads: int) -> float:
@@ -72,17 +77,17 @@ def take(stream: Iterator[tuple[Tensor, Tensor]], count: int, device: torch.devi
     synchronize(device)
 
 
-def copy_figures(device: torch.device, batch_size: int) -> dict[str, float]:
-    """Milliseconds until a batch of bytes is there, and until the call returns, from both kinds of memory."""
-    channels, height, width = CONFIG.shape
-    pageable = torch.zeros((batch_size, height, width, channels), dtype=torch.uint8)
-    kinds = {"pageable": pageable}
-    if device.type == "cuda":
-        kinds["pinned"] = pageable.pin_memory()
+def copy_figures(rec: str, device: torch.device, batch_size: int, threads: int) -> dict[str, float]:
+    """Milliseconds until a batch of the loader's is there, and until the call returns; and of plain memory its size."""
     found: dict[str, float] = {}
-    for name, memory in kinds.items():
-        call, whole = time_copies(memory, device)
-        found |= {f"copy_{name}_ms": whole, f"copy_{name}_call_ms": call}
+    with host_batches(rec, device, batch_size, threads) as loader:
+        batch = next(loader.raw()).images
+        loader.wait()
+        if device.type == "cuda":
+            found["batch_is_pinned"] = float(batch.is_pinned())
+        for name, memory in (("batch", batch), ("pageable", batch.clone())):
+            call, whole = time_copies(memory, device)
+            found |= {f"copy_{name}_ms": whole, f"copy_{name}_call_ms": call}
     return found
 
 

@@ -70,7 +70,8 @@ def test_the_promises_besides(photographs: Path) -> None:
 def test_a_devices_batches_are_compared_and_timed(photographs: Path) -> None:
     figures = device_figures(str(photographs), "cpu", 4, 2, batches=2)
     assert figures.pop("device_max_abs_difference") == 0
-    assert list(figures) == ["device_images_per_s", "copy_pageable_ms", "copy_pageable_call_ms"]
+    copies = [f"copy_{memory}_{what}" for memory in ("batch", "pageable") for what in ("ms", "call_ms")]
+    assert list(figures) == ["device_images_per_s", *copies]
     assert all(value > 0 for value in figures.values())
 
 
