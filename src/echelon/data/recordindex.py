@@ -11,16 +11,19 @@ from pathlib import Path
 import numpy as np
 
 from echelon.data.recordfile import Offsets, PathLike, RecordFile, index_path, scan_offsets, split_paths
+from echelon.data.recordframe import MAGIC_BYTES
 from echelon.errors import DataError, UsageError
 
+_LOOKED_AT = 16  # records, to tell another file's index
 
-def read_index(path: PathLike) -> tuple[Offsets, Offsets]:
-    """Return (keys, offsets) of an .idx file: lines of key, tab, byte offset."""
+
+def read_index(path: PathLike, rec: PathLike | None = None) -> tuple[Offsets, Offsets]:
+    """Return (keys, offsets) of an .idx file, the one of `rec`: lines of key, tab, byte offset."""
     try:
         text = Path(path).read_text()
     except FileNotFoundError:
-        rec = Path(path).with_suffix(".rec")
-        raise DataError(f"no index {path}; make it: echelon data rec2idx {rec} {path}") from None
+        of = rec or Path(path).with_suffix(".rec")
+        raise DataError(f"no index {path}; make it: echelon data rec2idx {of} {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read index {path}: {error}") from error
     fields = text.split()
@@ -51,10 +54,10 @@ class IndexedReader:
         idxs = [index_path(part) for part in recs] if idx is None else split_paths(idx)
         if len(idxs) != len(recs):
             raise UsageError(f"{len(recs)} record files but {len(idxs)} index files: {rec} and {idx}")
-        tables = [read_index(path) for path in idxs]
+        tables = [read_index(path, part) for path, part in zip(idxs, recs, strict=True)]
         keys, offsets = (np.concatenate(column) for column in zip(*tables, strict=True))
         self._open(recs, keys, offsets, np.cumsum([len(table[0]) for table in tables]).tolist())
-        self._check_inside(idxs)
+        self._check_belong(idxs)
 
     @classmethod
     def from_scan(cls, rec: PathLike) -> IndexedReader:
@@ -73,16 +76,13 @@ class IndexedReader:
         self._ends = ends  # where in keys and offsets each file's records end
         self._positions: dict[int, int] | None = None
 
-    def _check_inside(self, idxs: list[Path]) -> None:
+    def _check_belong(self, idxs: list[Path]) -> None:
         begin = 0
         for file, idx, end in zip(self.files, idxs, self._ends, strict=True):
-            offsets = self.offsets[begin:end]
-            outside = offsets[(offsets < 0) | (offsets >= len(file.data))]
-            if outside.size:
-                raise DataError(
-                    f"{idx} does not belong to {file.path}: it has a record at byte {outside[0]}, the file has "
-                    f"{len(file.data)} bytes; make it anew: echelon data rec2idx {file.path} {idx}"
-                )
+            fault = _misfit(file, self.offsets[begin:end])
+            if fault is not None:
+                remedy = f"make it anew: echelon data rec2idx {file.path} {idx}"
+                raise DataError(f"{idx} does not belong to {file.path}: {fault}; {remedy}")
             begin = end
 
     def __len__(self) -> int:
@@ -135,6 +135,18 @@ class IndexedReader:
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle as names and tables; another process maps the files itself."""
         return _reopen, ([file.path for file in self.files], self.keys, self.offsets, self._ends)
+
+
+def _misfit(file: RecordFile, offsets: Offsets) -> str | None:
+    """Say what speaks against an index: a place outside the file, or no records at most of a few that are looked at."""
+    outside = offsets[(offsets < 0) | (offsets >= len(file.data))]
+    if outside.size:
+        return f"it has a record at byte {outside[0]}, the file has {len(file.data)} bytes"
+    looked = offsets[np.linspace(0, len(offsets) - 1, min(_LOOKED_AT, len(offsets)), dtype=np.int64)].tolist()
+    wrong = [offset for offset in looked if file.data[offset : offset + len(MAGIC_BYTES)] != MAGIC_BYTES]
+    if 2 * len(wrong) > len(looked):  # fewer may be damaged records
+        return f"at byte {wrong[0]}, where it has a record, none begins"
+    return None
 
 
 def _reopen(recs: list[Path], keys: Offsets, offsets: Offsets, ends: list[int]) -> IndexedReader:

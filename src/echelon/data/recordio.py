@@ -51,16 +51,13 @@ __all__ = [
 class Reader:
     """Read records in file order; no index needed.
 
-    With `on_bad`, a bad record is handed to it as a RecordError and reading goes on at the next record head. `strict`
-    also looks through payloads: a record head inside one means that its length is wrong.
+    With `on_bad`, a bad record is handed to it as a RecordError and reading goes on at the next record head. Payloads
+    are looked through, too, then: a record head inside one means that its length is wrong, and would swallow records.
     """
 
-    def __init__(
-        self, path: PathLike, on_bad: Callable[[RecordError], None] | None = None, strict: bool = False
-    ) -> None:
+    def __init__(self, path: PathLike, on_bad: Callable[[RecordError], None] | None = None) -> None:
         self.files = [RecordFile(part) for part in split_paths(path)]
         self._on_bad = on_bad
-        self._strict = strict
         self._rest = iter(self)
 
     def __iter__(self) -> Iterator[memoryview]:
@@ -75,7 +72,7 @@ class Reader:
             while at is not None and at < len(file.data):
                 offset = at
                 try:
-                    payload, at = file.read(offset, number, self._strict)
+                    payload, at = file.read(offset, number, strict=self._on_bad is not None)
                 except RecordError as error:
                     if self._on_bad is None:
                         raise

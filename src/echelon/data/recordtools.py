@@ -18,8 +18,9 @@ from PIL import Image
 from echelon.data.atomic import AtomicFile, check_writable
 from echelon.data.im2rec import DECODE_ERRORS, decode_fault
 from echelon.data.imagerecord import image_suffix, unpack
-from echelon.data.recordio import Reader, RecordError, read_index, scan_offsets
-from echelon.errors import DataError
+from echelon.data.recordframe import MAGIC_BYTES
+from echelon.data.recordio import Reader, RecordError, index_path, read_index, scan_offsets, split_paths
+from echelon.errors import DataError, UsageError
 
 OnBad: TypeAlias = Callable[[RecordError], None] | None
 OnDone: TypeAlias = Callable[[int], None]
@@ -86,7 +87,7 @@ def verify(rec: Path, idx: Path | None, decode: bool, on_bad: OnBad = None, on_d
         heads.append(fault.offset)
         report(fault, on_bad)
 
-    with Reader(rec, note, strict=True) as reader:
+    with Reader(rec, note) as reader:
         for file, number, offset, payload in reader.located():
             reason = _image_fault(payload) if decode else None
             if reason is not None:
@@ -135,6 +136,7 @@ def report(fault: RecordError, on_bad: OnBad) -> None:
 
 def make_index(rec: Path, idx: Path, on_bad: OnBad = None) -> int:
     """Write the index of a record file, keys 0, 1, 2 ...; return the number of records."""
+    _check_index_name(rec, idx)
     check_writable(idx)
     offsets = scan_offsets(rec).tolist() if on_bad is None else _good_offsets(rec, on_bad)
     with AtomicFile(idx) as file:
@@ -142,6 +144,19 @@ def make_index(rec: Path, idx: Path, on_bad: OnBad = None) -> int:
     return len(offsets)
 
 
+def _check_index_name(rec: Path, idx: Path) -> None:
+    """Refuse to write an index over records, which `rec2idx *.rec` would do."""
+    if len(split_paths(rec)) > 1:
+        raise UsageError(f"{rec} are several record files; an index is of one: run rec2idx for each")
+    if not idx.is_file():
+        return
+    with idx.open("rb") as stream:
+        is_records = stream.read(len(MAGIC_BYTES)) == MAGIC_BYTES
+    if is_records or (rec.exists() and idx.samefile(rec)):
+        instead = index_path(rec)
+        raise UsageError(f"the index of {rec} cannot be {idx}, which is a record file; name it for example {instead}")
+
+
 def _good_offsets(rec: Path, on_bad: OnBad) -> list[int]:
-    with Reader(rec, on_bad, strict=True) as reader:
+    with Reader(rec, on_bad) as reader:
         return [offset for _, _, offset, _ in reader.located()]

@@ -177,6 +177,18 @@ def test_rec2idx(packed: Path, tmp_path: Path) -> None:
     assert (tmp_path / "y.idx").read_text().split()[1::2] == offsets[:2] + offsets[3:]
 
 
+def test_rec2idx_writes_no_index_over_records(packed: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.rec"
+    other.write_bytes(packed.read_bytes())
+    for words in [(packed, other), (packed, packed)]:
+        with pytest.raises(UsageError, match=r"cannot be .*\.rec, which is a record file; name it .*x\.idx"):
+            echelon_data("rec2idx", *words)
+    with pytest.raises(UsageError, match="several record files; an index is of one"):
+        echelon_data("rec2idx", f"{packed};{other}")
+    assert other.read_bytes() == packed.read_bytes()
+    assert echelon_data("verify", packed) == 0
+
+
 def test_extract_and_pack_again(packed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert echelon_data("extract", packed, out) == 0

@@ -100,6 +100,13 @@ def test_index_of_another_file(tmp_path: Path) -> None:
     short, long = write(tmp_path / "short.rec", 2), write(tmp_path / "long.rec", 9)
     with pytest.raises(DataError, match=r"long\.idx does not belong to .*short\.rec.*rec2idx"):
         IndexedReader(short, index_path(long))
+    other = tmp_path / "other.idx"
+    other.write_text("".join(f"{number}\t{4 * number}\n" for number in range(5)))
+    told = r"other\.idx does not belong to .*long\.rec: at byte 4, where it has a record, none begins; .*rec2idx"
+    with pytest.raises(DataError, match=told):
+        IndexedReader(long, other)
+    with pytest.raises(DataError, match=rf"no index .*none\.idx; make it: echelon data rec2idx {long} .*none\.idx"):
+        IndexedReader(long, tmp_path / "none.idx")
     index_path(short).write_text("0\t0\n1\t4\n")
     with IndexedReader(short) as reader, pytest.raises(RecordError, match="record 1 at byte 4: expected the magic"):
         reader[1]
