@@ -199,6 +199,9 @@ class Group:
                 timeout=timedelta(seconds=self._timeout_s),
                 device_id=device,
             )
+            # Another may not have seen its end of a connection yet: who left now would break it.
+            self._store.set(f"joined/{self.rank}", "")
+            self._store.wait([f"joined/{rank}" for rank in range(self.size)], timedelta(seconds=self._timeout_s))
 
     def _pending(self, what: str, start: Callable[[], Any], finish: Callable[[], Tensor]) -> Pending:
         with self._naming(what):

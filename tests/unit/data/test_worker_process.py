@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
@@ -63,7 +63,10 @@ def pids(batches: Loader) -> list[int]:
 
 
 def assert_gone(numbers: list[int]) -> None:
-    processes = [psutil.Process(number) for number in numbers if psutil.pid_exists(number)]
+    processes = []
+    for number in numbers:
+        with suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(number))
     assert not psutil.wait_procs(processes, GONE_S)[1]
 
 
