@@ -5,10 +5,15 @@ Owns what the settings mean together and which contradict each other; does nothi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 from echelon.errors import UsageError
 
+_LARGEST_CHANGES = (
+    "max_random_aspect_ratio", "max_random_rotate_angle", "max_random_shear_ratio", "max_random_h", "max_random_s",
+    "max_random_l", "brightness", "contrast", "saturation", "pca_noise",
+)  # fmt: skip
 IMAGENET_MEAN = (123.68, 116.779, 103.939)
 
 
@@ -49,6 +54,7 @@ class AugmentConfig:
     rgb_std: tuple[float, ...] = (1.0, 1.0, 1.0)
 
     def __post_init__(self) -> None:
+        self._check_numbers()
         channels, height, width = self.shape
         if channels not in (1, 3, 4) or height < 1 or width < 1:
             raise UsageError(f"image shape must be channels (1, 3 or 4), height, width; got {self.shape}")
@@ -63,6 +69,15 @@ class AugmentConfig:
         self._check_crop()
         self._check_pixels()
 
+    def _check_numbers(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and not math.isfinite(number):
+                    raise UsageError(f"{field.name} must be a finite number, got {number}")
+            if field.name in _LARGEST_CHANGES and value < 0:
+                raise UsageError(f"{field.name} is the largest change either way and cannot be below 0, got {value}")
+
     def _check_crop(self) -> None:
         if (self.min_crop_size > 0) != (self.max_crop_size > 0) or self.min_crop_size > self.max_crop_size:
             raise UsageError(
@@ -72,7 +87,11 @@ class AugmentConfig:
         if not 0 < self.min_random_area <= self.max_random_area:
             raise UsageError(f"random areas {self.min_random_area} to {self.max_random_area} are no range above 0")
         if self.aspect_range[0] <= 0 or self.aspect_range[0] > self.aspect_range[1]:
-            raise UsageError(f"aspect ratios {self.aspect_range} are no range above 0; give min_random_aspect_ratio")
+            low, high = self.aspect_range
+            raise UsageError(
+                f"aspect ratios from {low:g} to {high:g} are no range above 0; give min_random_aspect_ratio and "
+                "max_random_aspect_ratio in this order, or as the largest change of 1 the second alone, below 1"
+            )
         if self.random_resized_crop:
             for names, is_set, undo in self._clashes():
                 if is_set:

@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 from echelon.data.augment import Augmenter, Normaliser
 from echelon.data.augment_config import AugmentConfig
 from echelon.data.augment_geometry import Draws
-from echelon.data.sources import Source
+from echelon.data.sources import Source, class_number
 from echelon.errors import DataError
-
-_MOST_CLASSES = 1 << 24  # a record's label is a float32, which has every whole number up to this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ class Maker:
         sample = source.read(number)
         try:
             pixels = self._augmenter.augment(sample.payload, draws)
-            label = _class_number(sample.label) if isinstance(sample.label, float) else sample.label
+            label = class_number(sample.label) if isinstance(sample.label, float) else sample.label
         except DataError as error:
             raise DataError(f"{source.where(number)}: {error}") from error
         if self._recipe.normalise:
@@ -80,9 +78,3 @@ class Maker:
         else:
             np.copyto(out, pixels)
         return label
-
-
-def _class_number(label: float) -> int:
-    if not label.is_integer() or abs(label) > _MOST_CLASSES:
-        raise DataError(f"its label {label:g} is no class number")
-    return int(label)

@@ -152,6 +152,8 @@ def _cifar10(options: DataOptions) -> Dataset:
     augment = RECIPES["cifar10"]
     if options.data_train or named_in(options, "cifar10_train.rec"):
         train, validation = image_pair("cifar10", options, "cifar10_train.rec", "cifar10_val.rec")
+        for source in (train, validation):
+            _limit_labels(source, options.num_classes or 10)  # before they are decoded
         held_out = in_memory(validation, options) if validation is not None else None
         return Dataset("cifar10", in_memory(train, options), held_out, 10, augment)
     is_python = named_in(options, "cifar-10-batches-py/data_batch_1")

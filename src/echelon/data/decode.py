@@ -121,9 +121,17 @@ class Decoder:
     def _decode_other(self, payload: Bytes) -> Pixels:
         with _opened(payload) as image:
             try:
-                return np.asarray(image.convert(_MODES[self._channels])).reshape(image.height, image.width, -1)
+                plain = in_eight_bits(image).convert(_MODES[self._channels])
+                return np.asarray(plain).reshape(image.height, image.width, -1)
             except (OSError, ValueError, SyntaxError) as error:
                 raise DataError(f"cannot decode the {image.format} image: {error}") from None
+
+
+def in_eight_bits(image: Image.Image) -> Image.Image:
+    """Return an image of 16 bits with its upper ones, where Pillow's own conversion makes nearly all of it white."""
+    if not image.mode.startswith("I"):
+        return image
+    return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
 
 
 def inspect(payload: Bytes) -> Info:

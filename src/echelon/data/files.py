@@ -17,7 +17,7 @@ import numpy as np
 from echelon.data.layouts import LAYOUTS, Layout, find_layout
 from echelon.data.memory import MemorySource
 from echelon.data.published import get_command
-from echelon.data.sources import FolderSource, RecordSource
+from echelon.data.sources import FolderSource, RecordSource, class_number
 from echelon.errors import DataError, UsageError
 
 FileSource: TypeAlias = RecordSource | FolderSource
@@ -97,11 +97,19 @@ def count_classes(source: FileSource, options: DataOptions) -> int:
     most = 0
     for number in range(len(source)):
         try:
-            most = max(most, int(np.max(source.read(number).label)))
+            most = max(most, _class_of(source, number))
         except DataError:
             if not options.skip_bad_records:
                 raise
     return most + 1
+
+
+def _class_of(source: FileSource, number: int) -> int:
+    label = source.read(number).label
+    try:
+        return class_number(label)
+    except DataError as error:
+        raise DataError(f"{source.where(number)}: {error}") from None
 
 
 def small_set(name: str, title: str, layout: Layout, options: DataOptions) -> tuple[MemorySource, MemorySource]:

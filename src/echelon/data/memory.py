@@ -25,7 +25,7 @@ from echelon.data.buffers import BufferPool
 from echelon.data.decode import Decoder, Pixels, inspect
 from echelon.data.order import Sampling, State, uniforms
 from echelon.data.sharding import Indices
-from echelon.data.sources import Sample, Source
+from echelon.data.sources import Sample, Source, class_number
 from echelon.errors import DataError, UsageError
 
 OnBad: TypeAlias = Callable[[DataError], None]
@@ -100,10 +100,9 @@ def _first_shape(source: Source, decoder: Decoder, skips_bad: bool) -> tuple[int
 
 def _decoded(source: Source, number: int, decoder: Decoder) -> tuple[Pixels, int]:
     payload, label = source.read(number)
-    if isinstance(payload, np.ndarray):
-        return payload, int(np.ravel(label)[0])
     try:
-        return decoder.decode(payload, inspect(payload)), int(np.ravel(label)[0])
+        pixels = payload if isinstance(payload, np.ndarray) else decoder.decode(payload, inspect(payload))
+        return pixels, class_number(label)
     except DataError as error:
         raise DataError(f"{source.where(number)}: {error}") from error
 

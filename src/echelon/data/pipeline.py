@@ -157,11 +157,14 @@ class Loader:
 
     def raw(self) -> Iterator[Raw]:
         """Yield the rest of the current epoch; "uint8" is yet to be mirrored, which is augmentation's last step."""
-        epoch = self.state.epoch
-        while self.state.epoch == epoch:
+        began, found = self.state, False
+        while self.state.epoch == began.epoch:
             batch = self._take()
             if batch is not None:
+                found = True
                 yield batch
+        if not found and not began.position:
+            raise self._all_bad(self.bad_records[0])
 
     def close(self) -> None:
         """Drop what is under way, end threads and processes, and let the memory go."""
@@ -234,7 +237,11 @@ class Loader:
             if not pending.is_lost:
                 log.warning("no record of a batch can be read; the next batch that has a good one comes twice")
                 return pending
-        raise DataError(f"no record of this worker's part can be read; the first: {lost.bad[0]}")
+        raise self._all_bad(lost.bad[0])
+
+    def _all_bad(self, first: str) -> DataError:
+        self.close()
+        return DataError(f"no record of this worker's part can be read; one of them: {first}")
 
     def _begin(self, executor: ThreadPoolExecutor, batch: Batch) -> Pending:
         draws = uniforms(self.sampling.seed, batch.epoch, batch.counters, num_lanes(self.augment))

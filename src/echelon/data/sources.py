@@ -21,6 +21,7 @@ from echelon.data.recordio import IndexedReader, Offsets, Reader, RecordError, R
 from echelon.data.recordio import unpack as unpack_record
 from echelon.errors import DataError, UsageError
 
+_MOST_CLASSES = 1 << 24  # a record's label is a float32, which has every whole number up to this one
 MANY = 1000  # images, from which on it pays to start processes: see is_work_for_processes
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 
@@ -44,11 +45,25 @@ class Source(Protocol):
         """Say where a sample is: file, record, byte."""
 
 
+def class_number(label: float | NDArray[np.float32]) -> int:
+    """Return a sample's class; DataError if it has several labels, or one that no class can have."""
+    if isinstance(label, np.ndarray):
+        raise DataError(f"it has {label.size} labels, and a class is one")
+    if not label.is_integer() or abs(label) > _MOST_CLASSES:
+        raise DataError(f"its label {label:g} is no class number")
+    return int(label)
+
+
+def _check_class(label: float | NDArray[np.float32], num_classes: int) -> None:
+    if not 0 <= class_number(label) < num_classes:
+        raise DataError(f"its label is {label:g}, but --num-classes {num_classes} allows 0 ... {num_classes - 1}")
+
+
 class RecordSource:
     """The images of record files: `a.rec`, `a.rec;b.rec`, or a folder of them.
 
     An index is used where given, or beside the file; without one, the heads are scanned. With `on_bad`, such a scan
-    reports damaged records and goes on behind them. Labels must be below `num_classes`, where that is known.
+    reports damaged records and goes on behind them. Where `num_classes` is known, each must have one label below it.
     """
 
     num_classes: int | None = None
@@ -79,10 +94,13 @@ class RecordSource:
         except DataError as error:
             raise RecordError(file.path, offset, record, str(error)) from None
         labels = header.labels
-        if self.num_classes is not None and len(labels) == 1 and not 0 <= labels[0] < self.num_classes:
-            allowed = f"--num-classes {self.num_classes} allows 0 ... {self.num_classes - 1}"
-            raise RecordError(file.path, offset, record, f"its label is {labels[0]:g}, but {allowed}")
-        return Sample(image, float(labels[0]) if len(labels) == 1 else labels)
+        label = float(labels[0]) if len(labels) == 1 else labels
+        if self.num_classes is not None:
+            try:
+                _check_class(label, self.num_classes)
+            except DataError as error:
+                raise RecordError(file.path, offset, record, str(error)) from None
+        return Sample(image, label)
 
     def where(self, number: int) -> str:
         """See Source."""

@@ -10,6 +10,7 @@ from pipeline_images import encoded, jpeg, picture, write_records
 
 from echelon.data.datasets import DataOptions, open_dataset, recipe
 from echelon.data.memory import MemorySource
+from echelon.data.recordio import Header, IndexedWriter, pack
 from echelon.data.sources import FolderSource, RecordSource
 from echelon.errors import DataError, UsageError
 
@@ -65,6 +66,33 @@ def test_a_label_that_is_no_class_is_named_with_its_place(tmp_path: Path, record
         open_dataset("folder", DataOptions(data_train=str(folder), num_classes=2))
     with pytest.raises(UsageError, match=r"digits .*: its label is 9, but --num-classes 9 allows"):
         open_dataset("digits", DataOptions(num_classes=9))
+
+
+def labelled(path: Path, *labels: float | list[float]) -> str:
+    with IndexedWriter(path) as writer:
+        for number, label in enumerate(labels):
+            writer.write(number, pack(Header(label), jpeg(picture(number, 32, 32))))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "folder"])
+@pytest.mark.parametrize("label", [1.5, float("nan"), float("inf"), 3e9, [1.0, 2.0]])
+def test_a_label_that_no_class_can_have(tmp_path: Path, name: str, label: float | list[float]) -> None:
+    path = labelled(tmp_path / "some.rec", 0, 1, label, 3)
+    with pytest.raises(DataError, match=r"some\.rec: record 2 at byte \d+: (its label .* is no class|it has 2 labels)"):
+        open_dataset(name, DataOptions(data_train=path))
+    assert open_dataset(name, DataOptions(data_train=path, skip_bad_records=True)).num_classes in (4, 10)
+
+
+def test_labels_are_looked_at_before_images_are_kept_decoded(tmp_path: Path) -> None:
+    path = labelled(tmp_path / "some.rec", 0, -1, 20, 3)
+    with pytest.raises(
+        DataError, match=r"record 1 at byte \d+: its label is -1, but --num-classes 10 allows 0 \.\.\. 9"
+    ):
+        open_dataset("cifar10", DataOptions(data_train=path))
+    kept = open_dataset("cifar10", DataOptions(data_train=path, skip_bad_records=True)).train
+    assert isinstance(kept, MemorySource)
+    assert kept.labels.tolist() == [0, 3]
 
 
 def test_what_cannot_be_decoded_is_left_out_of_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -256,7 +257,11 @@ def test_pca_noise_moves_all_pixels_alike() -> None:
         ({"min_crop_size": 9}, "9 and -1"),
         ({"min_random_scale": 2.0}, "2.0 to 1.0"),
         ({"min_random_area": 0.0}, "0.0 to 1.0"),
-        ({"max_random_aspect_ratio": 1.0}, "min_random_aspect_ratio"),
+        ({"max_random_aspect_ratio": 1.0}, "from 0 to 2 are no range above 0; give min_random_aspect_ratio"),
+        ({"min_random_aspect_ratio": 0.75}, "from 0.75 to 0 are no range above 0; .* max_random_aspect_ratio"),
+        ({"max_random_rotate_angle": -5}, "max_random_rotate_angle .* cannot be below 0, got -5"),
+        ({"pca_noise": math.nan}, "pca_noise must be a finite number, got nan"),
+        ({"rgb_mean": (1.0, math.inf, 1.0)}, "rgb_mean must be a finite number, got inf"),
         ({"shape": (2, 8, 8)}, "channels"),
         ({"shape": (1, 8, 8), "brightness": 0.1}, "3 channels"),
         ({"rgb_std": (1.0, 0.0, 1.0)}, "stds other than 0"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 import simplejpeg
@@ -69,6 +71,15 @@ def test_a_jpeg_is_decoded_at_a_fraction_of_its_size(shrink: int, fast: bool) ->
 def test_a_fraction_of_a_pixel_counts_as_one(shrink: int, shape: tuple[int, ...]) -> None:
     payload = jpeg(PICTURE)
     assert Decoder().decode(payload, inspect(payload), shrink).shape == shape
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_of_sixteen_bits_the_upper_ones_count(channels: int) -> None:
+    grey = (np.arange(64 * 64, dtype=np.uint16) * 16).reshape(64, 64)
+    stream = io.BytesIO()
+    Image.fromarray(grey).save(stream, "PNG")
+    pixels = Decoder(channels).decode(stream.getvalue(), inspect(stream.getvalue()))
+    assert np.array_equal(pixels, np.repeat((grey >> 8)[..., None], channels, axis=2))
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])

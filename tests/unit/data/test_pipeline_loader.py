@@ -285,13 +285,12 @@ def test_for_a_batch_without_a_good_record_the_next_comes_twice(tmp_path: Path, 
     )
 
 
-def test_where_nothing_can_be_read_full_batches_cannot_be(tmp_path: Path) -> None:
+@pytest.mark.parametrize("full", [True, False])
+def test_where_nothing_can_be_read_skipping_is_no_way_out(tmp_path: Path, full: bool) -> None:
     source = RecordSource(write_records(tmp_path / "bad.rec", [b"no"] * 5))
-    with pytest.raises(
-        DataError, match=r"no record .* can be read; the first: .*bad\.rec: record 0 at byte 0: 2 bytes"
-    ):
-        take(source, 1, sampling=Sampling(5, 2, shuffle=False, num_batches=2), skip_bad_records=True)
-    assert take(source, 1, sampling=Sampling(5, 2), skip_bad_records=True) == []
+    sampling = Sampling(5, 2, shuffle=False, num_batches=2 if full else None)
+    with pytest.raises(DataError, match=r"no record .* can be read; one of them: .*bad\.rec: record 0 at byte 0: 2 b"):
+        take(source, 1, sampling=sampling, skip_bad_records=True)
 
 
 def test_a_file_that_breaks_off(tmp_path: Path) -> None:
@@ -333,6 +332,15 @@ def test_labels_that_are_no_class_numbers(tmp_path: Path, label: float) -> None:
     told = rf"wrong\.rec: record \d at byte \d+: its label {re.escape(f'{label:g}')} is no class number"
     with pytest.raises(DataError, match=told):
         take(labelled(tmp_path / "wrong.rec", [[label]] * 4), 1)
+
+
+@pytest.mark.parametrize("label", [[0.5], [-1], [4], [float("nan")], [1, 2]])
+def test_where_classes_are_known_every_record_has_one(tmp_path: Path, label: list[float]) -> None:
+    source = labelled(tmp_path / "some.rec", [[0], [1], label, [3]])
+    source.num_classes = 4
+    assert source.read(1).label == 1
+    with pytest.raises(DataError, match=r"some\.rec: record 2 at byte \d+: (its label|it has 2 labels)"):
+        source.read(2)
 
 
 def test_labels_of_different_numbers(tmp_path: Path) -> None:
