@@ -89,6 +89,7 @@ def test_going_on_from_an_epoch_gives_the_same_bits(uninterrupted: Path, tmp_pat
     "changed",
     [
         pytest.param({}, id="in memory"),
+        pytest.param({"mixup": 0.2}, id="mixed"),
         pytest.param({"augment": {"max_random_rotate_angle": 5}}, id="decoded by threads"),
         pytest.param({"benchmark": True, "image_shape": (1, 8, 8), "num_classes": 10, "num_examples": 512}, id="made"),
     ],

@@ -2,7 +2,8 @@
 
 Mixup blends every image of a batch with the one before it (the first with the last), by one weight a batch; the batch
 comes in random order already, so no other permutation is needed, and none has to travel to the device. The weight is
-drawn from Beta(alpha, alpha) as a pure function of (seed, epoch, counter): a resumed run draws the same.
+drawn from Beta(alpha, alpha) as a pure function of (seed, epoch, counter): with a counter that goes on where the run
+goes on, a resumed run draws the same (`steps.Mixup` counts a process's steps, and has its rank for an epoch).
 `draw_weight` happens on the host; `blend` and `cross_entropy` look at no value and can be compiled or captured with
 the weight as an input.
 """

@@ -106,8 +106,9 @@ class Run:
         point = self._saver.load()
         state = state_at(self._sampling, point.epoch, point.samples_done, self._place.size)
         self._schedule = schedule_for(self._options, self._place, self._per_epoch, point.epoch)
+        begin = state.epoch * self._per_epoch + state.position // self._sampling.batch_size
         self._step = stepping.make_step(
-            self._choice, self._options, self._work, self._trainer, self._scaler, self._average
+            self._choice, self._options, self._work, self._trainer, self._scaler, self._average, begin
         )
         device = self._precision.device
         with (

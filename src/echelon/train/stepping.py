@@ -54,13 +54,14 @@ def make_step(
     trainer: Trainer,
     scaler: LossScaler | None,
     average: MovingAverage | None,
+    begin: int = 0,
 ) -> CapturedStep | ServedStep | EagerStep:
-    """The step that was chosen."""
+    """The step that was chosen; the first one is number `begin` of the run."""
     if choice.captured and isinstance(trainer, ServerTrainer):
         return ServedStep(work, trainer, compiled=choice.compiled, average=average)
     if choice.captured:
         return CapturedStep(work, trainer, scaler, compiled=choice.compiled, average=average)
     rank = trainer.kvstore.rank
-    mixup = Mixup(options.mixup, options.seed, rank) if options.mixup else None
+    mixup = Mixup(options.mixup, options.seed, rank, begin) if options.mixup else None
     pacer = Pacer(options.pace, trainer.kvstore.worker_rank)
     return EagerStep(work, trainer, scaler, pacer, compiled=choice.compiled, mixup=mixup, average=average)

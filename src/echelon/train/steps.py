@@ -73,13 +73,13 @@ class Work:
 
 
 class Mixup:
-    """Blends the batches of a run."""
+    """Blends the batches of a run. `begin`: the steps before this process's first, which a resumed run did not make."""
 
-    def __init__(self, alpha: float, seed: int, rank: int) -> None:
-        self._alpha, self._seed, self._rank = alpha, seed, rank
+    def __init__(self, alpha: float, seed: int, rank: int, begin: int = 0) -> None:
+        self._alpha, self._seed, self._rank, self._begin = alpha, seed, rank, begin
 
     def __call__(self, images: Tensor, labels: Tensor, clock: int) -> tuple[Tensor, Mixed]:
-        weight = draw_weight(self._alpha, self._seed, self._rank, clock)
+        weight = draw_weight(self._alpha, self._seed, self._rank, self._begin + clock)
         return blend(images, labels, torch.tensor(weight, device=images.device))
 
 
