@@ -5,11 +5,13 @@ nearer to it, and it costs one kernel a step. Training itself never sees it. Ave
 made with: a step takes them in after its forward pass, when they are all there.
 
 The sums begin at zero and are divided by the weight they have got so far, so the average is one from the first step on,
-without a rule for the beginning.
+without a rule for the beginning. That weight is a function of steps and horizon. A run that goes on with another one
+(as many epochs are another number of steps with another batch size) scales its sums to it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -55,17 +57,27 @@ class MovingAverage:
         if not self.num_steps:
             return {}
         sums = {f"{PREFIX}{name}": tensor for name, tensor in self._sums.items()}
-        return sums | {f"{PREFIX}num_steps": torch.tensor(self.num_steps), f"{PREFIX}share": torch.tensor(self._share)}
+        share = torch.tensor(self._share, dtype=torch.float64)
+        return sums | {f"{PREFIX}num_steps": torch.tensor(self.num_steps), f"{PREFIX}share": share}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """From a checkpoint, if it has an average."""
-        if f"{PREFIX}num_steps" in state:
-            self.num_steps = int(state[f"{PREFIX}num_steps"])
-            for name, tensor in self._sums.items():
-                tensor.copy_(state[f"{PREFIX}{name}"])
+        if f"{PREFIX}num_steps" not in state:
+            return
+        self.num_steps = int(state[f"{PREFIX}num_steps"])
+        share = float(state[f"{PREFIX}share"])
+        same = math.isclose(share, self._share, rel_tol=1e-6)  # older files have it in float32
+        scale = 1.0 if same else _weight(self._share, self.num_steps) / _weight(share, self.num_steps)
+        for name, tensor in self._sums.items():
+            tensor.copy_(state[f"{PREFIX}{name}"] * scale)
 
     def _mean(self, name: str) -> Tensor:
-        return self._sums[name] / (1 - (1 - self._share) ** self.num_steps)
+        return self._sums[name] / _weight(self._share, self.num_steps)
+
+
+def _weight(share: float, num_steps: int) -> float:
+    """What the sums have got after so many steps, of 1."""
+    return float(1 - (1 - share) ** num_steps)
 
 
 def averaged(weights: dict[str, Tensor], extra: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -73,5 +85,5 @@ def averaged(weights: dict[str, Tensor], extra: dict[str, Tensor]) -> dict[str, 
     if f"{PREFIX}num_steps" not in extra:
         return weights
     share, num_steps = float(extra[f"{PREFIX}share"]), int(extra[f"{PREFIX}num_steps"])
-    got = 1 - (1 - share) ** num_steps
+    got = _weight(share, num_steps)
     return {name: extra[f"{PREFIX}{name}"] / got if f"{PREFIX}{name}" in extra else w for name, w in weights.items()}

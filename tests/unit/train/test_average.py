@@ -63,3 +63,27 @@ def test_a_checkpoint_has_it_and_goes_on_from_it() -> None:
     with average.applied():
         assert torch.equal(weights["0.weight"], net.state_dict()["0.weight"])
     assert averaged(net.state_dict(), {})["0.weight"][0, 0] == 7.0
+
+
+@pytest.mark.parametrize("horizon", [1, 4, 8, 16, 80])
+def test_it_is_an_average_when_it_goes_on_with_another_horizon(horizon: int) -> None:
+    net = model(1.0)
+    average, resumed = MovingAverage(net, 8), MovingAverage(net, horizon)
+    follow(net, average, [1.0] * 8)
+    resumed.load(average.state())
+    with resumed.applied():
+        assert net.state_dict()["0.weight"][0, 0] == pytest.approx(1.0)
+    follow(net, resumed, [1.0] * 3)
+    with resumed.applied():
+        assert net.state_dict()["0.weight"][0, 0] == pytest.approx(1.0)
+    assert averaged(net.state_dict(), resumed.state())["0.weight"][0, 0] == pytest.approx(1.0)
+
+
+def test_a_file_with_a_rounded_share_is_gone_on_with_unchanged() -> None:
+    """They had float32 once."""
+    net = model(1.0)
+    average, resumed = MovingAverage(net, 10), MovingAverage(net, 10)
+    follow(net, average, [1.0, 3.0])
+    state = average.state()
+    resumed.load(state | {"average.share": state["average.share"].float()})
+    assert torch.equal(resumed.state()["average.0.weight"], state["average.0.weight"])
