@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import os
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import IO, TypeAlias
 
+from echelon.data.atomic import partial_folder, remove_abandoned
 from echelon.data.download import NO_ROOM, check_address, fetch
 from echelon.errors import DataError, UsageError
 
@@ -117,6 +117,7 @@ def get(published: Published, data_dir: Path, mirror: str | None = None) -> Iter
     check_address(address)
     folder = data_dir / published.folder
     _make_folder(data_dir)
+    remove_abandoned(folder)
     for archive in published.archives:
         is_wrong = any(not _has_digest(folder / name, digest) for name, digest in archive.files.items())
         if is_wrong:
@@ -141,8 +142,7 @@ def _has_digest(path: Path, digest: str) -> bool:
 def _get_archive(archive: Archive, url: str, folder: Path) -> None:
     first = folder.absolute() / next(iter(archive.files))
     by_hand = f"by hand, get that file elsewhere and unpack it to be {first}, or name a mirror: --mirror ADDRESS"
-    with tempfile.TemporaryDirectory(prefix=".get-", suffix=".partial", dir=folder.parent) as name:
-        hidden = Path(name)
+    with partial_folder(folder) as hidden:
         fetch(url, hidden / archive.name, by_hand)
         _unpack(archive, url, hidden, folder)
         _make_folder(folder)
