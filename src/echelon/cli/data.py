@@ -6,8 +6,12 @@ What they do is in `data_run`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import TypeAlias
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn, TypeAlias
 
 from echelon.cli import data_run
 from echelon.cores import usable_cores
@@ -51,12 +55,38 @@ def add_parser(subparsers: Commands) -> None:
     command.add_argument("--raw", action="store_true", help="write whole payloads as .bin files, images or not")
 
 
+class _Terminated(BaseException):
+    """SIGTERM has come. As with Ctrl-C, nothing but what cleans up should catch it."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends what runs inside as Ctrl-C does, so that nothing half-written is left; further ones are ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice: cleaning up is not to be cut short
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _command(
     commands: Commands, name: str, run: Run, about: str, *, reads_records: bool = True
 ) -> argparse.ArgumentParser:
     def guarded(args: argparse.Namespace) -> int:
         try:
-            return run(args)
+            with _terminable():
+                return run(args)
+        except _Terminated:
+            print("echelon: stopped by SIGTERM", file=sys.stderr)
+            return 128 + signal.SIGTERM
         except (RecordError, im2rec.ImageError) as error:
             raise DataError(f"{error}; --skip-bad-records leaves bad ones out") from error
         except OSError as error:  # disk full, permissions: say it as ours, without a traceback
@@ -124,16 +154,14 @@ def _add_im2rec(commands: Commands) -> None:
         "--resize", type=int, default=0, metavar="N", help="shorter edge in pixels; 0 keeps the size (%(default)s)"
     )
     images.add_argument("--center-crop", action="store_true", help="cut the middle square out first")
-    images.add_argument(
-        "--color", type=int, choices=(-1, 0, 1), default=1, help="1 colour, 0 grey, -1 as it is (%(default)s)"
-    )
+    images.add_argument("--color", type=int, choices=(-1, 0, 1), help="1 colour, 0 grey, -1 as it is (1)")
     images.add_argument("--pass-through", action="store_true", help="store the files as they are")
     images.add_argument(
         "--restart-interval",
         type=int,
-        default=im2rec.Encoding.restart_interval,
         metavar="N",
-        help="restart markers in JPEGs about every N MCUs, for loading crops quickly; 0 for none (%(default)s)",
+        help="restart markers in JPEGs about every N MCUs, for loading crops quickly; 0 for none "
+        f"({im2rec.Encoding.restart_interval})",
     )
     images.add_argument("--pack-label", action="store_true", help="store all labels of a list, not only the first")
     _add_encoding(images, ".jpg")
@@ -149,7 +177,9 @@ def _add_convert(commands: Commands) -> None:
 
 
 def _add_encoding(command: argparse._ActionsContainer, suffix: str) -> None:
-    command.add_argument("--encoding", default=suffix, metavar=".jpg|.png", help="how images are stored (%(default)s)")
+    # What is given must be told from what is not: --pass-through goes with none of it.
+    command.set_defaults(default_encoding=suffix)
+    command.add_argument("--encoding", metavar=".jpg|.png", help=f"how images are stored ({suffix})")
     command.add_argument("--quality", type=int, metavar="N", help="JPEG 1 ... 100 (95), or PNG level 0 ... 9 (6)")
     threads = usable_cores()
     command.add_argument(

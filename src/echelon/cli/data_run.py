@@ -7,6 +7,7 @@ found a bad record; other faults are raised as errors. The work is in `echelon.d
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import statistics
 import sys
@@ -96,11 +97,24 @@ def _list(root: Path, args: argparse.Namespace) -> list[imagelist.Entry]:
 def _encoding(args: argparse.Namespace) -> im2rec.Encoding:
     if args.num_thread < 1:
         raise UsageError(f"--num-thread {args.num_thread}: expected 1 or more")
-    suffix = args.encoding if args.encoding.startswith(".") else f".{args.encoding}"
+    _refuse_encoding_flags(args)
+    encoding = args.default_encoding if args.encoding is None else args.encoding
+    suffix = encoding if encoding.startswith(".") else f".{encoding}"
     quality = args.quality if args.quality is not None else (6 if suffix == ".png" else 95)
-    return im2rec.Encoding(
-        suffix, quality, args.resize, args.center_crop, args.color, args.pass_through, args.restart_interval
-    )
+    color = im2rec.COLOUR if args.color is None else args.color
+    interval = im2rec.Encoding.restart_interval if args.restart_interval is None else args.restart_interval
+    return im2rec.Encoding(suffix, quality, args.resize, args.center_crop, color, args.pass_through, interval)
+
+
+def _refuse_encoding_flags(args: argparse.Namespace) -> None:
+    """With --pass-through nothing is decoded or encoded; resize and center-crop are Encoding's to refuse."""
+    names = ("encoding", "quality", "color", "restart_interval")
+    given = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names if getattr(args, name) is not None]
+    if args.pass_through and given:
+        raise UsageError(
+            f"--pass-through stores files as they are, so {' and '.join(given)} can have no effect; "
+            "leave out the one or the other"
+        )
 
 
 def _find_lists(prefix: Path) -> list[Path]:
@@ -206,10 +220,10 @@ def _describe(rec: str, summary: recordtools.Summary, bad: BadRecords) -> list[t
 def _describe_labels(summary: recordtools.Summary) -> str:
     widths = "/".join(str(width) for width in sorted(summary.label_widths))
     counts = summary.labels.values()
-    return (
-        f"{len(summary.labels)} different, {min(summary.labels):g} ... {max(summary.labels):g}, "
-        f"{min(counts)} ... {max(counts)} records each; {widths} a record"
-    )
+    numbers = [label for label in summary.labels if not math.isnan(label)]
+    ranges = [f"{min(numbers):g} ... {max(numbers):g}"] if numbers else []
+    values = " and ".join(ranges + ["NaN"] * (len(numbers) < len(summary.labels)))
+    return f"{len(summary.labels)} different, {values}, {min(counts)} ... {max(counts)} records each; {widths} a record"
 
 
 def _describe_index(rec: str, num_records: int) -> str:
@@ -241,7 +255,7 @@ def run_extract(args: argparse.Namespace) -> int:
     """Write the images of a record file to a folder."""
     bad = BadRecords(args)
     with bar(args.rec, args.limit) as advance:
-        num_written = extract.extract(
+        extracted = extract.extract(
             Path(args.rec),
             Path(args.out),
             raw=args.raw,
@@ -249,5 +263,11 @@ def run_extract(args: argparse.Namespace) -> int:
             on_bad=bad.handler,
             on_done=advance,
         )
-    print(f"{args.out}: {num_written} files{bad.summary()}")
+    print(f"{args.out}: {extracted.num_files} files{bad.summary()}")
+    if extracted.num_old_ids is not None:
+        print(
+            f"the records have {extracted.num_old_ids} different ids, and a list takes each once: "
+            f"{extract.LIST_NAME} numbers them 0 ... {extracted.num_files - 1} instead",
+            file=sys.stderr,
+        )
     return 0

@@ -1,16 +1,20 @@
 """Record files back into folders: OUT/LABEL/NUMBER.jpg, and OUT/extract.lst with every label and id.
 
-Owns the names. The folder appears when all is written, so an error or Ctrl-C leaves nothing behind. Packing OUT with
-its list gives the same records again.
+Owns the names. The folder appears when all is written, so an error or Ctrl-C leaves nothing behind.
+
+Packing OUT/extract.lst with pass-through and all labels gives the same images, labels and ids in the same order again.
+Three things a list cannot say: an id that several records have (all get new ones, and `Extracted` says so), a second id
+(it becomes 0), and that a single label was written as a list of one.
 """
 
 from __future__ import annotations
 
-import shutil
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
-from echelon.data.atomic import check_writable, temporary_name
+from echelon.data.atomic import check_writable, partial_folder
 from echelon.data.imagelist import Entry, write_list
 from echelon.data.imagerecord import Header, image_suffix, unpack
 from echelon.data.recordio import Reader, RecordError
@@ -18,6 +22,13 @@ from echelon.data.recordtools import OnBad, OnDone, ignore, report
 from echelon.errors import DataError, UsageError
 
 LIST_NAME = "extract.lst"
+
+
+class Extracted(NamedTuple):
+    """How many files were written, and how many different ids they had if the list has new ones: 0, 1, 2 ..."""
+
+    num_files: int
+    num_old_ids: int | None = None
 
 
 def extract(
@@ -28,8 +39,8 @@ def extract(
     limit: int | None = None,
     on_bad: OnBad = None,
     on_done: OnDone = ignore,
-) -> int:
-    """Write all records, or the first `limit`, to a new folder; return how many. `raw` writes whole payloads."""
+) -> Extracted:
+    """Write all records, or the first `limit`, to a new folder. `raw` writes whole payloads, and no list."""
     if out.is_dir() and any(out.iterdir()):
         raise UsageError(f"{out} is a folder that is not empty; name a new one")
     if limit is not None and limit < 1:
@@ -38,19 +49,14 @@ def extract(
         check_writable(out)
     if out.is_file():
         raise UsageError(f"{out} is a file; name a new folder")
-    partial = temporary_name(out)
-    partial.mkdir()
-    try:
+    with partial_folder(out) as partial:
         with Reader(rec, on_bad) as reader:
-            num_written = _extract(reader, partial, raw, limit, on_bad, on_done)
+            extracted = _extract(reader, partial, raw, limit, on_bad, on_done)
         partial.replace(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    return num_written
+    return extracted
 
 
-def _extract(reader: Reader, folder: Path, raw: bool, limit: int | None, on_bad: OnBad, on_done: OnDone) -> int:
+def _extract(reader: Reader, folder: Path, raw: bool, limit: int | None, on_bad: OnBad, on_done: OnDone) -> Extracted:
     num_written = 0
     entries: list[Entry] = []
     for position, (file, number, offset, payload) in enumerate(islice(reader.located(), limit)):
@@ -64,9 +70,14 @@ def _extract(reader: Reader, folder: Path, raw: bool, limit: int | None, on_bad:
         except DataError as error:
             report(RecordError(file.path, offset, number, f"{error}; --raw extracts other payloads"), on_bad)
         on_done(1)
-    if not raw:
+    if raw:
+        return Extracted(num_written)
+    num_ids = len({entry.index for entry in entries})
+    if num_ids == len(entries):
         write_list(folder / LIST_NAME, entries)
-    return num_written
+        return Extracted(num_written)
+    write_list(folder / LIST_NAME, (replace(entry, index=number) for number, entry in enumerate(entries)))
+    return Extracted(num_written, num_ids)
 
 
 def _write_image(folder: Path, position: int, header: Header, image: memoryview) -> Entry:

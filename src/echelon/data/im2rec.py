@@ -179,8 +179,8 @@ def pack_list(
 ) -> PackResult:
     """Write the images of a list to `rec` and its .idx, keys and ids being the list's indices.
 
-    Without `all_labels` only the first label is stored. With `on_bad`, an unreadable image is handed to it as an error
-    and left out; without, it stops the work and leaves no files.
+    Without `all_labels` only the first label is stored; with it, all of an image that has several. With `on_bad`, an
+    unreadable image is handed to it as an error and left out; without, it stops the work and leaves no files.
     """
 
     def encode(entry: Entry) -> bytes | ImageError:
@@ -193,7 +193,7 @@ def pack_list(
     with IndexedWriter(rec) as writer:
         for entry, payload in ordered_map(encode, entries, threads):
             if not isinstance(payload, ImageError):
-                label = entry.labels if all_labels else entry.labels[0]
+                label = entry.labels if all_labels and len(entry.labels) > 1 else entry.labels[0]
                 writer.write(entry.index, pack(Header(label, entry.index), payload))
                 num_records += 1
             elif on_bad is None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from echelon.data.atomic import AtomicFile
 from echelon.errors import DataError, UsageError
 
@@ -114,13 +116,20 @@ def _cut_chunk(name: str, entries: list[Entry], size: int, train_ratio: float, t
 
 
 def write_list(path: Path, entries: Iterable[Entry]) -> None:
-    """Write a .lst file, labels with six decimals."""
+    """Write a .lst file, labels with six decimals where that is all of a float32, else with as many as it needs."""
     with AtomicFile(path) as file:
         for entry in entries:
             if any(mark in entry.path for mark in "\t\r\n"):
                 raise UsageError(f"{entry.path!r}: a list cannot hold a name with a tab or line break; rename the file")
-            labels = "\t".join(f"{label:f}" for label in entry.labels)
+            labels = "\t".join(map(_label_text, entry.labels))
             file.stream.write(os.fsencode(f"{entry.index}\t{labels}\t{entry.path}\n"))
+
+
+def _label_text(label: float) -> str:
+    text = f"{label:f}"
+    with np.errstate(over="ignore"):
+        exact = np.float32(label)
+        return text if np.float32(text) == exact else str(exact)
 
 
 def read_list(path: Path, on_bad: Callable[[DataError], None] | None = None) -> list[Entry]:

@@ -7,6 +7,7 @@ to `on_bad`, or is raised where there is none.
 from __future__ import annotations
 
 import io
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,7 +55,8 @@ class Summary:
             return
         self.kinds[image_suffix(image)] += 1
         self.label_widths[len(header.labels)] += 1
-        self.labels[float(header.labels[0])] += 1
+        label = float(header.labels[0])
+        self.labels[math.nan if math.isnan(label) else label] += 1  # one NaN for all: each is unequal to every other
         if not self.first_image:
             self.first_image = _image_size(image)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from PIL import Image
 
 from echelon.cli.data import add_parser
-from echelon.data.recordio import Header, IndexedWriter, Writer, index_path, pack
+from echelon.data.recordio import Header, IndexedWriter, Reader, Writer, index_path, pack, unpack
 from echelon.errors import DataError, UsageError
 
 
@@ -31,6 +32,12 @@ def photos(tmp_path: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (16, 16, 3), np.uint8)).save(folder / f"{number}.png")
     return tmp_path / "photos"
+
+
+def jpeg() -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(stream, "JPEG")
+    return stream.getvalue()
 
 
 @pytest.fixture
@@ -123,6 +130,23 @@ def test_info_of_plain_records(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "none beside it; make it: echelon data rec2idx" in out
 
 
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ([np.nan, 2, np.nan, 1, np.nan], "3 different, 1 ... 2 and NaN, 1 ... 3 records each; 1 a record"),
+        ([np.nan, np.nan], "1 different, NaN, 2 ... 2 records each; 1 a record"),
+    ],
+)
+def test_info_counts_nan_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], labels: list[float], said: str
+) -> None:
+    with Writer(tmp_path / "nan.rec") as writer:
+        for label in labels:
+            writer.write(pack(Header(label), jpeg()))
+    echelon_data("info", tmp_path / "nan.rec")
+    assert f"  labels  {said}\n" in capsys.readouterr().out
+
+
 def test_verify(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert echelon_data("verify", packed, "--decode") == 0
     assert "10 good records, index" in capsys.readouterr().out
@@ -199,6 +223,56 @@ def test_extract_and_pack_again(packed: Path, tmp_path: Path) -> None:
         echelon_data("extract", packed, out)
 
 
+def rewritten(rec: Path, out: Path) -> list[tuple[int, list[float], bytes]]:
+    """What is in a record file after its images were extracted and packed again."""
+    echelon_data("extract", rec, out)
+    echelon_data("im2rec", out / "extract.lst", out, "--pass-through", "--pack-label")
+    return contents(out / "extract.rec")
+
+
+def contents(rec: Path) -> list[tuple[int, list[float], bytes]]:
+    with Reader(rec) as reader:
+        headers = [unpack(payload) for payload in reader]
+        return [(header.id, header.labels.tolist(), bytes(image)) for header, image in headers]
+
+
+def test_extract_keeps_every_bit_of_the_labels(tmp_path: Path) -> None:
+    drawn = np.random.default_rng(5).integers(0, 2**32, 200, np.uint32).view(np.float32)
+    odd = [1e-7, 0.123456789, 1 / 3, -0.0, 1e-45, 3.4e38, np.inf, 16777217.0, *drawn[~np.isnan(drawn)].tolist()]
+    image = jpeg()
+    with Writer(tmp_path / "m.rec") as writer:
+        for number, label in enumerate(odd):
+            writer.write(pack(Header([label, number] if number % 2 else label, 7 * number), image))
+    assert rewritten(tmp_path / "m.rec", tmp_path / "out") == contents(tmp_path / "m.rec")
+    assert (tmp_path / "out" / "extract.rec").read_bytes() == (tmp_path / "m.rec").read_bytes()
+
+
+def test_extract_writes_labels_as_mxnet_does_where_that_is_exact(tmp_path: Path) -> None:
+    with Writer(tmp_path / "m.rec") as writer:
+        writer.write(pack(Header([3, -1, 0.1, 1e6, 0.25, 1e-7, 0.123456789], 5), jpeg()))
+    echelon_data("extract", tmp_path / "m.rec", tmp_path / "out")
+    _, *labels, _ = (tmp_path / "out" / "extract.lst").read_text().split("\t")
+    assert labels == ["3.000000", "-1.000000", "0.100000", "1000000.000000", "0.250000", "1e-07", "0.12345679"]
+
+
+def test_extract_gives_new_ids_where_several_records_have_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Writer(tmp_path / "m.rec") as writer:
+        for label, key in ((4, 0), (5, 0), (6, 9)):
+            writer.write(pack(Header(label, key), jpeg()))
+    assert [(key, label) for key, label, _ in rewritten(tmp_path / "m.rec", tmp_path / "out")] == [
+        (0, [4.0]),
+        (1, [5.0]),
+        (2, [6.0]),
+    ]
+    assert "the records have 2 different ids, and a list takes each once: extract.lst numbers them 0 ... 2 instead" in (
+        capsys.readouterr().err
+    )
+    echelon_data("extract", tmp_path / "m.rec", tmp_path / "last", "--limit", "1")
+    assert capsys.readouterr().err == ""
+
+
 def test_extract_all_labels_raw_and_limit(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "m.rec") as writer:
         for number in range(3):
@@ -232,6 +306,10 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--quality", "101"], "quality 101"),
         (["--threads", "0"], "--num-thread 0"),
+        (["--pass-through", "--resize", "9"], "neither resize nor center-crop"),
+        (["--pass-through", "--quality", "50"], "--pass-through stores files as they are, so --quality 50 can have no"),
+        (["--pass-through", "--color", "1", "--encoding", ".jpg"], "so --encoding .jpg and --color 1 can have no"),
+        (["--pass-through", "--restart-interval", "0"], "--restart-interval 0 can have no"),
         (["--chunks", "99"], "--chunks 99"),
         (["--exts", ".tiff"], r"\.tiff"),
     ],
