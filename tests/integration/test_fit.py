@@ -165,9 +165,33 @@ def test_a_half_written_checkpoint_is_named_and_the_last_good_one_used(
         ({"optimizer": "adam"}, "optimizer sgd there, adam here"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(uninterrupted: Path, changed: dict[str, str], said: str) -> None:
+def test_a_checkpoint_of_another_run_is_refused(uninterrupted: Path, changed: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        fit(replace(OPTIONS, model_prefix=str(uninterrupted), load_epoch=1, **changed))  # type: ignore[arg-type]
+        fit(replace(OPTIONS, model_prefix=str(uninterrupted), load_epoch=1, **changed))
+
+
+# One step of 8 synthetic images.
+MADE = replace(OPTIONS, benchmark=True, num_classes=10, num_examples=8, batch_size=8, num_epochs=1)
+
+
+def test_other_images_are_refused_where_the_weights_do_not_fit(tmp_path: Path) -> None:
+    lenet = replace(MADE, network="lenet", image_shape=(1, 32, 32), model_prefix=str(tmp_path / "lenet"))
+    fit(lenet)
+    with pytest.raises(UsageError) as refused:
+        fit(replace(lenet, image_shape=(1, 28, 28), resume=True))
+    assert str(refused.value) == (
+        f"{tmp_path / 'lenet'}-0001.safetensors does not fit the network: weight classifier.fc1.weight is (500, 1250) "
+        "there, (500, 800) here; images are 1,32,32 there, 1,28,28 here. Give the same flags, or another prefix"
+    )
+    with pytest.raises(UsageError, match="network options none there, add_stn=True here"):
+        fit(replace(lenet, network_options={"add_stn": True}, resume=True))
+
+
+def test_other_images_are_welcome_where_the_weights_fit(tmp_path: Path) -> None:
+    resnet = replace(MADE, network="resnet", num_layers=8, model_prefix=str(tmp_path / "resnet"))
+    fit(replace(resnet, image_shape=(3, 8, 8), optimizer="SGD"))
+    assert fit(replace(resnet, image_shape=(3, 12, 12), num_epochs=2, resume=True)) == 0, "names are of any case"
+    assert snapshots.load(snapshots.path_for(tmp_path / "resnet", 0, 2)).facts["image_shape"] == [3, 12, 12]
 
 
 def test_with_nothing_left_to_train_that_is_said(uninterrupted: Path, lines: pytest.LogCaptureFixture) -> None:

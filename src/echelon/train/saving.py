@@ -7,6 +7,7 @@ Rank 0's file has weights, optimizer state and random numbers; the other ranks' 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -24,12 +25,12 @@ from echelon.train.options import TrainOptions
 from echelon.train.plan import Place
 from echelon.train.precision import LossScaler
 from echelon.train.snapshots import (
+    Found,
     Snapshot,
     capture_rng,
     find,
-    load,
-    load_latest,
-    locate,
+    load_common,
+    load_point,
     path_for,
     prune,
     restore_rng,
@@ -107,21 +108,22 @@ class Saver:
         return point
 
     def _load(self, prefix: str) -> Point:
+        rank, size = self._place.rank, self._place.size
+        found: Found | None
         if self._options.load_epoch is not None:
-            path = locate(prefix, 0, self._options.load_epoch)
-            snapshot = load(path)
+            found = load_point(prefix, rank, size, self._options.load_epoch)
         elif self._options.resume:
-            found = load_latest(prefix)
-            if found is None:
-                log.info("no checkpoint %s-*: training begins at the beginning", prefix)
-                return Point()
-            snapshot, path = found
+            found = load_common(prefix, rank, size)
         else:
             self._warn_of_earlier(prefix)
             return Point()
-        self._check(snapshot.facts, str(path))
-        self._apply(snapshot)
-        facts = snapshot.facts
+        if found is None:
+            log.info("no checkpoint %s-* to go on from: training begins at the beginning", prefix)
+            return Point()
+        self._check(found.first.facts, str(found.path))
+        self._check_fit(found.first, str(found.path))
+        self._apply(found)
+        facts = found.first.facts
         log.info(log_lines.loaded_line(prefix, facts["epoch"]))
         return Point(facts["epoch"], facts["batch"], facts["samples_done"])
 
@@ -139,23 +141,18 @@ class Saver:
     def _device(self) -> torch.device:
         return next(self._trainer.model.parameters()).device
 
-    def _apply(self, snapshot: Snapshot) -> None:
-        self._trainer.load_weights(snapshot.weights)
-        if snapshot.optimizer:
-            self._trainer.load_optimizer_state(snapshot.optimizer)
-        own = snapshot
-        if self._place.rank:
-            path = path_for(
-                str(self._prefix), self._place.rank, snapshot.facts["epoch"], snapshot.facts["batch"] or None
-            )
-            if path.is_file() and snapshot.facts["num_processes"] == self._place.size:
-                own = load(path)
-                _set_buffers(self._trainer.model, own.weights)
+    def _apply(self, found: Found) -> None:
+        first, own = found.first, found.own
+        self._trainer.load_weights(first.weights)
+        if first.optimizer:
+            self._trainer.load_optimizer_state(first.optimizer)
+        if own is not first:
+            _set_buffers(self._trainer.model, own.weights)
         restore_rng(own.extra, self._device)
         if self._scaler is not None:
             self._scaler.load(dict(own.extra))
         if self._average is not None:
-            self._average.load(dict(snapshot.extra))
+            self._average.load(dict(first.extra))
 
     def _facts(self, point: Point, metrics: dict[str, float]) -> dict[str, Any]:
         options = self._options
@@ -183,15 +180,42 @@ class Saver:
     def _check(self, facts: dict[str, Any], path: str) -> None:
         """A file of another network or optimizer is refused with both values."""
         options = self._options
-        wanted = {"network": options.network, "num_layers": options.num_layers, "num_classes": self._num_classes}
-        saved = {name: facts.get(name) for name in wanted}
-        before = facts.get("options", {}).get("optimizer", options.optimizer)
-        if saved == wanted and before == options.optimizer:
-            return
+        wanted = {
+            "network": options.network,
+            "num_layers": options.num_layers,
+            "num_classes": self._num_classes,
+            "network options": _listed(options.network_options),
+            "optimizer": options.optimizer.lower(),
+        }
+        saved = {name: facts.get(name) for name in wanted} | {
+            "network options": _listed(facts.get("network_options", options.network_options)),
+            "optimizer": facts.get("options", {}).get("optimizer", options.optimizer).lower(),
+        }
         pairs = [f"{name} {saved[name]} there, {value} here" for name, value in wanted.items() if saved[name] != value]
-        if before != options.optimizer:
-            pairs.append(f"optimizer {before} there, {options.optimizer} here")
-        raise UsageError(f"{path} is of another run: {'; '.join(pairs)}. Give the same flags, or another prefix")
+        if pairs:
+            raise UsageError(f"{path} is of another run: {'; '.join(pairs)}. Give the same flags, or another prefix")
+
+    def _check_fit(self, snapshot: Snapshot, path: str) -> None:
+        """Another image shape will do if no weight depends on it; what does not fit is named."""
+        there, here = (_shapes(named) for named in (snapshot.weights, self._trainer.model.state_dict()))
+        if there == here:
+            return
+        name = next(name for name in (*here, *there) if here.get(name) != there.get(name))
+        images = " there, ".join(
+            ",".join(map(str, shape)) for shape in (snapshot.facts.get("image_shape", "?"), self._augment.shape)
+        )
+        raise UsageError(
+            f"{path} does not fit the network: weight {name} is {there.get(name, 'missing')} there, "
+            f"{here.get(name, 'missing')} here; images are {images} here. Give the same flags, or another prefix"
+        )
+
+
+def _listed(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items()) or "none"
+
+
+def _shapes(named: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in named.items()}
 
 
 def _check_writable(prefix: str) -> None:

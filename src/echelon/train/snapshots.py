@@ -23,12 +23,15 @@ from echelon.errors import DataError, UsageError
 from echelon.train.snapshot_files import Snapshot, load, save
 
 __all__ = [
+    "Found",
     "Snapshot",
     "SnapshotName",
     "capture_rng",
     "find",
     "load",
+    "load_common",
     "load_latest",
+    "load_point",
     "locate",
     "path_for",
     "prune",
@@ -100,6 +103,48 @@ def load_latest(prefix: Prefix, rank: int = 0, log: logging.Logger | None = None
         except DataError as error:
             log.warning("passed over a bad checkpoint: %s", error)
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a process goes on from: rank 0's snapshot, its file, and the snapshot that is the process's own."""
+
+    first: Snapshot
+    path: Path
+    own: Snapshot
+
+
+def load_common(prefix: Prefix, rank: int, size: int, log: logging.Logger | None = None) -> Found | None:
+    """The newest point that is good for all of `size` processes, or None; bad ones are warned of and passed over."""
+    log = log or logging.getLogger(__name__)
+    for candidate in find(prefix):
+        try:
+            return load_point(prefix, rank, size, *candidate.point)
+        except DataError as error:
+            log.warning("passed over a bad checkpoint: %s", error)
+    return None
+
+
+def load_point(prefix: Prefix, rank: int, size: int, epoch: int, batch: int | None = None) -> Found:
+    """A point, if all of `size` processes can go on from it; DataError names every file of it that is bad.
+
+    Each process reads the files of all ranks, which are small but for rank 0's: so all come to the same answer, without
+    a word between them. A rank without a file uses rank 0's, and so do all after a run of another number of processes.
+    """
+    path = locate(prefix, 0, epoch, batch)
+    first = own = load(path)
+    bad = []
+    for other in range(1, size if first.facts.get("num_processes", size) == size else 1):
+        theirs = path_for(prefix, other, epoch, batch)
+        try:
+            snapshot = load(theirs) if theirs.is_file() else first
+        except DataError as error:
+            bad.append(str(error))
+            continue
+        own = snapshot if other == rank else own
+    if bad:
+        raise DataError("; and ".join(bad))
+    return Found(first, path, own)
 
 
 def prune(prefix: Prefix, keep: int = 1, rank: int = 0) -> list[Path]:

@@ -16,7 +16,18 @@ from torch import nn
 
 from echelon.errors import DataError, UsageError
 from echelon.train import snapshots
-from echelon.train.snapshots import Snapshot, find, load, load_latest, locate, path_for, prune, save
+from echelon.train.snapshots import (
+    Snapshot,
+    find,
+    load,
+    load_common,
+    load_latest,
+    load_point,
+    locate,
+    path_for,
+    prune,
+    save,
+)
 from forked import Fork
 
 
@@ -96,6 +107,40 @@ def test_another_rank_prefers_its_own_of_the_newest_epoch(
     found = load_latest(tmp_path / "x", rank=3)
     assert found is not None
     assert found[0].facts["value"] == expected
+
+
+def test_all_ranks_find_the_same_point_and_each_its_own_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prefix = tmp_path / "x"
+    write(prefix, *((rank, epoch, 0) for rank in range(3) for epoch in (1, 2, 3)), (0, 4, 0), (1, 4, 0))
+    for rank, epoch in ((1, 3), (2, 3), (1, 4)):
+        flip(path_for(prefix, rank, epoch))
+    for rank in range(3):
+        caplog.clear()
+        found = load_common(prefix, rank, 3)
+        assert found is not None
+        assert (found.path, found.first.facts["value"]) == (path_for(prefix, 0, 2), 200)
+        assert found.own.facts["value"] == rank * 10_000 + 200
+        newest, older = caplog.messages
+        assert "x-1-0004.safetensors is damaged" in newest
+        assert "x-1-0003.safetensors is damaged" in older
+        assert "x-2-0003.safetensors is damaged" in older
+    flip(path_for(prefix, 2, 2))
+    flip(path_for(prefix, 0, 1))
+    assert load_common(prefix, 0, 3) is None
+
+
+def test_a_rank_without_a_file_and_another_number_of_ranks_use_rank_0s(tmp_path: Path) -> None:
+    prefix = tmp_path / "x"
+    save(path_for(prefix, 0, 1), Snapshot({}, facts={"num_processes": 3}))
+    write(prefix, (1, 1, 0))
+    found = load_point(prefix, 2, 3, 1)
+    assert found.own is found.first
+    assert load_point(prefix, 1, 3, 1).own.facts["value"] == 10_100
+    flip(path_for(prefix, 1, 1))
+    with pytest.raises(DataError, match=r"x-1-0001\.safetensors is damaged"):
+        load_point(prefix, 2, 3, 1)
+    found = load_point(prefix, 1, 2, 1)
+    assert found.own is found.first
 
 
 def test_locate_one_point(tmp_path: Path) -> None:
