@@ -128,13 +128,17 @@ class AtomicFile:
         except PermissionError as error:
             raise UsageError(f"cannot write {self.path}: no permission in folder {self.path.parent}") from error
 
+    def sync(self) -> None:
+        """Have all that was written on the disk, which may be full."""
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+
     def commit(self) -> None:
         """Give the file its final name, replacing an older one; a second call does nothing."""
         if self.stream.closed:
             return
         try:
-            self.stream.flush()
-            os.fsync(self.stream.fileno())
+            self.sync()
             self.stream.close()
             os.replace(self._temporary, self.path)
             self._remove.detach()

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from PIL import Image, ImageOps
 
+from echelon.data.decode import in_eight_bits
 from echelon.data.imagelist import Entry
 from echelon.data.imagerecord import Header, pack
 from echelon.data.recordio import IndexedWriter
@@ -131,6 +132,7 @@ def _resized(size: tuple[int, int], shorter: int) -> tuple[int, int]:
 
 
 def _coloured(image: Image.Image, encoding: Encoding) -> Image.Image:
+    image = in_eight_bits(image)
     if encoding.color == COLOUR:
         return image.convert("RGB")
     if encoding.color == GREY:

@@ -121,6 +121,10 @@ class Writer:
         """Return the byte offset the next record will have."""
         return self._offset
 
+    def sync(self) -> None:
+        """Have all records on the disk."""
+        self._file.sync()
+
     def close(self) -> None:
         """Give the file its name."""
         self._file.commit()
@@ -167,11 +171,17 @@ class IndexedWriter:
         return self._writer.tell()
 
     def close(self) -> None:
-        """Give both files their names."""
-        # An old index must never stand beside new records: without one the file is still readable.
-        self.index_path.unlink(missing_ok=True)
-        self._writer.close()
-        self._index.commit()
+        """Give both files their names; where that fails, the old ones stay."""
+        try:
+            self._writer.sync()
+            self._index.sync()
+            # An old index must never stand beside new records: without one the file is still readable.
+            self.index_path.unlink(missing_ok=True)
+            self._writer.close()
+            self._index.commit()
+        except BaseException:
+            self.discard()
+            raise
 
     def discard(self) -> None:
         """Leave neither file."""

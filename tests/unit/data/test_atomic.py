@@ -108,8 +108,13 @@ def test_a_number_that_says_nothing_here_does_not_condemn_what_is_being_written(
         file.discard()
 
 
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-def test_an_interrupt_while_both_files_are_given_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_before_files_are_given_their_names_leaves_the_old_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = {"x.rec": b"old records", "x.idx": b"old index"}
+    for name, data in old.items():
+        (tmp_path / name).write_bytes(data)
+
     def interrupt(number: int) -> None:
         raise KeyboardInterrupt
 
@@ -120,7 +125,7 @@ def test_an_interrupt_while_both_files_are_given_their_names(tmp_path: Path, mon
 
     with pytest.raises(KeyboardInterrupt):
         write()
-    assert names(tmp_path) == set()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == old
 
 
 def test_a_file_that_nobody_finished_goes_with_the_process_but_not_with_a_fork(tmp_path: Path) -> None:

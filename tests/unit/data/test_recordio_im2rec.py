@@ -180,6 +180,15 @@ def test_jpegs_can_be_cut_and_are_the_same_pixels(color: int, expected: tuple[in
     assert decoded(smaller.payload).size == expected
 
 
+@pytest.mark.parametrize("color", [im2rec.COLOUR, im2rec.GREY, im2rec.AS_IS])
+def test_of_sixteen_bits_the_upper_ones_are_packed(color: int) -> None:
+    grey = (np.arange(64 * 64, dtype=np.uint16) * 16).reshape(64, 64)
+    stream = io.BytesIO()
+    Image.fromarray(grey).save(stream, "PNG")
+    packed = decoded(encode_image(stream.getvalue(), Encoding(color=color, suffix=".png", quality=3)))
+    assert np.array_equal(np.asarray(packed.convert("L")), grey >> 8)
+
+
 def test_a_photograph_on_its_side_is_turned_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
