@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from echelon.models.registry import build, names
+from echelon.models.registry import build, check_options, names
 
-__all__ = ["build", "names"]
+__all__ = ["build", "check_options", "names"]

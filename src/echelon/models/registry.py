@@ -41,8 +41,17 @@ _NETWORKS = {
 }
 
 
+_STANDARD = ("num_classes", "image_shape", "num_layers")
+
+
 def names() -> tuple[str, ...]:
     return tuple(_NETWORKS)
+
+
+def check_options(network: str, options: Mapping[str, object]) -> None:
+    """An error for an option that the network does not take, before it is built. Imports its family's file."""
+    given = {key: value for key, value in options.items() if value is not None}
+    _check_options(network, inspect.signature(_find(network)).parameters, given)
 
 
 def build(
@@ -60,7 +69,7 @@ def build(
 
     rule_for(initializer, network)  # A bad name should not cost the building of a network.
     function = _find(network)
-    standard = {"num_classes": num_classes, "image_shape": image_shape, "num_layers": num_layers}
+    standard: dict[str, object] = dict(zip(_STANDARD, (num_classes, image_shape, num_layers), strict=True))
     model = _call(network, function, standard, options)
     if network in _NETWORKS or initializer != "default":
         initialize(model, initializer, network)
@@ -111,10 +120,8 @@ def _call(
 
     given = {key: value for key, value in options.items() if value is not None}
     parameters = inspect.signature(function).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if not takes_all and (extra := sorted(given.keys() - parameters.keys())):
-        own = ", ".join(key for key in parameters if key not in standard) or "none"
-        raise UsageError(f"Network {network!r} takes no option {', '.join(extra)}; its options: {own}.")
+    _check_options(network, parameters, given)
+    takes_all = _takes_all(parameters)
     given |= {key: value for key, value in standard.items() if value is not None and (takes_all or key in parameters)}
     if missing := _missing(parameters, given):
         raise UsageError(f"Network {network!r} needs {', '.join(missing)}, which is not among {', '.join(given)}.")
@@ -122,6 +129,17 @@ def _call(
     if not isinstance(model, nn.Module):
         raise UsageError(f"Network {network!r} returned a {type(model).__name__}, not a torch.nn.Module.")
     return model
+
+
+def _takes_all(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def _check_options(network: str, parameters: Mapping[str, inspect.Parameter], given: Mapping[str, object]) -> None:
+    extra = sorted(given.keys() - parameters.keys())
+    if extra and not _takes_all(parameters):
+        own = ", ".join(key for key in parameters if key not in _STANDARD) or "none"
+        raise UsageError(f"Network {network!r} takes no option {', '.join(extra)}; its options: {own}.")
 
 
 def _missing(parameters: Mapping[str, inspect.Parameter], given: dict[str, object]) -> list[str]:

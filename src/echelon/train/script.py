@@ -77,7 +77,8 @@ def read_options(given: argparse.Namespace, data: str) -> TrainOptions:
     from echelon.launch.devices import parse_devices
 
     given.device_list = parse_devices(given.gpus, given.devices)
-    return replace(options_from(given), data=data)
+    network_options = {"add_stn": True} if getattr(given, "add_stn", False) else {}  # a flag of train_mnist.py alone
+    return replace(options_from(given), data=data, network_options=network_options)
 
 
 def check(options: TrainOptions, job: Job) -> None:
@@ -110,6 +111,8 @@ def check(options: TrainOptions, job: Job) -> None:
     recipe(data, options.image_shape, **options.augment)
     if ":" not in options.network and options.network not in models.names():
         raise unknown("network", options.network, models.names(), " Your own is named package.module:function.")
+    if options.network_options:
+        models.check_options(options.network, options.network_options)
     served = options.kv_store.startswith("dist_") and "device" not in options.kv_store and job.num_servers
     if served:
         check_on_servers(options.optimizer, job.num_servers, options.warmup_strategy)
