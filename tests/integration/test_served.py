@@ -18,6 +18,7 @@ from echelon.data.device_augment import DeviceMemoryLoader
 from echelon.data.memory import MemorySource
 from echelon.data.order import Sampling
 from echelon.data.sharding import ByPart
+from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
 from echelon.train.captured import Compiler, next_batches
@@ -253,6 +254,43 @@ def test_the_trainer_s_own_hooks_are_gone_when_the_network_is_cut() -> None:
         assert len(before) > 1
 
     run(drive, "dist_sync", num_workers=1)
+
+
+class Idle(nn.Module):
+    """Some layers are not used; by `steps`, others not in every step."""
+
+    def __init__(self, steps: int | None = None) -> None:
+        super().__init__()
+        self.before, self.used, self.after = nn.Linear(432, 12), nn.Linear(12, 10), nn.Linear(10, 10)
+        self._left = steps
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self._left is not None:
+            self._left -= 1
+        hidden: Tensor = self.used(torch.tanh(images.flatten(1)[:, :12]))
+        return hidden if self._left is None or self._left >= 0 else self.after(hidden)
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_is_not_used_stays_as_it_is(half: torch.dtype | None, num_workers: int) -> None:
+    torch.manual_seed(1)
+    first = Idle()
+    plain, ours = (
+        run(lambda kv, served=served: train(kv, half, served, first=first), "dist_sync", num_workers=num_workers)  # type: ignore[misc]
+        for served in (False, True)
+    )
+    start = first.state_dict()
+    for left, right in zip(plain, ours, strict=True):
+        assert all(torch.equal(right[name], start[name]) for name in start if "used" not in name)
+        assert not torch.equal(right["used.weight"], start["used.weight"])
+        if half is None:
+            assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_what_is_used_in_some_steps_is_sent_to_the_eager_engine() -> None:
+    with pytest.raises(UsageError, match="has a gradient in some steps and none in others: use --engine eager"):
+        run(lambda kv: train(kv, None, True, first=Idle(steps=2)), "dist_sync", num_workers=1)
 
 
 @pytest.mark.parametrize(

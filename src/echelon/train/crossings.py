@@ -10,6 +10,7 @@ and spread a list at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class Departure:
 
     def __init__(self, trainer: ServerTrainer, index: int, leaves: Mapping[str, Tensor]) -> None:
         self.index = index
-        self.leaves = list(leaves.values())
+        self._names, self.leaves = list(leaves), list(leaves.values())
         self.missing = 0  # gradients that backward has not finished yet
         self._out = trainer.kvstore.span(list(leaves))[0]
         starts = [_start(trainer, name, self._out) for name in leaves]
@@ -30,6 +31,15 @@ class Departure:
         self._gathered = self._out.new_zeros(len(self._order), device=self._order.device)
         self._views = views_like(self._gathered, self.leaves)
         self._leaving = torch.zeros_like(self._out, device=self._order.device)
+
+    def leave_out_unused(self) -> dict[str, Tensor]:
+        """Do without the parameters that backward gave no gradient, and return them."""
+        used = [leaf.grad is not None for leaf in self.leaves]
+        unused = {name: leaf for name, leaf in zip(self._names, self.leaves, strict=True) if leaf.grad is None}
+        self._names = list(compress(self._names, used))
+        self.leaves = list(compress(self.leaves, used))
+        self._views = list(compress(self._views, used))
+        return unused
 
     def bring(self) -> None:
         """Gather the gradients and copy them to the store's memory. Device work."""

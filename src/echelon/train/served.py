@@ -29,6 +29,7 @@ from echelon.train.steps import Batch, Work
 
 log = logging.getLogger(__name__)
 
+_CHANGES = "has a gradient in some steps and none in others: use --engine eager for this network"
 IMPATIENT_S = 2e-3  # an answer that is due is looked for again and again before this thread goes to sleep over it
 
 
@@ -73,6 +74,8 @@ class ServedBody:
             for departure in self.departures
             for leaf in departure.leaves
         ]
+        self._trainer = trainer
+        self._unused: dict[str, Tensor] | None = None  # what the first step found to get no gradient
 
     def __call__(self) -> None:
         """Run it."""
@@ -105,12 +108,27 @@ class ServedBody:
         loss, sums = self._measured()
         loss.backward()  # type: ignore[no-untyped-call]
         self._work.sums.add_(sums)
-        late = [departure.index for departure in self.departures if departure.missing]
-        if late:
-            raise UsageError(f"bucket {late[0]} has parameters without a gradient: use --engine eager for this network")
+        late = [departure for departure in self.departures if departure.missing]
+        if self._unused is None:
+            self._unused = {}
+            for departure in late:
+                self._leave_out_unused(departure)
+        elif late:
+            raise UsageError(f"{next(iter(late[0].leave_out_unused()))} {_CHANGES}")
+
+    def _leave_out_unused(self, departure: Departure) -> None:
+        """What the network does not use gets no gradient in any step: nothing is to wait for it."""
+        assert self._unused is not None
+        unused = departure.leave_out_unused()
+        log.info("not used by the network, and left as they are: %s", ", ".join(unused))
+        self._unused |= unused
+        self._trainer.leave_out(departure.index, list(unused))
+        self.launch(departure)
 
     def _counter(self, departure: Departure) -> Any:
         def ready(leaf: Tensor) -> None:
+            if self._unused and any(leaf is one for one in self._unused.values()):
+                raise UsageError(f"a parameter {_CHANGES}")
             departure.missing -= 1
             if not departure.missing:
                 self.launch(departure)

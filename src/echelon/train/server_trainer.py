@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,7 @@ class ServerTrainer(Trainer):
         self._missing = [len(bucket.members) for bucket in self._buckets]
         self._sent: list[list[Ticket] | None] = [None] * len(self._buckets)  # of the step that is being made
         self._flying: dict[int, list[Ticket]] = {}  # bucket -> exchange to wait for
+        self._unused: dict[int, list[int]] = {}  # bucket -> keys that are known to get no gradient
         self._flying_step = 0  # the step it belongs to
         self._step_hooks: list[Hook] = []
         self._driven = False
@@ -175,8 +176,17 @@ class ServerTrainer(Trainer):
     def send(self, index: int, samples: int) -> None:
         """A bucket's gradients are in place: push them."""
         more = index + 1 < len(self._buckets)
-        self._flying[index] = self._exchange(self._bucket_keys[index], samples, more=more)
+        given, unused = self._bucket_keys[index], self._unused.get(index)
+        tickets = self._exchange(unused, 0, more=more or bool(given)) if unused else []
+        if given:
+            tickets += self._exchange(given, samples, more=more)
+        self._flying[index] = tickets
         self._flying_step = self.clock + 1
+
+    def leave_out(self, index: int, names: Sequence[str]) -> None:
+        """Say of some parameters of a bucket that no step gives them a gradient."""
+        self._unused[index] = [self._keys[name] for name in names]
+        self._bucket_keys[index] = [key for key in self._bucket_keys[index] if key not in self._unused[index]]
 
     def has_come(self, index: int) -> bool:
         """Whether a bucket's new weights are in place by now."""
