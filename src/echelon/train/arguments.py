@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from echelon.errors import UsageError
 from echelon.train.options import DTYPES, ENGINES, TrainOptions
 from echelon.train.pace import Pace, parse_slow, parse_stall
+from echelon.train.ranges import check_numbers, check_top_k
 
 Add = Callable[..., Any]
 
@@ -93,7 +94,7 @@ def add_fit_arguments(parser: argparse.ArgumentParser, own: Add | None = None) -
     own("--resume", choices=("auto", "no"), default="no", help="auto: go on from the newest good checkpoint")
     own("--save-batches", type=int, default=0, metavar="N", help="a checkpoint each N batches, too")
     own("--tensorboard", metavar="DIR", help="write curves for TensorBoard")
-    own("--eval-every", type=int, default=0, help="steps of rank 0 between evaluations (0: an epoch)")
+    own("--eval-every", type=int, default=0, metavar="N", help="validate every N steps of rank 0, too")
     own("--target-accuracy", type=float, help="stop when the validation accuracy reaches this")
     own("--average-buffers", action="store_true", help="average BatchNorm statistics at the end")
     own("--check-finite", action="store_true", help="refuse NaN and infinity in gradients")
@@ -165,10 +166,9 @@ def options_from(given: argparse.Namespace) -> TrainOptions:
             raise UsageError(f"{flag} has no effect in Echelon; leave it out")
     if get("gc_type", "none") != "none":
         raise UsageError(f"--gc-type {given.gc_type}: gradients are not compressed yet; use none")
-    for name in ("batch_size", "num_epochs", "disp_batches", "data_nthreads"):
-        _at_least(name, get(name), 1)
-    for name in ("eval_every", "monitor", "save_batches", "mixup", "ema_epochs"):
-        _at_least(name, get(name), 0)
+    check_numbers(values)
+    check_top_k(given.top_k)
+    _check_prefix(given.model_prefix)
     _one_of("--dtype", given.dtype, DTYPES)
     _one_of("--engine", given.engine, ENGINES)
     slow = parse_slow(given.slow) if given.slow else {}
@@ -224,9 +224,11 @@ def _numbers(flag: str, text: str | None, kind: type, count: int | None) -> tupl
     return numbers
 
 
-def _at_least(name: str, value: float | None, least: int) -> None:
-    if value is not None and value < least:
-        raise UsageError(f"--{name.replace('_', '-')} must be {least} or more, not {value:g}")
+def _check_prefix(prefix: str | None) -> None:
+    if prefix is not None and (not prefix or prefix.endswith("/")):
+        raise UsageError(
+            f"--model-prefix {prefix!r} is no beginning of a file's name; add one, for example {prefix}model"
+        )
 
 
 def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:

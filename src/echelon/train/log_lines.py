@@ -54,9 +54,10 @@ def saved_line(file: str) -> str:
     return f'Saved checkpoint to "{file}"'
 
 
-def validation_line(epoch: int, name: str, value: float) -> str:
-    """A metric over the validation data."""
-    return f"Epoch[{epoch}] Validation-{name}={value:f}"
+def validation_line(epoch: int, name: str, value: float, batch: int | None = None) -> str:
+    """A metric over the validation data; with `batch`, after so many of the epoch, which MXNet has no line for."""
+    where = "" if batch is None else f" Batch [{batch}]"
+    return f"Epoch[{epoch}]{where} Validation-{name}={value:f}"
 
 
 class Speedometer:

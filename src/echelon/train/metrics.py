@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import UsageError
+from echelon.train.ranges import check_top_k
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +26,16 @@ class Metrics:
     """The metrics of `--top-k K` and `--loss ce,nll_loss`; accuracy is always there."""
 
     def __init__(self, top_k: int = 0, losses: str = "") -> None:
-        if top_k < 0 or top_k == 1:
-            raise UsageError(f"--top-k {top_k}: give 2 or more, or 0 for none (top-1 is the accuracy, always shown)")
+        check_top_k(top_k)
         self._top_k = top_k
         self._losses = _loss_names(losses)
         top = (f"top_k_accuracy_{top_k}",) if top_k else ()
         self.names: tuple[str, ...] = ("accuracy", *top, *self._losses)
+
+    def with_cross_entropy(self) -> Metrics:
+        """These and the cross-entropy, which curves are drawn of."""
+        words = [word for word, name in _LOSSES.items() if name in self._losses]
+        return Metrics(self._top_k, ",".join(["ce", *words]))
 
     def measure(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Sums over the batch, one for each of `names`, then the number of samples: float32, on the logits' device.

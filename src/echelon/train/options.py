@@ -72,7 +72,7 @@ class TrainOptions:
     save_batches: int = 0
     load_epoch: int | None = None
     resume: bool = False
-    eval_every: int = 0  # steps of rank 0; 0: at the end of its epochs
+    eval_every: int = 0  # steps of rank 0; 0: only at the end of epochs
     target_accuracy: float | None = None
     average_buffers: bool = False
     check_finite: bool = False

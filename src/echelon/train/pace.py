@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from dataclasses import dataclass, field
 
 from echelon.errors import UsageError
+
+LARGEST_FACTOR = 1_000_000  # a longer wait is an error of the system's clock, not a slow worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,6 @@ def _pair(text: str, flag: str, form: str) -> tuple[float, float]:
         first, second = (float(word) for word in text.split(":"))
     except ValueError:
         raise UsageError(f"{flag} {text!r} is not {form}") from None
-    if not (math.isfinite(second) and second >= 1):
-        raise UsageError(f"{flag} {text}: the factor must be 1 or more")
+    if not 1 <= second <= LARGEST_FACTOR:
+        raise UsageError(f"{flag} {text}: the factor must be 1 or more, and at most {LARGEST_FACTOR:,}")
     return first, second

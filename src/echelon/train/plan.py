@@ -35,9 +35,18 @@ def epoch_size(num_examples: int, num_workers: int, batch_size: int) -> int:
 
 
 def worker_batch(options: TrainOptions, num_samples: int, num_workers: int) -> int:
-    """The worker's batch: not more than its part of an epoch has, so that `--num-examples` scales any command down."""
-    examples = min(options.num_examples or num_samples, num_samples)
-    return min(options.batch_size, max(len(options.devices), examples // num_workers))
+    """The worker's batch: not more than its part of an epoch has, so that `--num-examples` scales any command down.
+
+    It stays one that its devices can divide, with a sample for each of them at least.
+    """
+    num_devices = len(options.devices)
+    if num_samples < num_workers * num_devices:
+        raise UsageError(
+            f"{num_samples} samples are too few for {num_workers * num_devices} devices, each of which needs one in "
+            "every step; use fewer devices or workers, or more samples (synthetic data has --num-examples of them)"
+        )
+    examples = min(options.num_examples or num_samples, num_samples) // num_workers
+    return min(options.batch_size, max(1, examples // num_devices) * num_devices)
 
 
 def device_batch(batch_size: int, num_devices: int) -> int:

@@ -7,11 +7,9 @@ How a step runs is the engine's matter, who waits for whom the trainer's. The wo
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import torch
@@ -34,11 +32,11 @@ from echelon.train.progress import TrainingProgress
 from echelon.train.saving import Point, Saver
 from echelon.train.served import ServedStep
 from echelon.train.steps import Work, set_rate
+from echelon.train.stopping import STOPS as STOPS
+from echelon.train.stopping import Interrupted, Stopping
 from echelon.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-STOPS = {number.name: 128 + number for number in (signal.SIGINT, signal.SIGTERM)}  # why a run was stopped: its status
 
 
 class Run:
@@ -66,6 +64,7 @@ class Run:
         self._leader = self._place.rank == 0
         self._speaks = device_index == 0
         self._metrics = Metrics(options.top_k, options.loss)
+        self._evaluation_metrics = self._metrics.with_cross_entropy()
         self._precision = choose_precision(options.dtype, device)
         self._scaler = LossScaler(device) if self._precision.half is torch.float16 else None
         examples = min(options.num_examples or len(dataset.train), len(dataset.train))
@@ -91,7 +90,8 @@ class Run:
         self._progress = progress
         self._began = 0.0
         self._measured: dict[str, float] = {}
-        self._stop: str | None = None
+        self._reached = False
+        self._stopping = Stopping()
 
     @property
     def _fixed(self) -> bool:
@@ -113,7 +113,7 @@ class Run:
         device = self._precision.device
         with (
             closing(train_loader(self._options, self._dataset, self._sampling, device, state)) as loader,
-            self._terminable(),
+            self._stopping.noting(),
         ):
             self._tell()
             self._kvstore.barrier()
@@ -123,8 +123,11 @@ class Run:
                 self._say(
                     f"nothing is left to train: {loader.state.epoch} epochs of --num-epochs {self._options.num_epochs}"
                 )
-            while loader.state.epoch < self._options.num_epochs and not self._kvstore.halted:
-                self._train_epoch(loader)
+            try:
+                while loader.state.epoch < self._options.num_epochs and not self._kvstore.halted:
+                    self._train_epoch(loader)
+            except Interrupted as stop:
+                return self._leave(str(stop))
             self._finish()
         return STOPS.get(self._kvstore.halted or "", 0)
 
@@ -136,8 +139,7 @@ class Run:
         shown = torch.zeros(len(self._work.sums), dtype=torch.float64)
         began = time.perf_counter()
         self._trainer.model.train()
-        for index, batch in enumerate(self._step.batches(loader), first):
-            self._one_step(epoch * per_epoch + index + 1, batch)
+        for index in self._steps(loader, first):
             if index % self._options.disp_batches == 0 or index == first:
                 now = self._trainer.over_devices(self._work.sums)  # waits for the device, which may be steps behind
                 if (due := speedometer.tick(epoch, index)) is not None:
@@ -148,6 +150,14 @@ class Run:
             if self._after_step(epoch, index + 1):
                 return
         self._end_epoch(epoch, began)
+
+    def _steps(self, loader: Batches, first: int) -> Iterator[int]:
+        """Make the steps of the rest of an epoch, and give the number of each."""
+        done = loader.state.epoch * self._per_epoch
+        with self._stopping.instead_of_errors():
+            for index, batch in enumerate(self._step.batches(loader), first):
+                self._one_step(done + index + 1, batch)
+                yield index
 
     def _one_step(self, update: int, batch: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         schedule = self._schedule
@@ -165,7 +175,7 @@ class Run:
                 self._say(line)
         elif self._trainer.clock == 0 and self._choice.compiled:
             log.info("what is compiled is kept in %s", use_compile_cache())
-            with patience("compiling the step"):
+            with patience("compiling the step"), self._stopping.at_once():
                 self._step.step(batch)
                 if self._precision.device.type == "cuda":
                     torch.cuda.synchronize()
@@ -179,12 +189,12 @@ class Run:
     def _after_step(self, epoch: int, done: int) -> bool:
         """Evaluate and save where that is due; whether training ends here."""
         options, clock, per_epoch = self._options, self._trainer.clock, self._per_epoch
-        if self._leader and options.eval_every and clock % options.eval_every == 0:
-            self._evaluate(epoch + done / per_epoch)
-        if self._stop is not None and not self._kvstore.halted:
-            self._kvstore.halt(self._stop)
+        if self._stopping.asked is not None and not self._kvstore.halted:
+            self._kvstore.halt(self._stopping.asked)
         if done == per_epoch:
-            return False  # the end of an epoch saves by itself
+            return False  # the end of an epoch evaluates and saves by itself
+        if self._leader and options.eval_every and clock % options.eval_every == 0 and not self._stopping.asked:
+            self._evaluate(epoch, done)
         if self._kvstore.halted or (options.save_batches and done % options.save_batches == 0):
             self._saver.save(self._point(epoch, done), self._measured)
         return bool(self._kvstore.halted)
@@ -201,44 +211,51 @@ class Run:
             self._board.scalar(f"train/{name}", value, epoch + 1)
         self._say(log_lines.time_line(epoch, seconds))
         last = epoch + 1 == self._options.num_epochs or self._kvstore.halted
-        if last or (epoch + 1) % self._options.save_period == 0:
+        saves = last or (epoch + 1) % self._options.save_period == 0
+        if saves:
             self._saver.save(Point(epoch + 1), means)
-        if not self._options.eval_every and self._kvstore.halted not in STOPS:
-            self._evaluate(epoch + 1)
+        if self._kvstore.halted not in STOPS:
+            self._evaluate(epoch, self._per_epoch)
+        if self._kvstore.halted and not saves:
+            self._saver.save(Point(epoch + 1), means)
 
-    def _evaluate(self, epoch: float) -> None:
+    def _evaluate(self, epoch: int, done: int) -> None:
+        """After `done` batches of an epoch; not once the target is reached, which ends the run."""
         self._trainer.sync()
-        if self._validation is None:
+        if self._validation is None or self._reached:
             return
         measured = self._validate(self._validation)
         self._measured = measured
         seconds = round(time.monotonic() - self._began, 6)
         loss = measured["cross-entropy"]
-        self._events.write(
-            "validation", epoch=round(epoch, 3), accuracy=measured["accuracy"], loss=loss, seconds=seconds
-        )
-        if epoch == int(epoch):
-            for name in self._metrics.names:
-                self._say(log_lines.validation_line(int(epoch) - 1, name, measured[name]))
-                self._board.scalar(f"validation/{name}", measured[name], int(epoch))
+        epochs, accuracy = round(epoch + done / self._per_epoch, 3), measured["accuracy"]
+        self._events.write("validation", epoch=epochs, accuracy=accuracy, loss=loss, seconds=seconds)
+        ended = done == self._per_epoch
+        for name in self._metrics.names:
+            self._say(log_lines.validation_line(epoch, name, measured[name], None if ended else done))
+            if ended:
+                self._board.scalar(f"validation/{name}", measured[name], epoch + 1)
         target = self._options.target_accuracy
-        if target is not None and measured["accuracy"] >= target and not self._kvstore.halted:
-            self._kvstore.halt(f"accuracy {measured['accuracy']:.4f} reached the target {target:g}")
+        if target is not None and accuracy >= target and not self._kvstore.halted:
+            self._reached = True
+            self._kvstore.halt(f"target accuracy {target:g} reached: {accuracy:.4f} after {self._trainer.clock} steps")
 
     def _validate(self, validation: Validation) -> dict[str, float]:
         with self._average.applied() if self._average is not None else nullcontext():
             return validation.measure(self._trainer.model, self._evaluation_metrics, self._precision)
 
-    @property
-    def _evaluation_metrics(self) -> Metrics:
-        """The run's own and the cross-entropy, which curves are drawn of."""
-        losses = self._options.loss if "ce" in self._options.loss.split(",") else f"ce,{self._options.loss}"
-        return Metrics(self._options.top_k, losses)
-
     # --- the end
+
+    def _leave(self, why: str) -> int:
+        """Go without a word to the others: they have the signal, too, or see this process gone."""
+        self._say(f"training stopped: {why}, in a step that was not finished and is not saved")
+        self._board.close()
+        return STOPS[why]
 
     def _finish(self) -> None:
         self._trainer.sync()
+        if self._kvstore.halted:
+            self._say(f"training stopped: {self._kvstore.halted}")
         self._trainer.average_buffers()
         self._kvstore.retire()
         seconds = time.monotonic() - self._began
@@ -281,22 +298,3 @@ class Run:
     def _say_speed(self, epoch: int, due: tuple[int, int, float], values: dict[str, float]) -> None:
         self._say(log_lines.speed_line(epoch, *due, values))
         self._board.scalar("samples/s", due[2], self._trainer.clock)
-
-    @contextmanager
-    def _terminable(self) -> Iterator[None]:
-        """SIGTERM or Ctrl-C ends training after the step under way, with a checkpoint; a second Ctrl-C, at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-
-        def note(number: int, frame: object) -> None:
-            if self._stop is not None and number == signal.SIGINT:
-                raise KeyboardInterrupt
-            self._stop = signal.Signals(number).name
-
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)

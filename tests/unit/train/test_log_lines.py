@@ -74,6 +74,12 @@ def test_parse_log_finds_the_values_and_nothing_else() -> None:
     assert parse_log(lines) == [("train", 0, 0.538261), ("time", 0, 70.614), ("validation", 0, 0.666992)]
 
 
+def test_a_validation_in_mid_epoch_is_not_taken_for_the_epochs() -> None:
+    line = validation_line(3, "accuracy", 0.5, 40)
+    assert line == "Epoch[3] Batch [40] Validation-accuracy=0.500000"
+    assert parse_log([f"INFO:root:{line}"]) == []
+
+
 class Clock:
     """Time that passes when told."""
 

@@ -12,7 +12,16 @@ from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.train.engine import COMPILING_PAYS_AFTER, choose_engine
 from echelon.train.options import TrainOptions
-from echelon.train.plan import Place, device_batch, epoch_size, sampling_for, schedule_for, sharding_for, state_at
+from echelon.train.plan import (
+    Place,
+    device_batch,
+    epoch_size,
+    sampling_for,
+    schedule_for,
+    sharding_for,
+    state_at,
+    worker_batch,
+)
 from echelon.train.script import check
 
 
@@ -30,6 +39,33 @@ def test_a_batch_is_divided_among_devices_or_refused_with_what_would_do() -> Non
         device_batch(10, 4)
     with pytest.raises(UsageError, match="--batch-size 3 cannot be divided among 4 devices; use 4"):
         device_batch(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "devices", "examples", "samples", "workers", "batch"),
+    [
+        (8, 4, 6, 6, 1, 4),  # not 6, which four cannot divide
+        (8, 4, 3, 60000, 1, 4),  # one a device at least
+        (8, 4, 64, 64, 1, 8),
+        (2000, 4, None, 1437, 1, 1436),  # a small set
+        (128, 1, 16, 1437, 1, 16),
+        (128, 2, 16, 1437, 3, 4),
+        (128, 2, 1, 1437, 3, 2),
+    ],
+)
+def test_a_batch_that_is_scaled_down_can_be_divided_among_devices(
+    given: int, devices: int, examples: int | None, samples: int, workers: int, batch: int
+) -> None:
+    options = TrainOptions(batch_size=given, num_examples=examples, devices=("cpu",) * devices)
+    assert worker_batch(options, samples, workers) == batch
+    assert device_batch(batch, devices) >= 1
+
+
+def test_fewer_samples_than_devices_are_too_few() -> None:
+    options = TrainOptions(batch_size=8, devices=("cpu",) * 4)
+    assert worker_batch(options, 8, 2) == 4
+    with pytest.raises(UsageError, match="7 samples are too few for 8 devices"):
+        worker_batch(options, 7, 2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

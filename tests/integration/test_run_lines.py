@@ -1,0 +1,129 @@
+"""What a run says about its evaluations and its end, and how it leaves when a signal spoils a step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import UsageError
+from echelon.train import snapshots
+from echelon.train.fit import fit
+from echelon.train.options import TrainOptions
+from echelon.train.stopping import STOPS
+
+# 1437 samples in batches of 128: 12 steps an epoch.
+OPTIONS = TrainOptions(batch_size=128, num_epochs=2, lr=0.1, disp_batches=50, seed=7)
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
+def where_validated(lines: pytest.LogCaptureFixture) -> list[str]:
+    found = (re.fullmatch(r"(.*) Validation-accuracy=[01]\.\d{6}", record.getMessage()) for record in lines.records)
+    return [one[1] for one in found if one]
+
+
+@pytest.mark.parametrize(
+    ("every", "where"),
+    [
+        (5, ["0] Batch [5]", "0] Batch [10]", "0]", "1] Batch [3]", "1] Batch [8]", "1]"]),
+        (12, ["0]", "1]"]),
+        (0, ["0]", "1]"]),
+    ],
+)
+def test_every_evaluation_has_its_line_and_none_is_made_twice(
+    lines: pytest.LogCaptureFixture, every: int, where: list[str]
+) -> None:
+    assert fit(replace(OPTIONS, eval_every=every)) == 0
+    assert where_validated(lines) == [f"Epoch[{one}" for one in where]
+    assert "training stopped" not in lines.text
+
+
+def test_a_target_that_is_reached_in_mid_epoch_is_the_reason_that_is_given(
+    lines: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    options = replace(OPTIONS, num_epochs=5, eval_every=4, target_accuracy=0.15, model_prefix=str(tmp_path / "m"))
+    assert fit(options) == 0
+    *before, last = lines.messages
+    said = re.fullmatch(r"training stopped: target accuracy 0\.15 reached: (0\.\d{4}) after (\d+) steps", last)
+    assert said, last
+    assert float(said[1]) >= 0.15
+    assert where_validated(lines)[-1] == f"Epoch[0] Batch [{said[2]}]"
+    assert not any("Train-accuracy" in line for line in before), "the epoch was not gone through"
+    assert [one.point for one in snapshots.find(tmp_path / "m")] == [(0, int(said[2]))]
+
+
+def test_a_target_that_is_reached_at_an_epochs_end_leaves_a_checkpoint_of_it(
+    lines: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    prefix = str(tmp_path / "m")
+    assert fit(replace(OPTIONS, num_epochs=5, save_period=5, target_accuracy=0.1, model_prefix=prefix)) == 0
+    assert where_validated(lines) == ["Epoch[0]"]
+    assert lines.messages[-1].startswith("training stopped: target accuracy 0.1 reached: ")
+    assert [one.point for one in snapshots.find(prefix)] == [(1, 0)]
+
+
+def test_an_unknown_loss_is_said_once(lines: pytest.LogCaptureFixture) -> None:
+    assert fit(replace(OPTIONS, num_examples=64, loss="ce,foo")) == 0
+    assert [line for line in lines.messages if "foo" in line and "start with" not in line] == [
+        "--loss: there is no loss 'foo', it is left out; use ce, nll_loss, nll"
+    ]
+    assert sum("Validation-cross-entropy" in line for line in lines.messages) == 2
+
+
+class Spoilt(nn.Module):
+    """Its third step fails, as when a signal to the process group ends the compiler that a step waits for."""
+
+    def __init__(self, features: int, num_classes: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, num_classes)
+        self.steps = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.steps += self.training
+        if self.steps == 3:
+            if name := os.environ.get("SPOILT_BY"):
+                os.kill(os.getpid(), signal.Signals[name])
+            raise RuntimeError("C++ compile error")
+        result: Tensor = self.linear(images.flatten(1))
+        return result
+
+
+def spoilt(*, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
+    return Spoilt(torch.Size(image_shape).numel(), num_classes)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_step_that_a_signal_spoils_ends_the_run_and_is_not_saved(
+    lines: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("SPOILT_BY", name)
+    before = signal.getsignal(signal.SIGTERM)
+    options = replace(OPTIONS, network=f"{__name__}:spoilt", save_batches=2, model_prefix=str(tmp_path / "m"))
+    assert fit(options) == STOPS[name]
+    assert lines.messages[-1] == f"training stopped: {name}, in a step that was not finished and is not saved"
+    assert [one.point for one in snapshots.find(tmp_path / "m")] == [(0, 2)]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_step_that_fails_by_itself_is_an_error_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPOILT_BY", raising=False)
+    with pytest.raises(RuntimeError, match=re.escape("C++ compile error")):
+        fit(replace(OPTIONS, network=f"{__name__}:spoilt"))
+
+
+def test_fewer_samples_than_devices_are_refused_with_both_numbers() -> None:
+    options = replace(OPTIONS, benchmark=True, image_shape=(1, 8, 8), num_classes=10, devices=("cpu",) * 4)
+    with pytest.raises(UsageError, match="3 samples are too few for 4 devices"):
+        fit(replace(options, num_examples=3))

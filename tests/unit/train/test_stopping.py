@@ -1,0 +1,55 @@
+"""A signal is noted, ends at once what has nothing to save, and takes the place of the errors it causes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from echelon.train.stopping import STOPS, Interrupted, Stopping
+
+BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+
+
+@BOTH
+def test_a_signal_is_noted_and_the_handlers_come_back(number: signal.Signals) -> None:
+    stopping, before = Stopping(), signal.getsignal(number)
+    with stopping.noting(), stopping.instead_of_errors():
+        os.kill(os.getpid(), number)
+    assert stopping.asked == number.name
+    assert STOPS[number.name] == 128 + number
+    assert signal.getsignal(number) is before
+
+
+@BOTH
+def test_while_compiling_it_ends_at_once_whoever_catches_errors(number: signal.Signals) -> None:
+    stopping = Stopping()
+
+    def compile_something() -> None:
+        try:
+            os.kill(os.getpid(), number)
+        except Exception:  # as compilers have it around what they only try
+            pass
+
+    with stopping.noting(), pytest.raises(Interrupted, match=number.name), stopping.at_once():
+        compile_something()
+
+
+def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not() -> None:
+    stopping = Stopping()
+    with stopping.noting():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_error_is_an_error_until_a_signal_comes() -> None:
+    stopping = Stopping()
+    with pytest.raises(ZeroDivisionError), stopping.instead_of_errors():
+        raise ZeroDivisionError
+    stopping.asked = "SIGTERM"
+    with pytest.raises(Interrupted, match="SIGTERM") as caught, stopping.instead_of_errors():
+        raise ZeroDivisionError
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
