@@ -74,6 +74,15 @@ def test_a_target_that_is_reached_at_an_epochs_end_leaves_a_checkpoint_of_it(
     assert [one.point for one in snapshots.find(prefix)] == [(1, 0)]
 
 
+@pytest.mark.parametrize(("every", "batches"), [(20, [11]), (5, [4, 9, 11]), (6, [5, 11])])
+def test_reading_alone_shows_a_line_at_the_end_too(
+    lines: pytest.LogCaptureFixture, every: int, batches: list[int]
+) -> None:
+    assert fit(replace(OPTIONS, test_io=True, disp_batches=every)) == 0
+    found = [re.fullmatch(r"Batch \[(\d+)\]\tSpeed: \d+\.\d\d samples/sec", line) for line in lines.messages]
+    assert [int(one[1]) for one in found if one] == batches
+
+
 def test_an_unknown_loss_is_said_once(lines: pytest.LogCaptureFixture) -> None:
     assert fit(replace(OPTIONS, num_examples=64, loss="ce,foo")) == 0
     assert [line for line in lines.messages if "foo" in line and "start with" not in line] == [

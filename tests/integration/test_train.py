@@ -182,3 +182,14 @@ def test_a_data_sharding_file_with_a_gap_is_refused_with_its_line(
     (tmp_path / "data_sharding").write_text("0 0.5\n0.6 1\n")
     assert main(["train", "-n", "2", "--kv-store", "dist_sync", "--data-allocator", "1"]) == 2
     assert re.search(r"data_sharding line 2: .*leaves a gap", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("job", ["", "-n 2 -s 1 --kv-store dist_sync"])
+def test_a_job_that_fails_before_its_first_step_shows_the_error_and_leaves_no_run(tmp_path: Path, job: str) -> None:
+    run = train(tmp_path, *f"--data mnist --data-dir nowhere {job}".split())
+    assert run.status == 1
+    assert run.out.count("[worker 0] error: MNIST: no file train-images-idx3-ubyte") == 1
+    assert "samples/s" not in run.out
+    assert "runs/" not in run.out
+    assert re.fullmatch(r"echelon: worker [01] \(pid \d+\) exited with status 1\n", run.err)
+    assert list(tmp_path.iterdir()) == []

@@ -24,6 +24,7 @@ from echelon.data.sources import FolderSource, RecordSource, Source
 from echelon.errors import DataError, UsageError
 from echelon.train.metrics import Metrics
 from echelon.train.predict import model_of, preprocessing_of
+from echelon.train.ranges import check_numbers
 from echelon.train.snapshots import Snapshot, load, load_latest, locate
 
 
@@ -51,6 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(options: argparse.Namespace) -> int:
     """Score the checkpoint that the command line names."""
     metrics, device = Metrics(top_k=options.top_k), device_of(options.gpus)
+    check_numbers(vars(options))
     snapshot, path = find_snapshot(options.model, options.load_epoch)
     preprocessing = preprocessing_of(with_flags(snapshot, options), path)
     model = model_of(snapshot, path).to(device).eval()

@@ -19,7 +19,7 @@ from echelon.kvstore.create import GROUPS_FILE
 from echelon.launch import local
 from echelon.report.curves import draw_curves
 from echelon.report.display import Display, histogram_lines
-from echelon.report.runs import new_run
+from echelon.report.runs import discard_run, latest_run, new_run
 from echelon.report.summary import RunState, summary, write_summary
 from echelon.schemes import SCHEMES, rules_for
 from echelon.train.arguments import Parser, add_augment_arguments, add_data_arguments, add_fit_arguments
@@ -61,9 +61,12 @@ def run(options: argparse.Namespace) -> int:
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout)
         return fit(settings)
     local.check(job)
-    directory = new_run(options.name, settings.kv_store)
+    before, directory = latest_run(), new_run(options.name, settings.kv_store)
     job = replace(job, run_dir=str(directory))
     status, state = watch(job, settings, directory)
+    if status and not state.has_trained:  # there is only the error, and it is told
+        discard_run(directory, before)
+        return status
     facts = summary(state, settings.kv_store, asdict(settings), status)
     write_summary(directory, facts)
     draw_curves(facts, directory / "curves.png")
@@ -104,7 +107,7 @@ def watch(job: Job, settings: TrainOptions, directory: Path) -> tuple[int, RunSt
     command = [sys.executable, "-m", "echelon.train", msgspec.json.encode(settings).decode()]
     title = f"{settings.network} on {settings.data}, {settings.kv_store}, -n {job.num_workers} -s {job.num_servers}"
     with Display(directory, title) as display:
-        status = local.run(job, command, on_line=display.print, on_tick=display.update)
+        status = local.run(job, command, on_line=display.print, on_tick=display.update, shown=True)
     return status, display.state
 
 

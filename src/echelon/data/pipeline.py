@@ -282,11 +282,16 @@ class Loader:
 
 
 def measure_io(batches: Batches, disp_batches: int = 20) -> Iterator[str]:
-    """Run an epoch of a loader alone, for `--test-io 1`; yield MXNet's log line every `disp_batches`."""
-    start, samples = time.perf_counter(), 0
+    """Run an epoch of a loader alone, for `--test-io 1`; yield MXNet's log line every `disp_batches` and at its end."""
+    start, samples, index = time.perf_counter(), 0, 0
+
+    def line() -> str:
+        return f"Batch [{index}]\tSpeed: {samples / (time.perf_counter() - start):.2f} samples/sec"
+
     for index, (images, _) in enumerate(batches):
         samples += len(images)
         if (index + 1) % disp_batches == 0:
-            now = time.perf_counter()
-            yield f"Batch [{index}]\tSpeed: {samples / (now - start):.2f} samples/sec"
+            yield line()
             start, samples = time.perf_counter(), 0
+    if samples:
+        yield line()

@@ -21,8 +21,12 @@ def run(
     *,
     on_line: Line = print_line,
     on_tick: Callable[[], None] = lambda: None,
+    shown: bool = False,
 ) -> int:
-    """Run `command` as every worker of `job`; returns the first failing exit status, or 0."""
+    """Run `command` as every worker of `job`; returns the first failing exit status, or 0.
+
+    `shown`: whoever reads the error has seen all lines, so the last ones need not be told again.
+    """
     check(job)
     # The scheduler inherits a bound socket, so no other program can take its port in between.
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
@@ -38,7 +42,7 @@ def run(
             listener.close()  # who inherited it is started: others would knock here in vain when that one is gone
             on_tick()
 
-        commands = _commands(job, command, port, listener.fileno())
+        commands = [replace(one, shown=shown) for one in _commands(job, command, port, listener.fileno())]
         return Supervisor(on_line, tick, tell_scheduler).run(commands)
 
 

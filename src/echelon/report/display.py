@@ -12,6 +12,7 @@ from rich.text import Text
 
 from echelon.observe.events import EventReader
 from echelon.report.summary import RunState
+from echelon.train.progress import print_verbatim
 
 PLAIN_EVERY_S = 5.0
 BAR = 36
@@ -38,7 +39,8 @@ class Display:
         self.state.take(self._reader.poll())
         if self._live is not None:
             self._live.stop()
-        self._console.print(self.table())
+        if self.state.has_trained:
+            self._console.print(self.table())
 
     def update(self) -> None:
         """Read new events and show them."""
@@ -51,7 +53,7 @@ class Display:
 
     def print(self, name: str, text: str) -> None:
         """A line that a process of the job wrote."""
-        self._console.print(Text(f"[{name}] {text}"), soft_wrap=True)
+        print_verbatim(self._console, f"[{name}] {text}")
 
     def line(self) -> str:
         """The run in a line."""

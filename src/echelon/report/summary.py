@@ -79,6 +79,11 @@ class RunState:
             self.ended = max(self.ended or 0.0, event["at"])
 
     @property
+    def has_trained(self) -> bool:
+        """Whether a worker has made a step, or came to its end without one."""
+        return any(worker.clock or worker.finished for worker in self.workers.values())
+
+    @property
     def samples(self) -> int:
         """Over all workers."""
         return sum(worker.samples for worker in self.workers.values())

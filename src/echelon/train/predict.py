@@ -56,9 +56,9 @@ class Predictor:
     """A network with the preprocessing it was validated with. Calls from several threads must take turns."""
 
     def __init__(self, model: nn.Module, preprocessing: AugmentConfig, device: torch.device | str = "cpu") -> None:
-        self.model = model.to(device).eval()
+        self._device = _usable(device)
+        self.model = model.to(self._device).eval()
         self.preprocessing = preprocessing
-        self._device = torch.device(device)
         self._augmenter = Augmenter(preprocessing, fast=False)
         self._normaliser = Normaliser(preprocessing)
         self._draws = [0.0] * num_lanes(preprocessing)  # nothing is random
@@ -88,6 +88,8 @@ class Predictor:
             return self._rank(self._checked(images), top_k)
         if isinstance(images, (str, os.PathLike, Image.Image, np.ndarray)):
             return self._rank(self.prepare([images]), top_k)[0]
+        if not _are_several(images):
+            raise _no_image(images)
         return self._rank(self.prepare(images), top_k) if len(images) else []
 
     def prepare(self, images: Sequence[Picture]) -> Tensor:
@@ -112,6 +114,8 @@ class Predictor:
                 raise DataError(f"cannot be read: {error.strerror}") from error
         if isinstance(image, Image.Image):
             image = np.asarray(image.convert(_MODES[channels]))
+        if not isinstance(image, np.ndarray):
+            raise _no_image(image)
         pixels = image[..., None] if image.ndim == 2 else image
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != channels or not pixels.size:
             raise UsageError(
@@ -132,6 +136,25 @@ class Predictor:
             values, classes = probabilities.topk(min(top_k, probabilities.shape[1]))
         rows = zip(classes.tolist(), values.tolist(), strict=True)
         return [list(zip(numbers, shares, strict=True)) for numbers, shares in rows]
+
+
+def _are_several(given: object) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, (bytes, bytearray))
+
+
+def _no_image(given: object) -> UsageError:
+    hint = "; open encoded bytes with PIL.Image.open(io.BytesIO(...))" if isinstance(given, (bytes, bytearray)) else ""
+    return UsageError(f"an image is a path, a PIL image or a uint8 array, not {type(given).__name__}{hint}")
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (AssertionError, RuntimeError) as error:  # what torch raises depends on how it was built
+        why = str(error).partition("\n")[0]
+        raise UsageError(f"device {str(device)!r} cannot be used here: {why}; use 'cpu'") from error
+    return found
 
 
 def model_of(snapshot: Snapshot, path: str | os.PathLike[str]) -> nn.Module:

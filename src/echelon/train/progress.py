@@ -11,7 +11,7 @@ from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.segment import Segment, Segments
 
 
 class TrainingProgress:
@@ -56,4 +56,9 @@ class _Above(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(Text(self.format(record)), soft_wrap=True)
+        print_verbatim(self._console, self.format(record))
+
+
+def print_verbatim(console: Console, line: str) -> None:
+    """Print a line byte for byte above what moves: as text, it would lose its tabs."""
+    console.print(Segments([Segment(f"{line}\n")]), soft_wrap=True)

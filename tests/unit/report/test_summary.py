@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import UsageError
-from echelon.report.runs import new_run
+from echelon.report.runs import discard_run, latest_run, new_run
 from echelon.report.summary import Event, RunState, WorkerState, summary, write_summary
 
 
@@ -201,6 +201,34 @@ def test_a_name_that_is_taken_is_refused_and_latest_stays(tmp_path: Path) -> Non
     with pytest.raises(UsageError, match=r"there is a run .*one already; choose another --name"):
         new_run("one", "s", tmp_path)
     assert os.readlink(tmp_path / "latest") == "two"
+
+
+@pytest.mark.parametrize("earlier", [["one"], []])
+def test_a_run_that_did_nothing_leaves_things_as_they_were(tmp_path: Path, earlier: list[str]) -> None:
+    root = tmp_path / "runs"
+    for name in earlier:
+        new_run(name, "s", root)
+    before, made = latest_run(root), new_run("none", "s", root)
+    (made / "events.jsonl").touch()
+    discard_run(made, before)
+    assert latest_run(root) == (earlier[0] if earlier else None)
+    assert not made.exists()
+    assert root.exists() == bool(earlier)
+
+
+def test_a_run_that_did_nothing_leaves_alone_what_began_since(tmp_path: Path) -> None:
+    before, made = latest_run(tmp_path), new_run("none", "s", tmp_path)
+    new_run("since", "s", tmp_path)
+    discard_run(made, before)
+    assert latest_run(tmp_path) == "since"
+
+
+def test_a_run_has_trained_with_its_first_step() -> None:
+    state = RunState()
+    state.take([event("begin", 1.0, rank=0), report("progress", 1.1, 0, 0)])
+    assert not state.has_trained
+    state.take([report("progress", 1.2, 0, 1)])
+    assert state.has_trained
 
 
 @pytest.mark.parametrize("name", ["", "latest", "a/b", "../a", "a b", "a\n", "/a", ".."])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,3 +152,25 @@ def test_a_checkpoint_that_does_not_say_enough(checkpoint: Path) -> None:
     save(checkpoint, replace(snapshot, facts={**snapshot.facts, "options": {}}))
     with pytest.raises(DataError, match=r"x-0001.*missing required field `rgb_mean`; it has image_shape, network"):
         Predictor.load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (None, "an image is a path, a PIL image or a uint8 array, not NoneType"),
+        (5, "not int"),
+        (b"\xff\xd8", r"not bytes; open encoded bytes with PIL\.Image\.open"),
+        ([None], "not NoneType"),
+        ([picture(0), 5], "not int"),
+        ([b"\xff\xd8"], "not bytes; open"),
+    ],
+)
+def test_what_is_nothing_like_an_image(checkpoint: Path, given: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Predictor.load(checkpoint)(given)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nosuch"])
+def test_a_device_that_is_not_there(checkpoint: Path, device: str) -> None:
+    with pytest.raises(UsageError, match=f"^device '{device}' cannot be used here: [^\\n]+; use 'cpu'$"):
+        Predictor.load(checkpoint, device)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
+import os
 
+import pytest
 from rich.console import Console
 
 from echelon.train.progress import TrainingProgress
 
+LINE = "INFO:root:Epoch[0] Batch [0-20]\tSpeed: 12.50 samples/sec\taccuracy=0.500000 [not markup]"
+
 
 def say(terminal: bool) -> str:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, width=100)
+    show(Console(file=out, force_terminal=terminal, width=100))
+    return out.getvalue()
+
+
+def show(console: Console) -> None:
     with TrainingProgress(console) as progress:
         handler = progress.handler()
         handler.setFormatter(logging.Formatter("%(levelname)s:root:%(message)s"))
         for done in range(1, 4):
             progress.step(0, 2, done, 3)
-        message = "Epoch[0] Batch [0-20]\tSpeed: 12.50 samples/sec\taccuracy=0.500000 [not markup]"
+        message = LINE.removeprefix("INFO:root:")
         handler.emit(logging.makeLogRecord({"msg": message, "levelno": logging.INFO, "levelname": "INFO"}))
         progress.step(1, 2, 1, 3)
-    return out.getvalue()
 
 
 def test_on_a_terminal_epochs_move_under_the_log() -> None:
@@ -32,5 +40,26 @@ def test_on_a_terminal_epochs_move_under_the_log() -> None:
 
 
 def test_elsewhere_the_log_is_all_there_is_to_the_byte() -> None:
-    line = "INFO:root:Epoch[0] Batch [0-20]\tSpeed: 12.50 samples/sec\taccuracy=0.500000 [not markup]\n"
-    assert say(terminal=False) == line
+    assert say(terminal=False) == f"{LINE}\n"
+
+
+def all_of(screen: io.FileIO) -> bytes:
+    """What a terminal that is closed was sent: its other end has no end, but an error there."""
+    found = b""
+    with contextlib.suppress(OSError):
+        while part := screen.read(1 << 16):
+            found += part
+    return found
+
+
+def test_on_a_terminal_too_a_line_keeps_its_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    master, slave = os.openpty()
+    with open(master, "rb", buffering=0) as screen, open(slave, "w") as terminal:
+        console = Console(file=terminal, width=60)  # narrower than the line
+        assert console.is_terminal
+        show(console)
+        terminal.close()
+        shown = all_of(screen).decode()
+    assert f"{LINE}\r\n" in shown
+    assert "epoch 2 of 2" in shown

@@ -150,6 +150,9 @@ def test_a_dataset_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--image-shape", "3,8"], "--image-shape '3,8' is not a list like 3,224,224"),
         (["--rgb-mean", "red"], "--rgb-mean 'red' is not a list like 123.68"),
         (["--top-k", "1"], "--top-k 1"),
+        (["--batch-size", "0"], "--batch-size must be 1 or more, not 0"),
+        (["--data-nthreads", "0"], "--data-nthreads must be between 1 and 1024, not 0"),
+        (["--load-epoch", "-1"], "--load-epoch must be 0 or more, not -1"),
     ],
 )
 def test_what_it_refuses(
