@@ -152,7 +152,7 @@ def test_the_other_stores_learn_too_and_stop_at_the_target(tmp_path: Path, argum
         ("--data nosuch", "no dataset 'nosuch'; there are digits, "),
         ("--network digits_cnn", "Unknown network 'digits_cnn'. Did you mean 'digits-cnn'?"),
         ("--optimizer nosuch", "Unknown optimizer 'nosuch'."),
-        ("--slow 1:3", "--slow names worker 1, but ranks go from 0 to 0"),
+        ("--pace 0.1 --slow 1:3", "--slow names worker 1, but ranks go from 0 to 0"),
         ("--slow 3", "--slow '3' is not RANK:FACTOR, for example 3:3"),
         ("--stall 2:5", "--stall 2:5: the probability must be between 0 and 1"),
         ("--lr-step-epochs 3,x", "--lr-step-epochs '3,x' is no list of epochs"),

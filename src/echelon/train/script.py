@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from echelon.environment import Job
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, UsageError
 from echelon.train.arguments import (
     Parser,
     add_augment_arguments,
@@ -81,6 +81,19 @@ def read_options(given: argparse.Namespace, data: str) -> TrainOptions:
     return replace(options_from(given), data=data, network_options=network_options)
 
 
+def _check_not_in_vain(options: TrainOptions) -> None:
+    """Refuse what would do nothing by itself."""
+    pace = options.pace
+    if (pace.slow or pace.stall) and not pace.seconds:
+        raise UsageError("--slow and --stall multiply the seconds of --pace: give that, too, for example --pace 0.05")
+    if options.save_batches and not options.model_prefix:
+        raise UsageError(f"--save-batches {options.save_batches} has nowhere to save: give --model-prefix, too")
+    if options.resume and options.load_epoch is not None:
+        raise UsageError(
+            f"--load-epoch {options.load_epoch} and --resume auto both say where to go on: give one of them"
+        )
+
+
 def check(options: TrainOptions, job: Job) -> None:
     """What is wrong with the flags together is said before anything is started."""
     from echelon import models
@@ -91,6 +104,7 @@ def check(options: TrainOptions, job: Job) -> None:
     from echelon.train.plan import device_batch
     from echelon.train.schedules import make_schedule
 
+    _check_not_in_vain(options)
     check_name(options.kv_store)
     check_optimizer(options.optimizer)
     by_norm = warms_up_by_norm(options.optimizer, options.warmup_strategy)

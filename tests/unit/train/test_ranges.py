@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from echelon.data.augment_config import AugmentConfig
+from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.train.arguments import Parser, add_augment_arguments, add_data_arguments, add_fit_arguments, options_from
 from echelon.train.ranges import RANGES, check_numbers
+from echelon.train.script import check
 
 PARSER = Parser()
 add_fit_arguments(PARSER)
@@ -115,3 +117,18 @@ def test_the_scripts_own_defaults_are_in_range(name: str) -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     options_from(module.parser.parse_args([]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--slow 1:3", "--slow and --stall multiply the seconds of --pace"),
+        ("--stall 0.1:5", "--slow and --stall multiply the seconds of --pace"),
+        ("--save-batches 5", "--save-batches 5 has nowhere to save: give --model-prefix, too"),
+        ("--load-epoch 3 --resume auto --model-prefix m", "--load-epoch 3 and --resume auto both say where to go on"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(arguments: str, said: str) -> None:
+    options = options_from(PARSER.parse_args(arguments.split()))
+    with pytest.raises(UsageError, match=said):
+        check(options, Job())
