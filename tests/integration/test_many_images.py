@@ -69,7 +69,7 @@ def test_a_signal_to_all_processes_saves_and_leaves_and_training_goes_on(tmp_pat
     log = said.read_text()
     assert "Traceback" not in log
     saved = snapshots.find(tmp_path / "model")[0]
-    assert log.endswith(f'Saved checkpoint to "{saved.path.name}"\n')
+    assert log.endswith(f'Saved checkpoint to "{saved.path.name}"\nINFO:root:training stopped: SIGTERM\n')
     assert (saved.epoch, saved.batch) > (0, 2)
     on = start(tmp_path, "--num-epochs", str(saved.epoch + 1))
     assert on.wait(60) == 0
