@@ -2,8 +2,8 @@
 
 One thread, one loop. A child is a session of its own (so that its children die with it) and dies with this process
 (PDEATHSIG), kill -9 included. A worker's death is the job's to survive, where there are servers; a server's or the
-scheduler's ends it. Ctrl-C and SIGTERM go to the workers, which have time to save what they have; a second one ends
-everything at once.
+scheduler's ends it. Workers may work on when the servers have ended, but one that is frozen is not waited for. Ctrl-C
+and SIGTERM go to the workers, which have time to save what they have; a second one ends everything at once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from echelon.errors import UsageError
+from echelon.launch.sessions import work_done
 
 GRACE_S = 5.0  # for those that others' failure ends
 SAVING_S = 30.0  # for workers that a signal ends, as Slurm and Kubernetes have it: a step and a checkpoint
@@ -99,6 +100,7 @@ class Supervisor:
         self._status = 0
         self._reason = ""
         self._deadline = math.inf
+        self._work, self._last_work = 0, math.inf  # of the workers, since nobody serves them any more, and when
         self._stopping = False
         self._interrupted = False
         self._signals: deque[int] = deque()
@@ -158,6 +160,8 @@ class Supervisor:
             self._ended(child, child.process.returncode)
         if fresh and self._only_essentials_left():
             self._end_within(2 * GRACE_S)
+        if self._only_workers_left():
+            self._watch_the_left(time.monotonic())
         if time.monotonic() >= self._deadline:
             self._kill_the_late()
         self._on_tick()
@@ -183,15 +187,29 @@ class Supervisor:
         for child in self._children:
             if child.ended or child.killed:
                 continue
+            left_by_servers = not (child.command.essential or self._stopping) and self._last_work < math.inf
             if not self._status:
-                self._fail(1, child, f"had not ended {2 * GRACE_S:g} s after the last worker")
-            elif self._interrupted and not child.command.essential:
+                after = "the servers, and did nothing" if left_by_servers else "the last worker"
+                self._fail(1, child, f"had not ended {2 * GRACE_S:g} s after {after}")
+            elif left_by_servers or (self._interrupted and not child.command.essential):
                 self._reason += f"; {child.command.name} (pid {child.process.pid}) had not ended and was killed"
             os.killpg(child.process.pid, signal.SIGKILL)
             child.killed = True
 
     def _only_essentials_left(self) -> bool:
         return all(child.ended for child in self._children if not child.command.essential)
+
+    def _only_workers_left(self) -> bool:
+        servers = [child.ended for child in self._children if child.command.essential]
+        return bool(servers) and all(servers)
+
+    def _watch_the_left(self, now: float) -> None:
+        """After the last word to the servers a worker may still evaluate or write; a stopped one would not end."""
+        work = sum(work_done(child.process.pid) for child in self._children if not child.ended)
+        if work != self._work or self._last_work == math.inf:
+            self._work, self._last_work = work, now
+        elif now - self._last_work >= 2 * GRACE_S:
+            self._end_within(0.0)
 
     def _stop(self, number: int, children: Sequence[_Child], within_s: float) -> None:
         self._stopping = True

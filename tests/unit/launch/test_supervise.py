@@ -51,3 +51,29 @@ def test_who_does_not_end_is_killed_and_named(
     said = capsys.readouterr().err
     assert said.startswith("echelon: stopped by SIGTERM; worker 0 (pid ")
     assert said.endswith(") had not ended and was killed\n")
+
+
+SERVER = Command("server 0", [sys.executable, "-c", ""], {}, essential=True)
+IS_FROZEN = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+WORKS_ON = "import time\nwhile time.process_time() < 0.8: pass"
+
+
+def run_beside_a_server_that_ends(program: str) -> int:
+    worker = Command("worker 1", [sys.executable, "-c", program], {}, essential=False)
+    return Supervisor().run([SERVER, worker])
+
+
+def test_a_frozen_worker_is_not_waited_for_when_the_servers_have_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervise, "GRACE_S", 0.2)
+    assert run_beside_a_server_that_ends(IS_FROZEN) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("echelon: worker 1 (pid ")
+    assert said.endswith(") had not ended 0.4 s after the servers, and did nothing\n")
+
+
+def test_a_worker_that_works_on_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "GRACE_S", 0.15)
+    in_a_shell = "import subprocess, sys; subprocess.run([sys.executable, '-c', " + repr(WORKS_ON) + "], check=True)"
+    assert run_beside_a_server_that_ends(in_a_shell) == 0
