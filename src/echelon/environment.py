@@ -13,6 +13,7 @@ from pathlib import Path
 
 from echelon.errors import UsageError
 
+HIGHEST_PORT = 65535
 ROLES = ("worker", "server", "scheduler")
 
 
@@ -53,8 +54,8 @@ class Job:
         job = cls(
             role=role,
             scheduler_host=env.get("DMLC_PS_ROOT_URI", "127.0.0.1"),
-            scheduler_port=_number(env, "DMLC_PS_ROOT_PORT", 0),
-            num_workers=_number(env, "DMLC_NUM_WORKER", 1),
+            scheduler_port=_port(env, "DMLC_PS_ROOT_PORT"),
+            num_workers=_number(env, "DMLC_NUM_WORKER", 1, low=1),
             num_servers=_number(env, "DMLC_NUM_SERVER", 0),
             rank=_optional(env, "ECHELON_RANK"),
             interface=env.get("DMLC_INTERFACE") or None,
@@ -69,12 +70,16 @@ class Job:
             heartbeat_timeout_s=_seconds(env, "PS_HEARTBEAT_TIMEOUT", 10.0),
             listen_fd=_optional(env, "ECHELON_LISTEN_FD"),
             device_index=_number(env, "ECHELON_DEVICE_INDEX", 0),
-            num_devices=_number(env, "ECHELON_NUM_DEVICES", 1),
-            device_port=_optional(env, "ECHELON_DEVICE_PORT"),
+            num_devices=_number(env, "ECHELON_NUM_DEVICES", 1, low=1),
+            device_port=_port(env, "ECHELON_DEVICE_PORT") or None,
             device_fd=_optional(env, "ECHELON_DEVICE_FD"),
             meeting_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
-        return _as_torchrun_says(job, env) if not job.distributed and env.get("WORLD_SIZE") else job
+        if not job.distributed and env.get("WORLD_SIZE"):
+            return _as_torchrun_says(job, env)
+        if job.distributed:
+            _check_rank(job)
+        return job
 
     @property
     def distributed(self) -> bool:
@@ -114,16 +119,30 @@ class Job:
 
 def _as_torchrun_says(job: Job, env: Mapping[str, str]) -> Job:
     """torchrun's nodes are workers, and its processes on a node their devices."""
-    devices = _number(env, "LOCAL_WORLD_SIZE", 1)
+    devices = _number(env, "LOCAL_WORLD_SIZE", 1, low=1)
+    size, rank = _number(env, "WORLD_SIZE", 1, low=1), _number(env, "RANK", 0)
+    if rank >= size:
+        raise UsageError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks go from 0 to {size - 1}")
     return replace(
         job,
         scheduler_host=env.get("MASTER_ADDR", job.scheduler_host),
-        scheduler_port=_number(env, "MASTER_PORT", 0),
-        num_workers=_number(env, "WORLD_SIZE", 1) // devices,
-        rank=_number(env, "RANK", 0) // devices,
+        scheduler_port=_port(env, "MASTER_PORT"),
+        num_workers=size // devices,
+        rank=rank // devices,
         device_index=_number(env, "LOCAL_RANK", 0) if devices > 1 else 0,
         num_devices=devices,
     )
+
+
+def _check_rank(job: Job) -> None:
+    """The others would wait for a rank that nobody has, and this process for its place."""
+    count = {"worker": job.num_workers, "server": job.num_servers}.get(job.role)
+    if count is not None and job.rank is not None and job.rank >= count:
+        allowed = f"ranks go from 0 to {count - 1}" if count else f"it has no {job.role}s"
+        raise UsageError(
+            f"ECHELON_RANK is {job.rank}, but DMLC_NUM_{job.role.upper()} says that the job has {count} {job.role}s: "
+            f"{allowed} (without ECHELON_RANK the scheduler gives one)"
+        )
 
 
 def use_compile_cache() -> str:
@@ -132,13 +151,23 @@ def use_compile_cache() -> str:
     return os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default))
 
 
-def _number(env: Mapping[str, str], name: str, default: int) -> int:
+def _number(env: Mapping[str, str], name: str, default: int, low: int = 0) -> int:
     text = env.get(name, "")
     if not text:
         return default
     if not text.isdecimal():
         raise UsageError(f"{name} is {text!r}; it must be a whole number")
+    if int(text) < low:
+        raise UsageError(f"{name} is {text!r}; it must be {low} or more")
     return int(text)
+
+
+def _port(env: Mapping[str, str], name: str) -> int:
+    """0: none, or any that is free."""
+    port = _number(env, name, 0)
+    if port > HIGHEST_PORT:
+        raise UsageError(f"{name} is {str(port)!r}; a port is a number from 1 to {HIGHEST_PORT}")
+    return port
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:

@@ -157,6 +157,41 @@ def test_a_number_that_is_none_is_refused_by_name(name: str, value: str) -> None
         Job.from_environment({name: value})
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"DMLC_PS_ROOT_PORT": "99999"}, "DMLC_PS_ROOT_PORT is '99999'; a port is a number from 1 to 65535"),
+        ({"DMLC_NUM_WORKER": "0"}, "DMLC_NUM_WORKER is '0'; it must be 1 or more"),
+        ({"DMLC_ROLE": "worker", "ECHELON_RANK": "4"}, "ECHELON_RANK is 4, .* has 4 workers: ranks go from 0 to 3"),
+        ({"DMLC_ROLE": "server", "ECHELON_RANK": "2"}, "ECHELON_RANK is 2, .* has 2 servers: ranks go from 0 to 1"),
+        ({"DMLC_NUM_SERVER": "0"}, "ECHELON_RANK is 1, .* has 0 servers: it has no servers"),
+        ({"ECHELON_NUM_DEVICES": "0"}, "ECHELON_NUM_DEVICES is '0'; it must be 1 or more"),
+        ({"ECHELON_DEVICE_PORT": "65536"}, "ECHELON_DEVICE_PORT is '65536'; a port is"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused_at_once(given: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Job.from_environment(LAUNCHED | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'; it must be 1 or more"),
+        ({"RANK": "3"}, "RANK is 3, but WORLD_SIZE is 3: ranks go from 0 to 2"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'; a port is a number from 1 to 65535"),
+    ],
+)
+def test_so_is_one_of_torchruns(given: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Job.from_environment({"RANK": "2", "WORLD_SIZE": "3", "MASTER_PORT": "1234"} | given)
+
+
+def test_a_scheduler_may_take_any_port_and_has_no_rank_to_check() -> None:
+    assert Job.from_environment({"DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": "0"}).scheduler_port == 0
+    assert Job.from_environment(LAUNCHED | {"DMLC_ROLE": "scheduler", "ECHELON_RANK": "9"}).rank == 9
+
+
 def test_an_unknown_role_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match="DMLC_ROLE is 'sever'; it must be one of worker, server, scheduler"):
         Job.from_environment({"DMLC_ROLE": "sever"})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -47,9 +48,10 @@ def frame(message: ControlMessage) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def connect(host: str, port: int, deadline_s: float) -> socket.socket:
-    """Connect to the scheduler, which may not be up yet."""
-    end = time.monotonic() + deadline_s
+def connect(host: str, port: int, deadline_s: float, who: str, stall_seconds: float) -> socket.socket:
+    """Connect to the scheduler, which may not be up yet; `who` says every `stall_seconds` that it waits."""
+    began = time.monotonic()
+    end, tell = began + deadline_s, began + stall_seconds
     while True:
         try:
             connection = socket.create_connection((host, port), timeout=max(0.1, min(5.0, end - time.monotonic())))
@@ -61,6 +63,11 @@ def connect(host: str, port: int, deadline_s: float) -> socket.socket:
                     f"no scheduler at {host}:{port} after {deadline_s:g} s ({error}); is it started, and are "
                     "DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT right?"
                 ) from error
+            if time.monotonic() > tell:
+                tell += stall_seconds
+                waited = time.monotonic() - began
+                what = f"{who} has waited {waited:.1f} s for the scheduler at {host}:{port} ({error})"
+                print(f"{what}, and waits up to {deadline_s:g} s (ECHELON_TIMEOUT)", file=sys.stderr, flush=True)
             time.sleep(0.05)
 
 

@@ -63,7 +63,9 @@ def enlist(job: Job, role: str, transport: Transport) -> Iterator[Post]:
             print(f"{role} (pid {os.getpid()}) hears {message}", file=sys.stderr, flush=True)
         mail.receive(message)
 
-    connection = connect(job.scheduler_host, job.scheduler_port, job.timeout_s)
+    number = "" if job.rank is None else f" {job.rank}"
+    who = f"{role}{number} (pid {os.getpid()})"
+    connection = connect(job.scheduler_host, job.scheduler_port, job.timeout_s, who, job.stall_seconds)
     host = own_host(job, connection)
     endpoint = transport.serve(host) if role == SERVER else None
     control = ControlClient(connection, receive)
