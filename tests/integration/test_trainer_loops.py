@@ -76,7 +76,112 @@ def end_step(optimizer: Optimizer, trainer: echelon.Trainer | None, samples: int
         trainer.step(samples)
 
 
+# --- optimizers and models that come from elsewhere
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_groups_may_have_names_and_more(store: str) -> None:
+    def named(model: nn.Module) -> Optimizer:
+        return SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+
+    def described(model: nn.Module) -> Optimizer:
+        return Adam([{"params": list(model.parameters()), "name": "all", "mine": [1, "two"]}], lr=0.01)
+
+    for optimizer in (named, described):
+        assert_same_bits(*both(seeded(Net), plain_step, optimizer, store=store))
+
+
+def experienced(kind: Callable[[nn.Module], Optimizer]) -> Callable[[nn.Module], Optimizer]:
+    """An optimizer that has made some steps with another copy of the model."""
+
+    def make(model: nn.Module) -> Optimizer:
+        other = copy.deepcopy(model)
+        before, after = kind(other), kind(model)
+        for batch in batches(3, seed=5):
+            loss_of(other, batch).backward()
+            before.step()
+            before.zero_grad()
+        after.load_state_dict(before.state_dict())
+        return after
+
+    return make
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("kind", [momentum, lambda model: Adam(model.parameters(), lr=0.01, amsgrad=True)])
+def test_an_optimizer_goes_on_with_what_it_remembers(store: str, kind: Callable[[nn.Module], Optimizer]) -> None:
+    assert_same_bits(*both(seeded(Net), plain_step, experienced(kind), store=store))
+
+
+def test_what_is_thawed_later_is_an_error() -> None:
+    def program(kv: KVStore) -> str:
+        model = seeded(Net)
+        model.middle.requires_grad_(False)
+        trainer = echelon.Trainer(model, SGD(model.parameters(), lr=0.1), kv)
+        plain_step(model, trainer.optimizer, trainer, batches(1)[0])
+        model.middle.requires_grad_(True)
+        with pytest.raises(UsageError) as caught:
+            plain_step(model, trainer.optimizer, trainer, batches(1)[0])
+        return str(caught.value)
+
+    assert on_one_worker(program, "dist_sync").startswith("'middle.weight' required no gradient when the Trainer")
+
+
+def test_weights_that_are_loaded_past_the_trainer_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    def program(kv: KVStore) -> None:
+        model = seeded(Net)
+        weights = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+        with echelon.Trainer(model, momentum(model), kv) as trainer:
+            trainer.load_weights(weights)
+            copy.deepcopy(model).load_state_dict(weights)
+            assert not caplog.messages
+            model.load_state_dict(weights)
+
+    on_one_worker(program, "dist_sync")
+    assert "call trainer.load_weights(weights) on all workers" in caplog.messages[0]
+
+
+def test_a_sparse_gradient_is_an_error() -> None:
+    def program(kv: KVStore) -> str:
+        model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+        echelon.Trainer(model, SGD(model.parameters(), lr=0.1), kv)
+        with pytest.raises(UsageError) as caught:
+            model(torch.tensor([1, 2])).sum().backward()
+        return str(caught.value)
+
+    assert "the gradient of '0.weight' is sparse" in on_one_worker(program, "dist_sync")
+
+
+def test_gradients_that_are_cleared_after_they_left_are_an_error() -> None:
+    def program(kv: KVStore) -> str:
+        model = seeded(Net)
+        trainer = echelon.Trainer(model, momentum(model), kv)
+        loss_of(model, batches(1)[0]).backward()
+        trainer.optimizer.zero_grad()
+        with pytest.raises(UsageError) as caught:
+            trainer.step()
+        return str(caught.value)
+
+    assert "was changed after gradients had left during backward" in on_one_worker(program, "dist_sync")
+
+
 # --- batches in parts
+
+
+def test_what_was_accumulated_can_be_forgotten() -> None:
+    def program(kv: KVStore) -> tuple[int, float]:
+        model = seeded(Net)
+        with echelon.Trainer(model, momentum(model), kv) as trainer:
+            with trainer.accumulate():
+                loss_of(model, batches(1)[0]).backward()
+            trainer.zero_grad()
+            batch = batches(1)[0]
+            loss_of(model, batch).backward()
+            trainer.step(len(batch[0]))
+            return len(batch[0]), trainer.samples
+
+    samples, counted = on_one_worker(program, "dist_sync")
+    assert counted == samples
 
 
 @pytest.mark.parametrize("last_inside", [True, False], ids=["all parts inside", "the last part outside"])

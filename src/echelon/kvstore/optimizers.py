@@ -20,16 +20,7 @@ _CLASSES: dict[str, type[Optimizer]] = {
     "rmsprop": RMSprop,
     **RULES,
 }
-_LEFT_OUT = {
-    "params",
-    "foreach",
-    "capturable",
-    "differentiable",
-    "decoupled_weight_decay",
-    "initial_lr",
-    "max_lr",
-    "min_lr",
-}
+_LEFT_OUT = {"foreach", "capturable", "differentiable", "decoupled_weight_decay"}
 _REFUSED = ("capturable", "differentiable")
 
 
@@ -48,7 +39,7 @@ def spec_of(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
         for parameter in group["params"]:
             if id(parameter) in names and index:
                 members[names[id(parameter)]] = index
-    return OptimizerSpec(name, [_options(group) for group in optimizer.param_groups], members)
+    return OptimizerSpec(name, [_options(optimizer, group) for group in optimizer.param_groups], members)
 
 
 def spec_by_name(name: str, settings: Mapping[str, Any]) -> OptimizerSpec:
@@ -84,13 +75,15 @@ def _adam_or_adamw(optimizer: Optimizer) -> str:
     return "adamw" if True in decoupled else "adam"
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, float | int | bool | list[float] | None]:
+def _options(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, float | int | bool | list[float] | None]:
+    """A group's settings; it may have names and more of the user's own besides, and what schedules note."""
     for name in _REFUSED:
         if group.get(name):
             raise UsageError(f"an optimizer with {name}=True cannot run on the servers")
     options: dict[str, float | int | bool | list[float] | None] = {}
-    for name, value in group.items():
-        if name not in _LEFT_OUT:
+    for name in optimizer.defaults:
+        if name not in _LEFT_OUT and name in group:
+            value = group[name]
             options[name] = [float(v) for v in value] if isinstance(value, tuple) else _plain(value)
     return options
 

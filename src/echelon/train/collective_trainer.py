@@ -73,6 +73,7 @@ class CollectiveTrainer(Trainer):
 
     def zero_grad(self) -> None:
         """Forget gradients that have not left."""
+        self._carried = 0
         for name, parameter in self._parameters.items():
             parameter.grad = None
             if name in self._versions:
@@ -171,6 +172,7 @@ class CollectiveTrainer(Trainer):
             self._forget()
             return
         self._check_unchanged()
+        self._check_frozen()
         for name, parameter in self._parameters.items():
             if name not in self._arrived:
                 self._check(name, parameter)

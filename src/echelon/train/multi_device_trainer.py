@@ -78,6 +78,7 @@ class MultiDeviceTrainer(Trainer):
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
+        self._carried = 0
         for parameter in self._parameters.values():
             parameter.grad = None
 

@@ -8,6 +8,7 @@ next forward pass waits for each module's weights when it reaches the module, an
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,10 @@ from echelon.server.optimization import NO_OPTIMIZER
 from echelon.train.buckets import Bucket, limit_on_gpu, make_buckets
 from echelon.train.factors import FactoredLinear, can_be_factored
 from echelon.train.regions import region_of
+from echelon.train.replicas import state_of
 from echelon.train.trainer import Hook, Trainer
+
+log = logging.getLogger(__name__)
 
 _BUFFERS = "buffers"
 
@@ -41,6 +45,7 @@ class ServerTrainer(Trainer):
         self._called: set[str] = set()  # parameters whose module was called since the last step
         self._early: set[int] = set()  # buckets with parameters that are read without a call of their module
         self._arrived: set[str] = set()  # gradients of the step that is being made
+        self._cleared: set[str] = set()  # those of them that `zero_grad` came too late for
         sizes = [p.numel() * p.element_size() for p in self._parameters.values()]
         if next(iter(self._parameters.values())).device.type == "cpu":
             self._buckets = make_buckets(sizes)
@@ -57,6 +62,7 @@ class ServerTrainer(Trainer):
         self._flying_step = 0  # the step it belongs to
         self._step_hooks: list[Hook] = []
         self._driven = False
+        self._loading = False
         self._stops_at: int | None = None  # the step after which all stop
         self._place()
         self._hook()
@@ -94,6 +100,7 @@ class ServerTrainer(Trainer):
             self._sent[bucket.index] = None
             self._missing[bucket.index] = len(bucket.members)
         self._arrived.clear()
+        self._cleared.clear()
         self._called.clear()
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -114,9 +121,11 @@ class ServerTrainer(Trainer):
 
     def zero_grad(self) -> None:
         """Forget gradients that were not pushed."""
+        self._carried = 0
         for parameter in self._parameters.values():
             parameter.grad = None
         self._versions = {name: watched._version for name, watched in self._watched.items()}
+        self._cleared = set(self._arrived)
         for bucket in self._buckets:
             if self._sent[bucket.index] is None:
                 self._arrived -= {self._names[i] for i in bucket.members}
@@ -131,7 +140,11 @@ class ServerTrainer(Trainer):
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Put weights and buffers into the model and the servers. All workers call it."""
         self.sync()
-        self.model.load_state_dict(weights)
+        self._loading = True
+        try:
+            self.model.load_state_dict(weights)
+        finally:
+            self._loading = False
         if self.kvstore.rank == self.kvstore.workers[0]:
             self.kvstore.overwrite(self._names, [parameter.detach() for parameter in self._parameters.values()])
         self.kvstore.barrier()
@@ -224,10 +237,19 @@ class ServerTrainer(Trainer):
             if parameter.device.type == "cpu":
                 parameter.data = self._views[name][0]
         self._take_weights(self._names)
+        self._give_state()
+
+    def _give_state(self) -> None:
+        """An optimizer that has worked before goes on with what it remembers; rank 0's counts, as for the weights."""
+        state = state_of(self.optimizer, self._parameters)
+        if state and self.kvstore.rank == self.kvstore.workers[0]:
+            self.kvstore.put_optimizer_states(state, "the optimizer's state")
+        self.kvstore.barrier()
 
     def _hook(self) -> None:
         self._factorable = self._find_factorable() if self._push_factors else {}  # before hooks of our own are there
         self._hooks.append(self.model.register_state_dict_pre_hook(lambda *_: self.sync()))  # type: ignore[no-untyped-call]
+        self._hooks.append(self.model.register_load_state_dict_post_hook(self._loaded_behind_our_back()))  # type: ignore[no-untyped-call]
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for module in self.model.modules():
             own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
@@ -239,6 +261,16 @@ class ServerTrainer(Trainer):
         for name, module in self._factorable.items():
             self._step_hooks.append(self._factored(name, module))
         self._hooks += self._step_hooks
+
+    def _loaded_behind_our_back(self) -> Any:
+        def warn(module: nn.Module, _: object) -> None:
+            if module is self.model and not self._loading:
+                log.warning(
+                    "weights were loaded into a model that has a Trainer; the servers keep theirs, which come with the "
+                    "next step. To train on from these, call trainer.load_weights(weights) on all workers"
+                )
+
+        return warn
 
     def _find_factorable(self) -> dict[str, nn.Linear]:
         """Layers that may push factors, by the names of their weights: each a bucket by itself, and used by one module.
@@ -309,6 +341,8 @@ class ServerTrainer(Trainer):
         """Copy a finished gradient to its place."""
         gradient = parameter.grad
         assert gradient is not None
+        if gradient.is_sparse:
+            raise UsageError(f"the gradient of {name!r} is sparse, which no server takes: use sparse=False")
         bucket = self._bucket_of[name].index
         if bucket in self._flying:  # a model that ran no forward hook since the last step, for example a frozen part
             self._wait_for(bucket)
@@ -374,6 +408,7 @@ class ServerTrainer(Trainer):
 
     def _check_unchanged(self) -> None:
         """What has been sent cannot be changed any more: say so instead of training with the old values."""
+        self._check_frozen()
         factors = any(name in self._arrived and self._parameters[name].grad is None for name in self._factorable)
         for name, watched in self._watched.items():
             sent = self._sent[self._bucket_of[name].index] is not None
@@ -393,7 +428,11 @@ class ServerTrainer(Trainer):
 
     def _replaced(self, name: str, watched: Tensor) -> bool:
         gradient = self._parameters[name].grad
-        return name in self._arrived and gradient is not None and gradient.is_cpu and gradient is not watched
+        if name not in self._arrived:
+            return False
+        if gradient is None:
+            return name not in self._factorable and name not in self._cleared
+        return gradient.is_cpu and gradient is not watched
 
     @property
     def _have_left(self) -> bool:

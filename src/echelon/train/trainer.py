@@ -76,6 +76,7 @@ class Trainer:
         push_factors: bool = False,
     ) -> None:
         self._parameters = _trainable(model, optimizer)
+        self._frozen = _frozen(model, optimizer)
         self._names = list(self._parameters)
         if isinstance(kvstore, str):
             device = self._parameters[self._names[0]].device
@@ -245,6 +246,15 @@ class Trainer:
 
     # --- mistakes that all kinds know
 
+    def _check_frozen(self) -> None:
+        """What was thawed after this was made is unknown to the others."""
+        for name, parameter in self._frozen.items():
+            if parameter.grad is not None:
+                raise UsageError(
+                    f"{name!r} required no gradient when the Trainer was made, and has one now that would be ignored; "
+                    "make the Trainer when all that is to be trained requires one"
+                )
+
     def _second_backward(self) -> UsageError:
         return UsageError(
             f"worker {self.kvstore.rank}: a second backward before step(), and the first one's gradients leave "
@@ -278,6 +288,12 @@ class Trainer:
             "wait_s": round(self.wait_s, 6),
             "staleness": {str(value): count for value, count in sorted(self.staleness.items())},
         }
+
+
+def _frozen(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer has and that are not trained for now."""
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {name: p for name, p in model.named_parameters() if not p.requires_grad and id(p) in optimized}
 
 
 def _trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
