@@ -64,6 +64,7 @@ def test_a_stall_is_reported_and_nonsense_on_the_ports_harms_nobody(tmp_path: Pa
         assert job.wait() == 0, job.out
     counts = [row["count"] for row in malformed(job, "server 0")]
     assert counts == list(range(1, len(counts) + 1))
+    assert job.out.count("[server 0] server 0 drops what it cannot read: ") == 1
     reasons = [row["reason"] for row in malformed(job, "scheduler 0")]
     assert len(reasons) == 3
     assert f"a control frame of {MAX_FRAME + 1} bytes; at most {MAX_FRAME} are allowed" in reasons

@@ -103,6 +103,8 @@ class _Server:
         except Malformed as error:
             self.malformed += 1
             self._events.write("malformed", reason=str(error), count=self.malformed)
+            if self.malformed == 1:  # if it was a worker's, that one now waits for an answer
+                print(f"server {self._rank} drops what it cannot read: {error}", file=sys.stderr, flush=True)
             return
         if isinstance(request, Configure) and request.rank in self._view:
             self._peers[request.rank], self._ranks[peer] = peer, request.rank
