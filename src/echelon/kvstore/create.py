@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from echelon.cluster.shares import inline_groups, parse_groups
+from echelon.cluster.shares import parse_groups, read_groups
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore.client import Client
@@ -223,12 +223,7 @@ def _groups(groups: Groups | None, hosts: dict[int, str]) -> list[list[int]] | N
     if groups is None:
         return None
     if isinstance(groups, str | Path):
-        if (text := inline_groups(str(groups))) is not None:
-            return [list(group) for group in parse_groups(text, hosts, f"groups {str(groups)!r}")]
-        path = Path(groups)
-        if not path.is_file():
-            raise UsageError(f"there is no groups file {path}; write one group a line, hosts or ranks")
-        return [list(group) for group in parse_groups(path.read_text(), hosts, str(path))]
+        return read_groups(groups, hosts)
     text = "\n".join(" ".join(str(rank) for rank in group) for group in groups)
     return [list(group) for group in parse_groups(text, hosts)]
 

@@ -171,6 +171,7 @@ def options_from(given: argparse.Namespace) -> TrainOptions:
     _check_prefix(given.model_prefix)
     _one_of("--dtype", given.dtype, DTYPES)
     _one_of("--engine", given.engine, ENGINES)
+    _one_of("--data-allocator", str(given.data_allocator), ("0", "1"))
     slow = parse_slow(given.slow) if given.slow else {}
     stall = parse_stall(given.stall) if given.stall else None
     plain = {name: values[name] for name in TrainOptions.__dataclass_fields__ if values.get(name) is not None}
@@ -180,7 +181,7 @@ def options_from(given: argparse.Namespace) -> TrainOptions:
             "image_shape": _numbers("--image-shape", get("image_shape"), int, 3),
             "momentum": given.mom,
             "weight_decay": given.wd,
-            "groups": given.groups.replace(",", " ") if given.groups else None,
+            "groups": given.groups or None,
             "data_train_idx": get("data_train_idx") or None,
             "data_val_idx": get("data_val_idx") or None,
             "data_allocator": bool(given.data_allocator),

@@ -88,6 +88,8 @@ def _check_not_in_vain(options: TrainOptions) -> None:
         raise UsageError("--slow and --stall multiply the seconds of --pace: give that, too, for example --pace 0.05")
     if options.save_batches and not options.model_prefix:
         raise UsageError(f"--save-batches {options.save_batches} has nowhere to save: give --model-prefix, too")
+    if options.data_sharding != TrainOptions().data_sharding and not options.data_allocator:
+        raise UsageError(f"--data-sharding {options.data_sharding} is not read without --data-allocator 1: give both")
     if options.resume and options.load_epoch is not None:
         raise UsageError(
             f"--load-epoch {options.load_epoch} and --resume auto both say where to go on: give one of them"

@@ -82,6 +82,8 @@ def test_a_host_with_more_workers_than_mentions_leaves_a_worker_over() -> None:
         ("0 1 2 / 3", "0 1 2 \n 3"),
         ("0/1", "0\n1"),
         ("7", "7"),
+        ("0,1/2", "0 1\n2"),
+        (",", None),
         ("groups", None),
         ("10.10.10.21", None),
         ("./0", None),

@@ -150,6 +150,11 @@ def test_groups_come_from_a_file(tmp_path: Path) -> None:
     assert run(program, "dist_gsync", num_workers=3, groups=file) == [0, 1, 2]
 
 
+def test_groups_may_be_written_with_commas() -> None:
+    commas: Any = "0,2/1"
+    assert run(lambda kv: kv.rank, "dist_gsync", num_workers=3, groups=commas) == [0, 1, 2]
+
+
 def test_closing_twice_is_harmless() -> None:
     def program(kv: KVStore) -> None:
         kv.close()
