@@ -149,6 +149,11 @@ def test_the_other_stores_learn_too_and_stop_at_the_target(tmp_path: Path, argum
         ("-n 2 --kv-store dist_gsync --groups nosuch", "there is no groups file nosuch"),
         ("-n 2 --kv-store dist_sync --transport pigeon", "there is no transport 'pigeon'; use one of auto, shm, tcp"),
         ("--data-allocator 1", "--data-allocator 1 needs the file data_sharding"),
+        ("--data-allocator 2", "--data-allocator '2': use one of 0, 1"),
+        ("--data-sharding nofile", "--data-sharding nofile is not read without --data-allocator 1: give both"),
+        ("--stall-seconds 0", "--stall-seconds must be above 0 and finite, not 0"),
+        ("-i nosuch0", "no address on network interface 'nosuch0'"),
+        ("-s 0 --kv-store dist_async", "--kv-store dist_async needs a server, and -s is 0: give -s 1 or more"),
         ("--data nosuch", "no dataset 'nosuch'; there are digits, "),
         ("--network digits_cnn", "Unknown network 'digits_cnn'. Did you mean 'digits-cnn'?"),
         ("--optimizer nosuch", "Unknown optimizer 'nosuch'."),
@@ -182,6 +187,30 @@ def test_a_data_sharding_file_with_a_gap_is_refused_with_its_line(
     (tmp_path / "data_sharding").write_text("0 0.5\n0.6 1\n")
     assert main(["train", "-n", "2", "--kv-store", "dist_sync", "--data-allocator", "1"]) == 2
     assert re.search(r"data_sharding line 2: .*leaves a gap", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("groups", b"127.0.0.1\nelsewhere", r"groups line 2: no worker runs on 'elsewhere'; .* hosts are 127\.0\.0\.1"),
+        ("groups", b"0 \xe9", "groups is no text in UTF-8: byte 2 is none of it"),
+        ("data_sharding", b"0 \xe9", "data_sharding is no text in UTF-8: byte 2 is none of it"),
+    ],
+)
+def test_a_wrong_file_is_refused_before_anything_is_started(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    content: bytes,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    flags = ["--kv-store", "dist_gsync"] if name == "groups" else ["--kv-store", "dist_sync", "--data-allocator", "1"]
+    assert main(["train", "-n", "2", *flags]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.parametrize("job", ["", "-n 2 -s 1 --kv-store dist_sync"])

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
+from pathlib import Path
 
+from echelon.cluster.shares import read_groups
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch import local
@@ -19,26 +23,31 @@ def add_job_arguments(parser: argparse.ArgumentParser, default_workers: int | No
     parser.add_argument("-s", "--num-servers", type=int, help="servers to start (default: as many as workers)")
     parser.add_argument("--launcher", default="local", help=f"how to start processes: {', '.join(LAUNCHERS)}")
     parser.add_argument("-i", "--interface", help="network interface to use (DMLC_INTERFACE)")
-    parser.add_argument("--transport", default="auto", help="auto, shm or tcp")
-    parser.add_argument("--stall-seconds", type=float, default=10.0, help="report who is waited for after this long")
+    parser.add_argument("--transport", help="auto, shm or tcp (default: ECHELON_TRANSPORT, or auto)")
+    parser.add_argument("--stall-seconds", type=float, help="report who is waited for after this long (default: 10)")
 
 
 def job_from(options: argparse.Namespace, **more: object) -> Job:
     """The job that the arguments describe."""
     if options.launcher not in LAUNCHERS:
         raise UsageError(f"there is no launcher {options.launcher!r}; there is {', '.join(LAUNCHERS)}")
-    by_name(options.transport)  # an unknown one is an error here, not in every process
     servers = options.num_workers if options.num_servers is None else options.num_servers
     told = Job.from_environment()
+    transport = options.transport or told.transport
+    by_name(transport)  # an unknown one is an error here, not in every process
+    stall_seconds = told.stall_seconds if options.stall_seconds is None else options.stall_seconds
+    if not 0 < stall_seconds < math.inf:
+        raise UsageError(f"--stall-seconds must be above 0 and finite, not {stall_seconds:g}")
     return Job(
         num_workers=options.num_workers,
         num_servers=servers,
         interface=options.interface or told.interface,
+        host=told.host,
         verbose=told.verbose,
         timeout_s=told.timeout_s,
         heartbeat_timeout_s=told.heartbeat_timeout_s,
-        transport=options.transport,
-        stall_seconds=options.stall_seconds,
+        transport=transport,
+        stall_seconds=stall_seconds,
         **more,  # type: ignore[arg-type]
     )
 
@@ -48,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("launch", help="start a job around any command")
     add_job_arguments(parser)
     parser.add_argument("--staleness", type=int, help="bound for dist_ssync and dist_gsync")
-    parser.add_argument("--groups", help="groups file for dist_gsync")
+    parser.add_argument("--groups", help="for dist_gsync: a groups file, or ranks as 0,1,2/3")
     parser.add_argument("--run-dir", help="where to write events.jsonl")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="command …", help="what every worker runs")
     parser.set_defaults(run=run)
@@ -60,4 +69,23 @@ def run(options: argparse.Namespace) -> int:
     if not program:
         raise UsageError("no command to launch; write it last, for example: echelon launch -n 2 -s 2 python train.py")
     job = job_from(options, staleness=options.staleness, groups=options.groups, run_dir=options.run_dir)
+    local.check(job)
+    _check_dials(job)
     return local.run(job, program)
+
+
+def _check_dials(job: Job) -> None:
+    """What every process would stumble over is said once, before any of them is started."""
+    if job.staleness is not None and job.staleness < 0:
+        raise UsageError(f"--staleness must be 0 or more, not {job.staleness}")
+    if job.groups:
+        read_groups(job.groups, local.hosts_of(job))
+    if job.run_dir:
+        try:
+            Path(job.run_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"--run-dir {job.run_dir} cannot be made: {error.strerror}; give a folder that can be written"
+            ) from error
+        if not os.access(job.run_dir, os.W_OK | os.X_OK):
+            raise UsageError(f"--run-dir {job.run_dir} cannot be written; give a folder that can")

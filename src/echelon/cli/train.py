@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from echelon.cli.launch import add_job_arguments, job_from
-from echelon.cluster.shares import inline_groups, parse_groups
+from echelon.cluster.shares import read_groups
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore.create import GROUPS_FILE
@@ -56,11 +56,11 @@ def run(options: argparse.Namespace) -> int:
     job = job_from(options)
     if not settings.kv_store.startswith("dist_") or "device" in settings.kv_store:
         job = replace(job, num_servers=0)
+    local.check(job)
     check(settings, job)
     if settings.test_io:
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout)
         return fit(settings)
-    local.check(job)
     before, directory = latest_run(), new_run(options.name, settings.kv_store)
     job = replace(job, run_dir=str(directory))
     status, state = watch(job, settings, directory)
@@ -81,7 +81,11 @@ def check(settings: TrainOptions, job: Job) -> None:
     if num_workers > 1 and not settings.kv_store.startswith("dist_"):
         raise UsageError(f"--kv-store {settings.kv_store} is for one worker; with -n {num_workers} use a dist_ store")
     if settings.kv_store in SCHEMES:
-        rules_for(settings.kv_store, settings.staleness, groups_of(settings, num_workers))
+        if settings.kv_store != "dist_sync" and not job.num_servers:
+            raise UsageError(
+                f"--kv-store {settings.kv_store} needs a server, and -s is 0: give -s 1 or more (dist_sync needs none)"
+            )
+        rules_for(settings.kv_store, settings.staleness, groups_of(settings, job))
     ranks = [rank for rank in settings.pace.slow if rank >= num_workers]
     if ranks:
         raise UsageError(f"--slow names worker {ranks[0]}, but ranks go from 0 to {num_workers - 1}")
@@ -89,17 +93,12 @@ def check(settings: TrainOptions, job: Job) -> None:
         shares_for(settings, num_workers)
 
 
-def groups_of(settings: TrainOptions, num_workers: int) -> list[list[int]] | None:
-    """The groups as far as they are known before hosts are."""
-    hosts = dict.fromkeys(range(num_workers), "")
+def groups_of(settings: TrainOptions, job: Job) -> list[list[int]] | None:
+    """The groups of ranks that the workers of this machine will read."""
     given = settings.groups or (GROUPS_FILE if Path(GROUPS_FILE).is_file() else None)
     if given is None or settings.kv_store != "dist_gsync":
         return [[0]] if settings.groups else None
-    if (text := inline_groups(given)) is not None:
-        return [list(group) for group in parse_groups(text, hosts, f"groups {given!r}")]
-    if not Path(given).is_file():
-        raise UsageError(f"there is no groups file {given}; write one group a line, hosts or ranks")
-    return [[0]]
+    return read_groups(given, local.hosts_of(job))
 
 
 def watch(job: Job, settings: TrainOptions, directory: Path) -> tuple[int, RunState]:

@@ -13,6 +13,9 @@ from echelon.errors import UsageError
 from echelon.launch.devices import threads_and_interface
 from echelon.launch.supervise import Command, Line, Supervisor, print_line
 from echelon.transport.control import frame
+from echelon.transport.enlist import interface_address
+
+LOOPBACK = "127.0.0.1"
 
 
 def run(
@@ -29,7 +32,7 @@ def run(
     """
     check(job)
     # The scheduler inherits a bound socket, so no other program can take its port in between.
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+    with socket.create_server((LOOPBACK, 0), backlog=128) as listener:
         listener.set_inheritable(True)
         port = listener.getsockname()[1]
 
@@ -52,12 +55,19 @@ def check(job: Job) -> None:
         raise UsageError(f"a job needs at least one worker (-n), not {job.num_workers}")
     if job.num_servers < 0:
         raise UsageError(f"the number of servers (-s) cannot be {job.num_servers}")
+    hosts_of(job)
+
+
+def hosts_of(job: Job) -> dict[int, str]:
+    """Where each worker will be, as groups files name it."""
+    host = job.host or (interface_address(job.interface) if job.interface else LOOPBACK)
+    return dict.fromkeys(range(job.num_workers), host)
 
 
 def _tell(port: int, message: Gone) -> None:
     """A worker that ends before it registers is news only a launcher has."""
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
+        with socket.create_connection((LOOPBACK, port), timeout=1.0) as connection:
             connection.sendall(frame(message))
     except OSError:
         pass  # the scheduler is gone, too
@@ -65,7 +75,7 @@ def _tell(port: int, message: Gone) -> None:
 
 def _commands(job: Job, command: Sequence[str], port: int, listener: int) -> list[Command]:
     def process(role: str, rank: int, arguments: Sequence[str], **extra: str) -> Command:
-        mine = replace(job, role=role, rank=rank, scheduler_host="127.0.0.1", scheduler_port=port)
+        mine = replace(job, role=role, rank=rank, scheduler_host=LOOPBACK, scheduler_port=port)
         environment = mine.to_environment() | extra
         if role == "worker":
             environment |= threads_and_interface(job, job.num_workers, one_machine=True)

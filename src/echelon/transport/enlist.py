@@ -128,5 +128,7 @@ def interface_address(name: str) -> str:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         except OSError:
             names = ", ".join(interface for _, interface in socket.if_nameindex())
-            raise UsageError(f"no address on network interface {name!r}; this machine has {names}") from None
+            raise UsageError(
+                f"no address on network interface {name!r} (-i or DMLC_INTERFACE); this machine has {names}"
+            ) from None
     return socket.inet_ntoa(answer[20:24])

@@ -1,0 +1,69 @@
+"""What `echelon launch` refuses before it starts anything, and what it takes from the environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+
+from echelon.cli.launch import add_job_arguments, job_from
+from echelon.cli.main import main
+
+LEAVES_A_TRACE = ["touch", "started"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "by-host").write_text("elsewhere\n")
+    (tmp_path / "latin").write_bytes("0 é\n".encode("latin-1"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("-i nosuch0", "no address on network interface 'nosuch0' (-i or DMLC_INTERFACE); this machine has "),
+        ("--stall-seconds -3", "--stall-seconds must be above 0 and finite, not -3"),
+        ("--stall-seconds 0", "--stall-seconds must be above 0 and finite, not 0"),
+        ("--stall-seconds nan", "--stall-seconds must be above 0 and finite, not nan"),
+        ("--staleness -1", "--staleness must be 0 or more, not -1"),
+        ("--run-dir /proc/nope", "--run-dir /proc/nope cannot be made: "),
+        ("--run-dir by-host", "--run-dir by-host cannot be made: File exists"),
+        ("--groups nosuch", "there is no groups file nosuch"),
+        ("--groups by-host", "by-host line 1: no worker runs on 'elsewhere'; the workers' hosts are 127.0.0.1"),
+        ("--groups latin", "latin is no text in UTF-8: byte 2 is none of it"),
+        ("--groups 0,1/2", "groups '0,1/2' line 2: there is no worker 2; ranks go from 0 to 1"),
+    ],
+)
+def test_a_flag_that_cannot_be_is_refused_before_anything_starts(
+    folder: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str
+) -> None:
+    assert main(["launch", "-n", "2", "-s", "1", *flags.split(), *LEAVES_A_TRACE]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("echelon: ")
+    assert said in err
+    assert sorted(os.listdir(folder)) == ["by-host", "latin"]
+
+
+def test_good_flags_start_it(folder: Path) -> None:
+    flags = "-i lo --stall-seconds 3 --staleness 0 --run-dir here --groups 0,1"
+    assert main(["launch", "-n", "2", "-s", "0", *flags.split(), *LEAVES_A_TRACE]) == 0
+    assert (folder / "started").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "transport", "stall_seconds"), [("", "tcp", 4.0), ("--transport shm --stall-seconds 2", "shm", 2.0)]
+)
+def test_the_environment_counts_where_no_flag_is_given(
+    monkeypatch: pytest.MonkeyPatch, flags: str, transport: str, stall_seconds: float
+) -> None:
+    monkeypatch.setenv("ECHELON_TRANSPORT", "tcp")
+    monkeypatch.setenv("ECHELON_STALL_SECONDS", "4")
+    parser = argparse.ArgumentParser()
+    add_job_arguments(parser)
+    job = job_from(parser.parse_args(["-n", "1", *flags.split()]))
+    assert (job.transport, job.stall_seconds) == (transport, stall_seconds)
