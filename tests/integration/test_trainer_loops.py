@@ -168,6 +168,20 @@ def test_gradients_that_are_cleared_after_they_left_are_an_error() -> None:
 # --- batches in parts
 
 
+@pytest.mark.parametrize("store", ["local", "dist_sync"])
+@pytest.mark.parametrize("samples", [-4, 2.5, float("nan")])
+def test_a_batch_has_a_whole_number_of_samples(store: str, samples: float) -> None:
+    def program(kv: KVStore) -> str:
+        model = seeded(Net)
+        trainer = echelon.Trainer(model, momentum(model), kv)
+        loss_of(model, batches(1)[0]).backward()
+        with pytest.raises(UsageError) as caught:
+            trainer.step(samples)  # type: ignore[arg-type]
+        return str(caught.value)
+
+    assert on_one_worker(program, store) == f"step({samples}): a batch has a whole number of samples, 0 or more"
+
+
 def test_what_was_accumulated_can_be_forgotten() -> None:
     def program(kv: KVStore) -> tuple[int, float]:
         model = seeded(Net)

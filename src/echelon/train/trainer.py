@@ -13,6 +13,7 @@ back; without (`collective_trainer.py`) gradients are summed and the optimizer r
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -237,6 +238,7 @@ class Trainer:
             if self._seen is None:
                 raise UsageError("step() needs the batch size: no forward pass in training mode was seen to tell it")
             return self._seen
+        batch_size = _whole(batch_size)
         if self._seen is not None and batch_size != self._seen and self._have_left:
             raise UsageError(
                 f"step({batch_size}) but the forward pass saw {self._seen} samples, and gradients have left with that "
@@ -288,6 +290,17 @@ class Trainer:
             "wait_s": round(self.wait_s, 6),
             "staleness": {str(value): count for value, count in sorted(self.staleness.items())},
         }
+
+
+def _whole(samples: int) -> int:
+    """A number of samples; what is nearly one (NaN, 2.5) would spoil the weights of everybody's gradients."""
+    try:
+        count = operator.index(samples)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise UsageError(f"step({samples}): a batch has a whole number of samples, 0 or more")
+    return count
 
 
 def _frozen(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
