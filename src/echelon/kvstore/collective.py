@@ -57,7 +57,6 @@ class CollectiveStore(KVStore):
         self._values: dict[Key, _Value] = {}
         self._asked: str | None = None
         self._halted: str | None = None
-        self._closed = False
 
     # --- who and where
 
@@ -137,9 +136,11 @@ class CollectiveStore(KVStore):
     def save_optimizer_states(self, path: str | Path) -> None:
         """Write the state to a safetensors file. All workers call it, and rank 0 writes."""
         found = self.optimizer_states()
-        if self.rank == 0:
-            state_files.save(Path(path), found, self._optimizer())
-        self.group.meet()
+        try:
+            if self.rank == 0:
+                state_files.save(Path(path), found, self._optimizer())
+        finally:  # a file that cannot be written is rank 0's error; nobody waits for it in vain
+            self.group.meet()
 
     def load_optimizer_states(self, path: str | Path) -> None:
         """Take up a state. All workers call it, and every one reads the file."""

@@ -38,7 +38,6 @@ class MultiDeviceStore(KVStore):
         self.on_closed: Callable[[], None] = lambda: None
         self._known: dict[Key, KeySpec] = {}
         self._asked = False
-        self._closed = False
         self._news = ""
         self._news_number = 0
         self._worker = 0

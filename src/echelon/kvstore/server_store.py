@@ -53,7 +53,6 @@ class ServerStore(KVStore):
         self._lock_step = scheme == "dist_sync"
         self._asks_to_halt = False
         self._halted: str | None = None
-        self._closed = False
         self.on_closed: Callable[[], None] = lambda: None
         listed = [sorted(group) for group in groups] if groups else None
         self._to_all(lambda i: Configure(i, session.rank, scheme, staleness, listed))

@@ -21,11 +21,12 @@ from echelon.cluster.messages import (
     View,
 )
 from echelon.environment import Job
-from echelon.errors import JobError
+from echelon.errors import JobError, UsageError
 from echelon.transport.enlist import enlist
 from echelon.transport.interface import Transport
 
 REASON_S = 2.0
+CLOSED = "this store is closed, and nothing can be asked of it any more; close it after the last call"
 
 
 class Session(Protocol):
@@ -103,6 +104,7 @@ class Joined:
 
         All return the same: who is slow to wake up may know of a later word by then, which others do not.
         """
+        self._check_here()
         with self._changed:
             self._barriers += 1
             wanted = self._barriers
@@ -118,6 +120,7 @@ class Joined:
 
     def halt(self, reason: str) -> None:
         """Ask all workers to stop training; `halted` is set when the scheduler has told everybody."""
+        self._check_here()
         self._control.send(Halt(reason))
 
     def hear_halt(self) -> str:
@@ -140,6 +143,10 @@ class Joined:
         if not self._left:
             self._left = True
             self._stack.close()
+
+    def _check_here(self) -> None:
+        if self._left:
+            raise UsageError(f"worker {self.rank}: {CLOSED}")
 
     def _receive(self, message: ControlMessage) -> None:
         with self._changed:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,10 +25,20 @@ SCALARS = frozenset({"step", "mu_product"})  # one number for a whole key; all o
 
 def save(path: Path, states: Mapping[str, Tensor], spec: OptimizerSpec) -> None:
     """Write states, whole or not at all."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; give the name of a file, for example {path / 'optimizer.safetensors'}")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: there is no folder {path.parent}; make it before optimizer states are saved there")
     temporary = path.with_name(path.name + ".part")
     tensors = {name: tensor.contiguous() for name, tensor in states.items()}
-    save_file(tensors, temporary, {"optimizer": msgspec.json.encode(spec).decode()})
-    os.replace(temporary, path)
+    try:
+        save_file(tensors, temporary, {"optimizer": msgspec.json.encode(spec).decode()})
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise DataError(
+            f"{path}: the optimizer states could not be written ({error}); is the folder writable, and room left?"
+        ) from error
 
 
 def load(path: Path, spec: OptimizerSpec) -> dict[str, Tensor]:

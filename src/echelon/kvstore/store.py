@@ -36,6 +36,7 @@ from echelon.kvstore.arguments import (
     spec_of_value,
 )
 from echelon.kvstore.optimizers import spec_by_name, spec_of
+from echelon.kvstore.session import CLOSED
 from echelon.observe.events import EventLog
 from echelon.server.optimization import WHOLE_NUMBERS
 
@@ -47,6 +48,7 @@ class KVStore(ABC):
         self.type = name
         self.events = events
         self.optimizer_spec: OptimizerSpec | None = None
+        self._closed = False
         self._check_finite = check_finite
         self._sums_replace = sums_replace  # a push without an optimizer: its sum is the new value
 
@@ -81,6 +83,7 @@ class KVStore(ABC):
 
     def init(self, key: Keys, value: Values) -> None:
         """Make keys known, with rank 0's values; all workers call it, and it returns when all have."""
+        self._check_open()
         names = as_keys(key)
         values = [tensors[0].detach() for tensors in as_values(key, value)]
         self._check_names(names)
@@ -205,7 +208,12 @@ class KVStore(ABC):
             given = spec_of_value(spec.name, tensor)
             raise UsageError(f"worker {self.rank}: key {spec.name!r} is {spec}, but {given} was {what}")
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"worker {self.rank}: {CLOSED}")
+
     def _specs(self, key: Keys) -> list[KeySpec]:
+        self._check_open()
         names = as_keys(key)
         if not names or len(set(names)) < len(names):
             raise UsageError(f"worker {self.rank}: a call must name keys, each once, not {names!r}")

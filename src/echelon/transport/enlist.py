@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from echelon.cluster.messages import SERVER, Abort, ControlMessage, Finish, Refused, Register, Registered, Roster
@@ -21,6 +21,7 @@ from echelon.transport.control import ControlClient, connect
 from echelon.transport.interface import Endpoint, Transport
 
 _SIOCGIFADDR = 0x8915
+_left: set[tuple[str, int]] = set()  # the jobs, by their schedulers, that this process was in
 
 
 class _Mail:
@@ -65,22 +66,42 @@ def enlist(job: Job, role: str, transport: Transport) -> Iterator[Post]:
 
     number = "" if job.rank is None else f" {job.rank}"
     who = f"{role}{number} (pid {os.getpid()})"
-    connection = connect(job.scheduler_host, job.scheduler_port, job.timeout_s, who, job.stall_seconds)
-    host = own_host(job, connection)
-    endpoint = transport.serve(host) if role == SERVER else None
-    control = ControlClient(connection, receive)
-    try:
+    with _joining_once(job) as patience_s, ExitStack() as undo:
+        connection = connect(job.scheduler_host, job.scheduler_port, patience_s, who, job.stall_seconds)
+        undo.callback(connection.close)
+        host = own_host(job, connection)
+        endpoint = transport.serve(host) if role == SERVER else None
+        if endpoint is not None:
+            undo.callback(endpoint.close)
+        control = ControlClient(connection, receive)
+        undo.callback(control.close)
         control.send(Register(role, job.rank, host, os.getpid(), endpoint.address if endpoint else ""))
         rank, roster = _wait(job, role, control, mail.kept)
+        undo = undo.pop_all()
+    with undo:
         if job.verbose:
             others = ", ".join(str(member) for member in roster.members)
             where = f"{job.scheduler_host}:{job.scheduler_port}"
             print(f"{role} {rank} at {host} joined the job of {where}: {others}", file=sys.stderr, flush=True)
+        undo.callback(_left.add, (job.scheduler_host, job.scheduler_port))
         yield Post(rank, roster, control, endpoint, mail.listen)
-    finally:
-        control.close()
-        if endpoint is not None:
-            endpoint.close()
+
+
+@contextmanager
+def _joining_once(job: Job) -> Iterator[float]:
+    """How long to try. The scheduler of a job that this process has left is gone, or admits nobody any more."""
+    where = (job.scheduler_host, job.scheduler_port)
+    left = where in _left
+    try:
+        yield 0.0 if left else job.timeout_s
+    except JobError as error:
+        if not left:
+            raise
+        raise UsageError(
+            f"this process has left the job of {where[0]}:{where[1]} when its store was closed, and cannot join it "
+            "again: make one store, give it to every Trainer (kvstore=store), and close when all is done"
+        ) from error
+    _left.discard(where)
 
 
 def _wait(

@@ -7,6 +7,7 @@ would show there as a wrong sum or as a wait that misses its deadline.
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -441,7 +442,84 @@ def run_two(program: Callable[[KVStore], None], ours: Any, theirs: Any, transpor
         worker.result()
 
 
+# --- after the end
+
+
+@pytest.mark.parametrize("store", ["dist_sync", "dist_async"])
+def test_every_call_after_close_is_the_same_error(store: str, tmp_path: Path) -> None:
+    def program(kv: KVStore) -> list[str]:
+        kv.init("good", torch.zeros(3))
+        kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
+        kv.barrier()
+        kv.close()
+        one = torch.ones(3)
+        return [
+            error_of(lambda: kv.push("good", one)),
+            error_of(lambda: kv.pull("good", one)),
+            error_of(lambda: kv.pushpull("good", one)),
+            error_of(lambda: kv.init("other", one)),
+            error_of(lambda: kv.set_optimizer("sgd", lr=1.0)),
+            error_of(lambda: kv.save_optimizer_states(tmp_path / "states")),
+            error_of(kv.barrier),
+            error_of(kv.retire),
+            error_of(lambda: kv.halt("enough")),
+        ]
+
+    for rank, heard in enumerate(job(program, store, num_workers=2)):
+        closed = f"worker {rank}: this store is closed, and nothing can be asked of it any more"
+        assert [text.startswith(closed) for text in heard] == [True] * 9, heard
+
+
+def test_a_store_without_servers_is_closed_as_well() -> None:
+    kv = create("local")
+    kv.init("good", torch.zeros(3))
+    kv.close()
+    assert "this store is closed" in error_of(lambda: kv.pull("good", torch.zeros(3)))
+
+
+def test_a_process_that_has_left_its_job_cannot_join_again() -> None:
+    """At once: not after the minutes for which a scheduler is waited for that has ended."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    whole = Job(scheduler_port=listener.getsockname()[1], num_workers=2, num_servers=1, timeout_s=60.0)
+    transport = InProcessTransport()
+
+    def come_back(rank: int) -> str:
+        join("dist_sync", whole.as_role("worker", rank), transport).close()
+        began = time.monotonic()
+        said = error_of(lambda: join("dist_sync", whole.as_role("worker", rank), transport))
+        assert time.monotonic() - began < DEADLINE_S
+        return said
+
+    with ThreadPoolExecutor(4) as pool:
+        pool.submit(serve_scheduler, whole, listener)
+        pool.submit(serve_server, whole.as_role("server", 0), transport)
+        heard = [job.result() for job in [pool.submit(come_back, rank) for rank in range(2)]]
+    for said in (*heard, come_back_later(whole, transport)):
+        assert f"this process has left the job of 127.0.0.1:{whole.scheduler_port}" in said
+        assert "make one store, give it to every Trainer (kvstore=store)" in said
+
+
+def come_back_later(whole: Job, transport: InProcessTransport) -> str:
+    """When the scheduler has ended for certain."""
+    return error_of(lambda: join("dist_sync", whole.as_role("worker", 0), transport))
+
+
 # --- states
+
+
+def test_states_are_not_saved_where_no_file_can_be(tmp_path: Path) -> None:
+    with create("local") as kv:
+        kv.init("good", torch.zeros(3))
+        kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
+        kv.push("good", torch.ones(3))
+        assert f"{tmp_path} is a folder; give the name of a file" in error_of(
+            lambda: kv.save_optimizer_states(tmp_path)
+        )
+        missing = tmp_path / "nowhere" / "states"
+        said = error_of(lambda: kv.save_optimizer_states(missing))
+        assert f"{missing}: there is no folder {missing.parent}; make it before" in said
+    assert list(tmp_path.iterdir()) == []
+    assert not Path(f"{tmp_path}.part").exists()
 
 
 def test_states_need_an_optimizer_and_a_file_of_theirs(tmp_path: Path) -> None:
