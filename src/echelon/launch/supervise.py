@@ -28,6 +28,7 @@ from echelon.launch.sessions import work_done
 
 GRACE_S = 5.0  # for those that others' failure ends
 SAVING_S = 30.0  # for workers that a signal ends, as Slurm and Kubernetes have it: a step and a checkpoint
+IDLE_S = 60.0  # for a worker that does nothing after the servers have ended: it may wait for a slow disk, not for ever
 TICK_S = 0.2
 LAST_LINES = 20
 _PR_SET_PDEATHSIG = 1
@@ -188,9 +189,10 @@ class Supervisor:
             if child.ended or child.killed:
                 continue
             left_by_servers = not (child.command.essential or self._stopping) and self._last_work < math.inf
-            if not self._status:
-                after = "the servers, and did nothing" if left_by_servers else "the last worker"
-                self._fail(1, child, f"had not ended {2 * GRACE_S:g} s after {after}")
+            if not self._status and left_by_servers:
+                self._fail(1, child, f"did nothing for {IDLE_S:g} s after the servers had ended, and was killed")
+            elif not self._status:
+                self._fail(1, child, f"had not ended {2 * GRACE_S:g} s after the last worker")
             elif left_by_servers or (self._interrupted and not child.command.essential):
                 self._reason += f"; {child.command.name} (pid {child.process.pid}) had not ended and was killed"
             os.killpg(child.process.pid, signal.SIGKILL)
@@ -208,7 +210,7 @@ class Supervisor:
         work = sum(work_done(child.process.pid) for child in self._children if not child.ended)
         if work != self._work or self._last_work == math.inf:
             self._work, self._last_work = work, now
-        elif now - self._last_work >= 2 * GRACE_S:
+        elif now - self._last_work >= IDLE_S:
             self._end_within(0.0)
 
     def _stop(self, number: int, children: Sequence[_Child], within_s: float) -> None:
