@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from echelon.cli.launch import add_job_arguments, job_from
-from echelon.cluster.shares import read_groups
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore.create import GROUPS_FILE
+from echelon.kvstore.groups import read_groups
 from echelon.launch import local
 from echelon.report.curves import draw_curves
 from echelon.report.display import Display, histogram_lines

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 
-from echelon.cluster.shares import parse_groups, read_groups
+from echelon.cluster.shares import parse_groups
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore.client import Client
 from echelon.kvstore.collective import SHARDED, CollectiveStore
 from echelon.kvstore.group import Group, Meeting
+from echelon.kvstore.groups import read_groups
 from echelon.kvstore.multi_device import MultiDeviceStore
 from echelon.kvstore.server_store import ServerStore
 from echelon.kvstore.session import Joined

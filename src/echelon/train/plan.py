@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from echelon.cluster.shares import parse_shares, read_lines
+from echelon.cluster.shares import parse_shares
 from echelon.data.order import Sampling, State
 from echelon.data.sharding import ByFraction, ByPart, Sharding
 from echelon.errors import UsageError
+from echelon.kvstore.groups import read_lines
 from echelon.train.optimizers import warms_up_by_norm
 from echelon.train.options import TrainOptions
 from echelon.train.schedules import Schedule, make_schedule
