@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from echelon.bench.gpu_rows import LISTS, Row, choose
+from echelon.signals import raised_by_sigterm
 
 if TYPE_CHECKING:
     from echelon.bench.gpu_results import Origin, Record
@@ -56,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         return show(rows, args.extra)
     if args.tables:
         return report(args, None)
-    with _terminable(), tempfile.TemporaryDirectory(prefix="echelon-gpu-") as folder:
+    with raised_by_sigterm(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="echelon-gpu-") as folder:
         return measure(args, rows, args.log_dir or Path(folder))
 
 
@@ -153,17 +151,3 @@ def outcome(record: Record) -> str:
 def say(line: str) -> None:
     """Progress goes to stderr, so that the tables can be taken from stdout."""
     print(line, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends this as Ctrl-C does, so that no trainer outlives it."""
-
-    def leave(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

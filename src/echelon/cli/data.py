@@ -8,10 +8,8 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import NoReturn, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 from echelon.cli import data_run
 from echelon.cores import usable_cores
@@ -19,6 +17,7 @@ from echelon.data import im2rec, imagelist
 from echelon.data.published import PUBLISHED
 from echelon.data.recordio import RecordError
 from echelon.errors import DataError
+from echelon.signals import raised_by_sigterm
 
 Run: TypeAlias = Callable[[argparse.Namespace], int]
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -59,30 +58,12 @@ class _Terminated(BaseException):
     """SIGTERM has come. As with Ctrl-C, nothing but what cleans up should catch it."""
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends what runs inside as Ctrl-C does, so that nothing half-written is left; further ones are ignored."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: object) -> NoReturn:
-        signal.signal(number, signal.SIG_IGN)  # `timeout` sends it twice: cleaning up is not to be cut short
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _command(
     commands: Commands, name: str, run: Run, about: str, *, reads_records: bool = True
 ) -> argparse.ArgumentParser:
     def guarded(args: argparse.Namespace) -> int:
         try:
-            with _terminable():
+            with raised_by_sigterm(_Terminated):
                 return run(args)
         except _Terminated:
             print("echelon: stopped by SIGTERM", file=sys.stderr)

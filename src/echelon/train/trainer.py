@@ -305,13 +305,17 @@ def _whole(samples: int) -> int:
 
 def _frozen(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """The parameters that the optimizer has and that are not trained for now."""
-    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    optimized = _optimized(optimizer)
     return {name: p for name, p in model.named_parameters() if not p.requires_grad and id(p) in optimized}
+
+
+def _optimized(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """The parameters to train, last layer first: about the order in which backward finishes them."""
-    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    optimized = _optimized(optimizer)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in optimized}
     strangers = len(optimized - {id(p) for p in model.parameters()})
     if strangers:
