@@ -101,7 +101,8 @@ def _joining_once(job: Job) -> Iterator[float]:
             f"this process has left the job of {where[0]}:{where[1]} when its store was closed, and cannot join it "
             "again: make one store, give it to every Trainer (kvstore=store), and close when all is done"
         ) from error
-    _left.discard(where)
+    if left:  # a new job at the same address; what another thread has just left stays noted
+        _left.discard(where)
 
 
 def _wait(
