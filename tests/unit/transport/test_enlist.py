@@ -36,8 +36,9 @@ def test_who_waits_for_a_scheduler_that_does_not_answer_says_so(capsys: pytest.C
     with pytest.raises(JobError, match=f"no scheduler at 127.0.0.1:{port} after 2 s"):
         enlist(job, "worker", InProcessTransport()).__enter__()
     first, second, *_ = capsys.readouterr().err.splitlines()
-    form = rf"worker 3 \(pid \d+\) has waited (\d\.\d) s for the scheduler at 127\.0\.0\.1:{port} \(.*\), and waits up to 2 s "
-    waited = [float(found[1]) for line in (first, second) if (found := re.match(form + r"\(ECHELON_TIMEOUT\)$", line))]
+    form = rf"worker 3 \(pid \d+\) has waited (\d\.\d) s for the scheduler at 127\.0\.0\.1:{port} \(.*\)"
+    form += r", and waits up to 2 s \(ECHELON_TIMEOUT\)"
+    waited = [float(found[1]) for line in (first, second) if (found := re.fullmatch(form, line))]
     assert len(waited) == 2
     assert 0.1 <= waited[0] <= waited[1] <= 2
 
