@@ -255,6 +255,10 @@ def make_capturable(optimizer: Optimizer, device: torch.device, scaler: LossScal
             group["fused"] = True
         if "capturable" in group:
             group["capturable"] = True
+        if isinstance(optimizer, SGD) and group["momentum"]:
+            # Made by the first step, they would hold what the memory held if that step overflows and is left out.
+            for parameter in group["params"]:
+                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
     if scaler is not None:
         optimizer.found_inf = scaler.found_inf  # type: ignore[attr-defined]
         optimizer.grad_scale = None  # type: ignore[attr-defined]

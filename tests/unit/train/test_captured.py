@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -174,6 +174,35 @@ def test_a_step_that_overflows_in_float16_is_left_out_and_the_scale_halves() -> 
     step()
     assert scaler.found_inf == 0
     assert not all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.fixture
+def uninitialised_memory_is_nan() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("uninitialised_memory_is_nan")
+def test_a_first_step_that_overflows_leaves_nothing_behind() -> None:
+    def trained(overflow: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 10))
+        work, scaler = work_for(model, torch.float16), LossScaler(CPU)
+        step = WholeStep(work, Alone(sgd(model)), scaler)
+        batches = list(loader())
+        if overflow:
+            scaler.scale.fill_(2.0**40)
+            step.input = batches[0]
+            step()
+            assert scaler.found_inf == 1
+        scaler.scale.fill_(2.0**8)
+        for step.input in batches[1:4]:
+            step()
+            assert scaler.found_inf == 0
+        return [p.detach() for p in model.parameters()]
+
+    assert all(torch.equal(p, q) for p, q in zip(trained(True), trained(False), strict=True))
 
 
 def test_a_loader_on_the_device_is_known_by_what_it_can_do() -> None:
