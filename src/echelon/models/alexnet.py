@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from echelon.models.layers import Layer, Shape, chain, classifier, conv_relu, each, max_pool, network
 
 _SIZES = "alexnet is made for 224x224 images and needs at least 67x67."
 
 
+class WideResponseNorm(nn.LocalResponseNorm):
+    """Works in float32 at least: float16 ends at 65,504, which is the square of 256, and what lies above became 0."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """In the input's dtype again."""
+        wide = torch.promote_types(input.dtype, torch.float32)
+        return super().forward(input.to(wide)).to(input.dtype)
+
+
 def _norm() -> Layer:
-    return each(lambda: nn.LocalResponseNorm(5, alpha=1e-4, beta=0.75, k=2.0))
+    return each(lambda: WideResponseNorm(5, alpha=1e-4, beta=0.75, k=2.0))
 
 
 def alexnet(*, num_classes: int, image_shape: Shape) -> nn.Module:

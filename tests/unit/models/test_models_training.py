@@ -105,3 +105,14 @@ def test_digits_cnn_learns_the_digits() -> None:
             optimizer.step()
     accuracy = (model(val_images).argmax(1) == val_labels).float().mean().item()
     assert accuracy >= 0.97
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_alexnet_normalises_large_activations_in_half_precision(half: torch.dtype) -> None:
+    model = models.build("alexnet", num_classes=10, image_shape=(3, 224, 224))
+    norm = model.get_submodule("features.norm1")
+    activations = 400 * torch.rand(2, 96, 5, 5, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", half):
+        found = norm(activations.to(half))
+    assert found.dtype == half
+    torch.testing.assert_close(found.float(), norm(activations), rtol=0.02, atol=0.1)
