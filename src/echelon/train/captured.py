@@ -69,8 +69,6 @@ class HalfWeights:
     def __init__(self, model: nn.Module, half: torch.dtype) -> None:
         self._full = halved_weights(model)
         self.copies = {name: w.detach().to(half).requires_grad_() for name, w in self._full.items()}
-        for weight in self._full.values():
-            weight.grad = torch.zeros_like(weight)
 
     def clear(self) -> None:
         """Before backward."""
@@ -78,9 +76,12 @@ class HalfWeights:
             copy.grad = None
 
     def hand_over(self) -> None:
-        """After backward: the copies' gradients become the weights', in float32."""
-        pairs = [(full.grad, self.copies[name].grad) for name, full in self._full.items()]
-        torch._foreach_copy_([full for full, _ in pairs], [half for _, half in pairs])  # type: ignore[misc]
+        """After backward: the copies' gradients become the weights', in float32; what was not used has none."""
+        halves = {name: copy.grad for name, copy in self.copies.items() if copy.grad is not None}
+        gradients = [torch.empty_like(self._full[name]) for name in halves]
+        torch._foreach_copy_(gradients, list(halves.values()))
+        for name, gradient in zip(halves, gradients, strict=True):
+            self._full[name].grad = gradient
 
     def renew(self) -> None:
         """After the update."""
@@ -136,7 +137,6 @@ class WholeStep:
         half = work.precision.half
         self._halves = HalfWeights(work.model, half) if half is not None and halved_weights(work.model) else None
         self._parameters = [p for group in updates.optimizer.param_groups for p in group["params"]]
-        self._kept = {id(p) for p in self._parameters if p.grad is not None}  # where halves hand over
         self._plain = self._measured
         self._forward = compiler(self._measured) if compiler is not None else self._measured
         self.source: OnDevice | None = None
@@ -146,8 +146,7 @@ class WholeStep:
     def __call__(self) -> None:
         """Take a step."""
         for parameter in self._parameters:
-            if id(parameter) not in self._kept:
-                parameter.grad = None
+            parameter.grad = None
         if self._halves is not None:
             self._halves.clear()
         loss, sums = self._forward()

@@ -149,6 +149,33 @@ def test_in_bfloat16_a_weight_that_is_used_twice_learns_from_both_uses(make: Cal
     assert distance(ours, make()) > 0.01, "it has learnt something to compare"
 
 
+class PartlyUsed(nn.Module):
+    """Has weights that no forward pass touches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = network()
+        self.never = nn.Linear(4, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.features(images)  # type: ignore[no-any-return]
+
+
+def partly_used() -> nn.Module:
+    torch.manual_seed(3)
+    return PartlyUsed()
+
+
+@pytest.mark.parametrize("half", [None, torch.bfloat16])
+def test_weights_that_are_not_used_stay_as_they_are(half: torch.dtype | None) -> None:
+    ours, _ = whole(half, make=partly_used)
+    plain, _ = eager(half, make=partly_used)
+    never = partly_used().get_submodule("never")
+    assert same(ours.get_submodule("never"), never)
+    assert same(plain.get_submodule("never"), never)
+    assert distance(ours, plain) < 2e-3
+
+
 def test_compiled_it_does_the_same() -> None:
     ours, measured = whole(torch.bfloat16)
     compiled, sums = whole(torch.bfloat16, compiler=lambda f: torch.compile(f, backend="aot_eager"))
