@@ -12,7 +12,8 @@ and nobody looked at it before; the factors leave when all ways back to the weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -39,6 +40,20 @@ def can_be_factored(module: nn.Module) -> bool:
         return False
     weight = module.weight
     return weight.dtype is torch.float32 and weight.device.type == "cpu" and weight.requires_grad
+
+
+def factorable_layers(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> dict[str, nn.Linear]:
+    """The layers whose weights are among these, by their names, and that alone use their weights and biases."""
+    users = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    names = {id(weight): name for name, weight in weights.items()}
+    return {
+        names[id(module.weight)]: module
+        for module in model.modules()
+        if can_be_factored(module)
+        and isinstance(module, nn.Linear)
+        and id(module.weight) in names
+        and users[id(module.weight)] == users[id(module.bias)] == 1
+    }
 
 
 class FactoredLinear:

@@ -153,7 +153,7 @@ class Run:
 
     def _steps(self, loader: Batches, first: int) -> Iterator[int]:
         """Make the steps of the rest of an epoch, and give the number of each."""
-        done = loader.state.epoch * self._per_epoch
+        done = self._steps_since_beginning(loader.state.epoch, 0)
         with self._stopping.instead_of_errors():
             for index, batch in enumerate(self._step.batches(loader), first):
                 self._one_step(done + index + 1, batch)
@@ -188,16 +188,21 @@ class Run:
 
     def _after_step(self, epoch: int, done: int) -> bool:
         """Evaluate and save where that is due; whether training ends here."""
-        options, clock, per_epoch = self._options, self._trainer.clock, self._per_epoch
+        options = self._options
         if self._stopping.asked is not None and not self._kvstore.halted:
             self._kvstore.halt(self._stopping.asked)
-        if done == per_epoch:
+        if done == self._per_epoch:
             return False  # the end of an epoch evaluates and saves by itself
-        if self._leader and options.eval_every and clock % options.eval_every == 0 and not self._stopping.asked:
+        due = options.eval_every and self._steps_since_beginning(epoch, done) % options.eval_every == 0
+        if self._leader and due and not self._stopping.asked:
             self._evaluate(epoch, done)
         if self._kvstore.halted or (options.save_batches and done % options.save_batches == 0):
             self._saver.save(self._point(epoch, done), self._measured)
         return bool(self._kvstore.halted)
+
+    def _steps_since_beginning(self, epoch: int, done: int) -> int:
+        """Those before a resumption, too; the trainer's clock counts this process's."""
+        return epoch * self._per_epoch + done
 
     def _point(self, epoch: int, done: int) -> Point:
         return Point(epoch, done, done * self._sampling.batch_size * self._place.size)
@@ -238,7 +243,8 @@ class Run:
         target = self._options.target_accuracy
         if target is not None and accuracy >= target and not self._kvstore.halted:
             self._reached = True
-            self._kvstore.halt(f"target accuracy {target:g} reached: {accuracy:.4f} after {self._trainer.clock} steps")
+            steps = self._steps_since_beginning(epoch, done)
+            self._kvstore.halt(f"target accuracy {target:g} reached: {accuracy:.4f} after {steps} steps")
 
     def _validate(self, validation: Validation) -> dict[str, float]:
         with self._average.applied() if self._average is not None else nullcontext():
@@ -297,4 +303,4 @@ class Run:
 
     def _say_speed(self, epoch: int, due: tuple[int, int, float], values: dict[str, float]) -> None:
         self._say(log_lines.speed_line(epoch, *due, values))
-        self._board.scalar("samples/s", due[2], self._trainer.clock)
+        self._board.scalar("samples/s", due[2], self._steps_since_beginning(epoch, due[1] + 1))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,12 +21,12 @@ from echelon.cluster.messages import Done, OptimizerSpec
 from echelon.errors import UsageError
 from echelon.kvstore.arguments import is_finite
 from echelon.kvstore.client import Ticket
-from echelon.kvstore.optimizers import learning_rates, spec_of
+from echelon.kvstore.optimizers import spec_of
 from echelon.kvstore.server_store import ServerStore
 from echelon.server.optimization import NO_OPTIMIZER
-from echelon.train.buckets import Bucket, limit_on_gpu, make_buckets
-from echelon.train.factors import FactoredLinear, can_be_factored
-from echelon.train.regions import region_of
+from echelon.train.changes import FixedSettings, WatchedGradients
+from echelon.train.exchanges import Exchanges, bucketed
+from echelon.train.factors import FactoredLinear, factorable_layers
 from echelon.train.replicas import state_of
 from echelon.train.trainer import Hook, Trainer
 
@@ -46,25 +45,21 @@ class ServerTrainer(Trainer):
         self._early: set[int] = set()  # buckets with parameters that are read without a call of their module
         self._arrived: set[str] = set()  # gradients of the step that is being made
         self._cleared: set[str] = set()  # those of them that `zero_grad` came too late for
-        sizes = [p.numel() * p.element_size() for p in self._parameters.values()]
-        if next(iter(self._parameters.values())).device.type == "cpu":
-            self._buckets = make_buckets(sizes)
-        else:
-            parts = region_of(self.model)
-            limit = limit_on_gpu(sum(sizes))
-            self._buckets = make_buckets(sizes, limit, limit, [parts[name] for name in self._names])
-        self._order_by_group()
-        self._bucket_of = {self._names[i]: bucket for bucket in self._buckets for i in bucket.members}
-        self._missing = [len(bucket.members) for bucket in self._buckets]
-        self._sent: list[list[Ticket] | None] = [None] * len(self._buckets)  # of the step that is being made
-        self._flying: dict[int, list[Ticket]] = {}  # bucket -> exchange to wait for
-        self._unused: dict[int, list[int]] = {}  # bucket -> keys that are known to get no gradient
-        self._flying_step = 0  # the step it belongs to
+        buckets = bucketed(self.model, self._parameters, self.optimizer)
+        self._names = [name for bucket in buckets for name in bucket]
+        self._parameters = {name: self._parameters[name] for name in self._names}
+        self._missing = [len(bucket) for bucket in buckets]
+        self._sent: list[list[Ticket] | None] = [None] * len(buckets)  # of the step that is being made
+        self._unused: dict[int, list[str]] = {}  # bucket -> parameters that are known to get no gradient
+        self._flying_step = 0  # the step that buckets under way belong to
         self._step_hooks: list[Hook] = []
         self._driven = False
         self._loading = False
         self._stops_at: int | None = None  # the step after which all stop
-        self._place()
+        self._exchanges = Exchanges(self.kvstore, self.optimizer, self._parameters, buckets)
+        self._watched = WatchedGradients(self._exchanges.gradients)
+        self._settings = FixedSettings(self.optimizer)
+        self._hand_over()
         self._hook()
 
     @property
@@ -72,33 +67,20 @@ class ServerTrainer(Trainer):
         """Whether every step waits for all workers."""
         return self.kvstore.type == "dist_sync"
 
-    def _order_by_group(self) -> None:
-        """Inside a bucket, parameters of one optimizer group lie together: servers treat neighbours alike in one run.
-
-        Weights that decay and biases that do not, in turn, would be a run each, and a step several times as long.
-        """
-        groups = enumerate(self.optimizer.param_groups)
-        group_of = {id(parameter): index for index, group in groups for parameter in group["params"]}
-        for bucket in self._buckets:
-            first, last = bucket.members[0], bucket.members[-1]
-            members = self._names[first : last + 1]
-            self._names[first : last + 1] = sorted(members, key=lambda name: group_of[id(self._parameters[name])])
-        self._parameters = {name: self._parameters[name] for name in self._names}
-
     # --- the loop
 
     def _step(self, samples: int) -> None:
         self._check_unchanged()
-        for bucket in self._buckets:
-            if self._sent[bucket.index] is None:
-                self._send_rest(bucket, samples)
+        buckets = self._exchanges.buckets
+        for index, sent in enumerate(self._sent):
+            if sent is None:
+                self._send_rest(index, samples)
         self._flying_step = self.clock + 1
-        for bucket in self._buckets:
-            tickets = self._sent[bucket.index]
+        for index, tickets in enumerate(self._sent):
             assert tickets is not None
-            self._flying[bucket.index] = tickets
-            self._sent[bucket.index] = None
-            self._missing[bucket.index] = len(bucket.members)
+            self._exchanges.fly(index, tickets)
+        self._sent = [None] * len(buckets)
+        self._missing = [len(bucket) for bucket in buckets]
         self._arrived.clear()
         self._cleared.clear()
         self._called.clear()
@@ -114,28 +96,27 @@ class ServerTrainer(Trainer):
 
     def sync(self) -> None:
         """Wait until every parameter has the weights of the last step."""
-        for index in list(self._flying):
+        for index in self._exchanges.flying:
             self._wait_for(index)
         if self._driven:
-            self._take_weights(self._names)
+            self._exchanges.take_weights(self._names)
 
     def zero_grad(self) -> None:
         """Forget gradients that were not pushed."""
         self._carried = 0
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._versions = {name: watched._version for name, watched in self._watched.items()}
+        self._watched.forgive()
         self._cleared = set(self._arrived)
-        for bucket in self._buckets:
-            if self._sent[bucket.index] is None:
-                self._arrived -= {self._names[i] for i in bucket.members}
-                self._missing[bucket.index] = len(bucket.members)
+        for index, bucket in enumerate(self._exchanges.buckets):
+            if self._sent[index] is None:
+                self._arrived -= set(bucket)
+                self._missing[index] = len(bucket)
 
     def refresh(self) -> None:
         """Fetch the weights as they are on the servers now, others' last pushes included."""
         self.sync()
-        self.kvstore.pull(self._names, [self._views[name][0] for name in self._names])
-        self._take_weights(self._names)
+        self._exchanges.pull()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Put weights and buffers into the model and the servers. All workers call it."""
@@ -184,59 +165,44 @@ class ServerTrainer(Trainer):
         for hook in (*self._step_hooks, self._watch):
             hook.remove()
         self._driven = True
-        return [[self._names[i] for i in bucket.members] for bucket in self._buckets]
+        return [list(bucket) for bucket in self._exchanges.buckets]
 
     def send(self, index: int, samples: int) -> None:
         """A bucket's gradients are in place: push them."""
-        more = index + 1 < len(self._buckets)
-        given, unused = self._bucket_keys[index], self._unused.get(index)
-        tickets = self._exchange(unused, 0, more=more or bool(given)) if unused else []
+        more = index + 1 < len(self._exchanges.buckets)
+        unused = self._unused.get(index, [])
+        given = [name for name in self._exchanges.buckets[index] if name not in unused]
+        tickets = self._exchanges.push(unused, 0, more=more or bool(given)) if unused else []
         if given:
-            tickets += self._exchange(given, samples, more=more)
-        self._flying[index] = tickets
+            tickets += self._exchanges.push(given, samples, more=more)
+        self._exchanges.fly(index, tickets)
         self._flying_step = self.clock + 1
 
     def leave_out(self, index: int, names: Sequence[str]) -> None:
         """Say of some parameters of a bucket that no step gives them a gradient."""
-        self._unused[index] = [self._keys[name] for name in names]
-        self._bucket_keys[index] = [key for key in self._bucket_keys[index] if key not in self._unused[index]]
+        self._unused[index] = list(names)
 
     def has_come(self, index: int) -> bool:
         """Whether a bucket's new weights are in place by now."""
-        return index not in self._flying or self.kvstore.is_answered(self._flying[index])
+        return self._exchanges.has_come(index)
 
     def receive(self, index: int) -> None:
         """Wait until a bucket's new weights are in place."""
-        if index in self._flying:
+        if self._exchanges.is_flying(index):
             self._settle(index)
 
     # --- set-up
 
-    def _place(self) -> None:
-        """Put every parameter into the store with rank 0's values, and its tensor where they arrive."""
-        values = [parameter.detach() for parameter in self._parameters.values()]
-        self.kvstore.init(self._names, values)
-        self._views = {name: self.kvstore.views(name) for name in self._names}
-        self._keys = {name: self.kvstore.key_number(name) for name in self._names}
-        self._bucket_keys = [[self._keys[self._names[i]] for i in bucket.members] for bucket in self._buckets]
-        # The same memory as a tensor with a version counter of its own: it tells whether somebody wrote through it.
-        plain = {name: view for name, (_, view) in self._views.items() if view.dtype != torch.bfloat16}
-        self._watched = {name: torch.from_numpy(view.numpy()) for name, view in plain.items()}
-        self._versions = dict.fromkeys(self._watched, 0)
+    def _hand_over(self) -> None:
+        """Give the servers the optimizer, and take what they have: rank 0's weights."""
         spec = spec_of(self.optimizer, {id(parameter): name for name, parameter in self._parameters.items()})
         members = dict(spec.members)
-        fixed = ("momentum", "betas", "weight_decay", "alpha", "eps", "dampening", "nesterov", "lr_decay")
-        groups = self.optimizer.param_groups
-        self._settings = [{option: group[option] for option in fixed if option in group} for group in groups]
         if self._buffers:
             length = sum(buffer.numel() for buffer in self._buffers)
             members |= dict.fromkeys(self.kvstore.make_vectors(_BUFFERS, length), NO_OPTIMIZER)
         self.kvstore.use_optimizer(OptimizerSpec(spec.name, spec.groups, members))
-        self.kvstore.pull(self._names, [self._views[name][0] for name in self._names])
-        for name, parameter in self._parameters.items():
-            if parameter.device.type == "cpu":
-                parameter.data = self._views[name][0]
-        self._take_weights(self._names)
+        self._exchanges.pull()
+        self._exchanges.adopt()
         self._give_state()
 
     def _give_state(self) -> None:
@@ -273,7 +239,7 @@ class ServerTrainer(Trainer):
         return warn
 
     def _find_factorable(self) -> dict[str, nn.Linear]:
-        """Layers that may push factors, by the names of their weights: each a bucket by itself, and used by one module.
+        """Layers that may push factors, by the names of their weights; each is a bucket by itself.
 
         Servers then do what the workers are spared: fewer of them than workers would be kept busy by it, unless the
         network is what everybody waits for. Whether a product is finite is not seen in its factors.
@@ -281,17 +247,8 @@ class ServerTrainer(Trainer):
         busy = self.kvstore.memory_is_shared and self.kvstore.num_servers < len(self.kvstore.workers)
         if busy or self._check_finite:
             return {}
-        users = Counter(id(p) for module in self.model.modules() for p in module.parameters(recurse=False))
-        alone = {self._names[b.members[0]] for b in self._buckets if len(b.members) == 1}
-        names = {id(self._parameters[name]): name for name in alone}
-        return {
-            names[id(module.weight)]: module
-            for module in self.model.modules()
-            if can_be_factored(module)
-            and isinstance(module, nn.Linear)
-            and id(module.weight) in names
-            and users[id(module.weight)] == users[id(module.bias)] == 1
-        }
+        alone = [bucket[0] for bucket in self._exchanges.buckets if len(bucket) == 1]
+        return factorable_layers(self.model, {name: self._parameters[name] for name in alone})
 
     def _factored(self, name: str, module: nn.Linear) -> FactoredLinear:
         def may_take() -> bool:
@@ -301,37 +258,36 @@ class ServerTrainer(Trainer):
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._before_forward(module, args, kwargs)
-        for index in self._early & self._flying.keys():
-            self._wait_for(index)
+        for index in self._early:
+            self._wait_if_flying(index)
 
     def _waiter(self, watched: nn.Module, names: list[str]) -> Any:
-        buckets = sorted({self._bucket_of[name].index for name in names})
+        buckets = sorted({self._exchanges.bucket_of[name] for name in names})
 
         def wait(module: nn.Module, args: Any) -> None:
             if module is not watched:
                 return  # a copy, which has hooks and weights of its own
             self._called.update(names)
             for index in buckets:
-                if index in self._flying:
-                    self._wait_for(index)
+                self._wait_if_flying(index)
 
         return wait
 
     def _grad_hook(self, name: str) -> Any:
-        bucket = self._bucket_of[name]
+        index = self._exchanges.bucket_of[name]
 
         def ready(parameter: Tensor) -> None:
             if name not in self._called:  # as nn.MultiheadAttention does with its out_proj: wait before all of forward
-                self._early.add(bucket.index)
+                self._early.add(index)
             if self._accumulating or not self._overlap or self._seen is None or parameter.grad is None:
                 return  # None: its factors have left, or it was frozen since the forward pass
             if name in self._arrived:
                 raise self._second_backward()
             self._take(name, parameter)
             self._arrived.add(name)
-            self._missing[bucket.index] -= 1
-            if self._missing[bucket.index] == 0:
-                self._sent[bucket.index] = self._exchange(self._bucket_keys[bucket.index], self._seen)
+            self._missing[index] -= 1
+            if self._missing[index] == 0:
+                self._sent[index] = self._exchanges.push(self._exchanges.buckets[index], self._seen)
 
         return ready
 
@@ -343,96 +299,78 @@ class ServerTrainer(Trainer):
         assert gradient is not None
         if gradient.is_sparse:
             raise UsageError(f"the gradient of {name!r} is sparse, which no server takes: use sparse=False")
-        bucket = self._bucket_of[name].index
-        if bucket in self._flying:  # a model that ran no forward hook since the last step, for example a frozen part
-            self._wait_for(bucket)
-        place = self._views[name][1]
+        # A model may have run no forward hook since the last step, for example of a frozen part.
+        self._wait_if_flying(self._exchanges.bucket_of[name])
+        place = self._exchanges.gradients[name]
         if gradient.data_ptr() != place.data_ptr() or not place.numel():  # all that is empty is at the same address
             place.copy_(gradient)
             if gradient.device.type == "cpu":
-                parameter.grad = self._watched.get(name, place)
+                parameter.grad = self._watched[name]
         if self._check_finite and not is_finite(place):
             raise self._not_finite(name)
 
     def _take_factors(self, name: str, left: Tensor, right: Tensor) -> None:
         """Put the factors of a gradient to its place, and let them leave: the bucket has no other parameter."""
-        index = self._bucket_of[name].index
-        if index in self._flying:
-            self._wait_for(index)
-        place = self._views[name][1].view(-1)
+        index = self._exchanges.bucket_of[name]
+        self._wait_if_flying(index)
+        place = self._exchanges.gradients[name].view(-1)
         place[: left.numel()].view_as(left).copy_(left)
         place[left.numel() : left.numel() + right.numel()].view_as(right).copy_(right)
         assert self._seen is not None
         self._arrived.add(name)
         self._missing[index] = 0
-        self._sent[index] = self._exchange([self._keys[name]], self._seen, rank=len(left))
+        self._sent[index] = self._exchanges.push([name], self._seen, rank=len(left))
 
-    def _exchange(self, keys: list[int], samples: int, rank: int = 0, *, more: bool = False) -> list[Ticket]:
-        return self.kvstore.exchange(keys, float(samples), learning_rates(self.optimizer), rank, more=more)
-
-    def _send_rest(self, bucket: Bucket, samples: int) -> None:
+    def _send_rest(self, index: int, samples: int) -> None:
         """A bucket that backward did not complete: what has a gradient leaves, the rest says it has none."""
-        if bucket.index in self._flying:
-            self._wait_for(bucket.index)
-        names = [self._names[i] for i in bucket.members]
-        given = [name for name in names if self._parameters[name].grad is not None]
+        self._wait_if_flying(index)
+        bucket = self._exchanges.buckets[index]
+        given = [name for name in bucket if self._parameters[name].grad is not None]
         for name in given:
             self._take(name, self._parameters[name])
-        tickets: list[Ticket] = []
-        if given:
-            tickets += self._exchange([self._keys[name] for name in given], samples)
-        if absent := [self._keys[name] for name in names if name not in given]:
-            tickets += self._exchange(absent, 0)
-        self._sent[bucket.index] = tickets
+        tickets = self._exchanges.push(given, samples) if given else []
+        if absent := [name for name in bucket if name not in given]:
+            tickets += self._exchanges.push(absent, 0)
+        self._sent[index] = tickets
+
+    def _wait_if_flying(self, index: int) -> None:
+        if self._exchanges.is_flying(index):
+            self._wait_for(index)
 
     def _wait_for(self, index: int) -> None:
         self._settle(index)
-        self._take_weights([self._names[i] for i in self._buckets[index].members])
+        self._exchanges.take_weights(self._exchanges.buckets[index])
 
     def _settle(self, index: int) -> None:
-        tickets = self._flying.pop(index)
         began = time.perf_counter()
-        self.kvstore.wait(tickets)
+        tickets = self._exchanges.land(index)
         self.wait_s += time.perf_counter() - began
         if index == 0:
             if self.kvstore.stops_with(tickets):  # all hear that, but some not before the next step is under way
                 self._stops_at = self._flying_step + 1
             self.staleness[max(t.response.staleness for t in tickets if isinstance(t.response, Done))] += 1
 
-    def _take_weights(self, names: list[str]) -> None:
-        """On the CPU a parameter is the very memory that weights arrive in."""
-        for name in names:
-            parameter = self._parameters[name]
-            if parameter.device.type != "cpu":
-                parameter.data.copy_(self._views[name][0], non_blocking=True)
+    # --- what may not be changed
 
     def _check_unchanged(self) -> None:
         """What has been sent cannot be changed any more: say so instead of training with the old values."""
         self._check_frozen()
         factors = any(name in self._arrived and self._parameters[name].grad is None for name in self._factorable)
-        for name, watched in self._watched.items():
-            sent = self._sent[self._bucket_of[name].index] is not None
-            if sent and self._replaced(name, watched):
+        for name in self._watched.names:
+            sent = self._sent[self._exchanges.bucket_of[name]] is not None
+            written = self._watched.was_written(name)
+            # With factors: what was done to this one may have been meant for those, too.
+            if (sent and self._replaced(name)) or (written and (sent or factors)):
                 raise self._changed_gradient(name)
-            if watched._version != self._versions[name]:
-                self._versions[name] = watched._version
-                if sent or factors:  # what was done to this one may have been meant for those, too
-                    raise self._changed_gradient(name)
-        for group, settings in zip(self.optimizer.param_groups, self._settings, strict=True):
-            changed = next((option for option, value in settings.items() if group[option] != value), None)
-            if changed is not None:
-                raise UsageError(
-                    f"the optimizer's {changed} went from {settings[changed]} to {group[changed]}; only the learning "
-                    "rate can change during training (OneCycleLR: pass cycle_momentum=False)"
-                )
+        self._settings.check()
 
-    def _replaced(self, name: str, watched: Tensor) -> bool:
+    def _replaced(self, name: str) -> bool:
         gradient = self._parameters[name].grad
         if name not in self._arrived:
             return False
         if gradient is None:
             return name not in self._factorable and name not in self._cleared
-        return gradient.is_cpu and gradient is not watched
+        return gradient.is_cpu and gradient is not self._watched[name]
 
     @property
     def _have_left(self) -> bool:
