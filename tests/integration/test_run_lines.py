@@ -8,6 +8,7 @@ import re
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,40 @@ def test_every_evaluation_has_its_line_and_none_is_made_twice(
     assert fit(replace(OPTIONS, eval_every=every)) == 0
     assert where_validated(lines) == [f"Epoch[{one}" for one in where]
     assert "training stopped" not in lines.text
+
+
+@pytest.mark.parametrize(
+    ("stopped", "point", "left"),
+    [
+        pytest.param({"num_epochs": 1}, (1, 0), slice(3, None), id="after an epoch"),
+        pytest.param({"target_accuracy": 0.15, "eval_every": 4}, (0, 4), slice(None), id="in an epoch"),
+    ],
+)
+def test_a_run_that_goes_on_evaluates_after_the_steps_of_one_that_was_never_stopped(
+    lines: pytest.LogCaptureFixture, tmp_path: Path, stopped: dict[str, Any], point: tuple[int, int], left: slice
+) -> None:
+    options = replace(OPTIONS, eval_every=5, model_prefix=str(tmp_path / "m"))
+    fit(replace(options, model_prefix=None))
+    whole = where_validated(lines)
+    fit(replace(options, **stopped))
+    assert snapshots.find(tmp_path / "m")[0].point == point
+    lines.clear()
+    fit(replace(options, resume=True))
+    assert where_validated(lines) == whole[left]
+
+
+def test_a_run_that_goes_on_counts_its_steps_from_the_beginning(
+    lines: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    options = replace(OPTIONS, eval_every=8, disp_batches=2, model_prefix=str(tmp_path / "m"))
+    fit(replace(options, num_epochs=1))
+    fit(replace(options, target_accuracy=0.1, resume=True, tensorboard=str(tmp_path / "board")))
+    assert re.fullmatch(r"training stopped: target accuracy 0\.1 reached: 0\.\d{4} after 16 steps", lines.messages[-1])
+    board = EventAccumulator(str(tmp_path / "board"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("samples/s")] == [12 + 3]
 
 
 def test_a_target_that_is_reached_in_mid_epoch_is_the_reason_that_is_given(
