@@ -131,9 +131,7 @@ def _add_im2rec(commands: Commands) -> None:
         "--chunks", type=int, default=1, metavar="N", help="files to spread the images over (%(default)s)"
     )
     images = command.add_argument_group("images")
-    images.add_argument(
-        "--resize", type=int, default=0, metavar="N", help="shorter edge in pixels; 0 keeps the size (%(default)s)"
-    )
+    images.add_argument("--resize", type=int, metavar="N", help="shorter edge in pixels; 0 keeps the size (0)")
     images.add_argument("--center-crop", action="store_true", help="cut the middle square out first")
     images.add_argument("--color", type=int, choices=(-1, 0, 1), help="1 colour, 0 grey, -1 as it is (1)")
     images.add_argument("--pass-through", action="store_true", help="store the files as they are")
@@ -158,7 +156,7 @@ def _add_convert(commands: Commands) -> None:
 
 
 def _add_encoding(command: argparse._ActionsContainer, suffix: str) -> None:
-    # What is given must be told from what is not: --pass-through goes with none of it.
+    # What is given must be told from what is not: --pass-through and --list go with none of it.
     command.set_defaults(default_encoding=suffix)
     command.add_argument("--encoding", metavar=".jpg|.png", help=f"how images are stored ({suffix})")
     command.add_argument("--quality", type=int, metavar="N", help="JPEG 1 ... 100 (95), or PNG level 0 ... 9 (6)")

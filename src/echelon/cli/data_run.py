@@ -53,6 +53,7 @@ def run_get(args: argparse.Namespace) -> int:
 
 def run_im2rec(args: argparse.Namespace) -> int:
     """Pack a folder of images, or lists, into record files."""
+    _refuse_packing_flags(args)
     encoding = _encoding(args)
     prefix, root = Path(args.prefix), Path(args.root)
     if not root.is_dir():
@@ -103,18 +104,37 @@ def _encoding(args: argparse.Namespace) -> im2rec.Encoding:
     quality = args.quality if args.quality is not None else (6 if suffix == ".png" else 95)
     color = im2rec.COLOUR if args.color is None else args.color
     interval = im2rec.Encoding.restart_interval if args.restart_interval is None else args.restart_interval
-    return im2rec.Encoding(suffix, quality, args.resize, args.center_crop, color, args.pass_through, interval)
+    return im2rec.Encoding(suffix, quality, args.resize or 0, args.center_crop, color, args.pass_through, interval)
 
 
 def _refuse_encoding_flags(args: argparse.Namespace) -> None:
     """With --pass-through nothing is decoded or encoded; resize and center-crop are Encoding's to refuse."""
-    names = ("encoding", "quality", "color", "restart_interval")
-    given = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in names if getattr(args, name) is not None]
+    given = _given(args, "encoding", "quality", "color", "restart_interval")
     if args.pass_through and given:
         raise UsageError(
             f"--pass-through stores files as they are, so {' and '.join(given)} can have no effect; "
             "leave out the one or the other"
         )
+
+
+def _refuse_packing_flags(args: argparse.Namespace) -> None:
+    """With --list no image is read; --num-thread changes no result anyway."""
+    images = ("encoding", "quality", "resize", "center_crop", "color", "pass_through", "restart_interval")
+    given = _given(args, *images, "pack_label")
+    if args.list and given:
+        raise UsageError(
+            f"--list writes lists only, so {' and '.join(given)} can have no effect; give that when they are packed"
+        )
+
+
+def _given(args: argparse.Namespace, *names: str) -> list[str]:
+    """Those of the flags that are on the command line, as they are there."""
+    flags = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in names]
+    return [
+        flag if value is True else f"{flag} {value}"
+        for flag, value in flags
+        if value is not None and value is not False
+    ]
 
 
 def _find_lists(prefix: Path) -> list[Path]:
