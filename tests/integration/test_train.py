@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from echelon import models
 from echelon.cli.main import main
+from echelon.cli.train import once
 from echelon.data.digits import load_digits
 from echelon.train.evaluate import predict
 
@@ -217,8 +218,28 @@ def test_a_wrong_file_is_refused_before_anything_is_started(
 def test_a_job_that_fails_before_its_first_step_shows_the_error_and_leaves_no_run(tmp_path: Path, job: str) -> None:
     run = train(tmp_path, *f"--data mnist --data-dir nowhere {job}".split())
     assert run.status == 1
-    assert run.out.count("[worker 0] error: MNIST: no file train-images-idx3-ubyte") == 1
+    assert len(re.findall(r"\[worker \d\] error: MNIST: no file train-images-idx3-ubyte", run.out)) == 1, run.out
     assert "samples/s" not in run.out
     assert "runs/" not in run.out
     assert re.fullmatch(r"echelon: worker [01] \(pid \d+\) exited with status 1\n", run.err)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_last_words_that_workers_share_are_shown_once_and_their_own_are_kept() -> None:
+    shown: list[tuple[str, str]] = []
+    show = once(lambda name, text: shown.append((name, text)))
+    lines = [
+        ("worker 0", "loading"),
+        ("worker 1", "loading"),
+        ("worker 1", "error: no known set; looked for"),
+        ("worker 0", "error: no known set; looked for"),
+        ("worker 1", "  a.bin"),
+        ("worker 0", "  a.bin"),
+        ("worker 0", "  b.bin"),
+        ("worker 2", "error: worker 2: the gradient has NaN in it"),
+        ("worker 2", "  a.bin"),
+        ("worker 2", "error: worker 2: the gradient has NaN in it"),
+    ]
+    for line in lines:
+        show(*line)
+    assert shown == [line for index, line in enumerate(lines) if index not in (3, 5, 8)]

@@ -17,6 +17,7 @@ from echelon.errors import UsageError
 from echelon.kvstore.create import GROUPS_FILE
 from echelon.kvstore.groups import read_groups
 from echelon.launch import local
+from echelon.launch.supervise import Line
 from echelon.report.curves import draw_curves
 from echelon.report.display import Display, histogram_lines
 from echelon.report.runs import discard_run, latest_run, new_run
@@ -106,8 +107,22 @@ def watch(job: Job, settings: TrainOptions, directory: Path) -> tuple[int, RunSt
     command = [sys.executable, "-m", "echelon.train", msgspec.json.encode(settings).decode()]
     title = f"{settings.network} on {settings.data}, {settings.kv_store}, -n {job.num_workers} -s {job.num_servers}"
     with Display(directory, title) as display:
-        status = local.run(job, command, on_line=display.print, on_tick=display.update, shown=True)
+        status = local.run(job, command, on_line=once(display.print), on_tick=display.update, shown=True)
     return status, display.state
+
+
+def once(show: Line) -> Line:
+    """Show last words that workers have in common, as those about a file that is missing, of the first one only."""
+    said: dict[str, str] = {}
+    leaving: set[str] = set()
+
+    def on_line(name: str, text: str) -> None:
+        if text.startswith("error: "):  # as `python -m echelon.train` ends
+            leaving.add(name)
+        if name not in leaving or said.setdefault(text, name) == name:
+            show(name, text)
+
+    return on_line
 
 
 def conclude(facts: dict[str, Any], state: RunState, directory: Path) -> None:
