@@ -76,6 +76,9 @@ IMAGENET = {
     "few classes": f"{TRAIN} {INDEXED} --num-classes 2",
     "wrong index": f"{TRAIN} --data-train classes --data-train-idx train.idx",
     "no data": f"{TRAIN} --data-train none.rec",
+    "no target": f"{TRAIN} {INDEXED} --target-accuracy 0.5",
+    "no target, made": f"train_imagenet.py {SMALL} {SHAPE} --benchmark 1 --num-examples 18 --target-accuracy 0.5",
+    "in vain": f"{TRAIN} {INDEXED} --gc-threshold 0.5 --macrobatch-size 64 --lr-schedule cosine",
     **{f"{name}, before": f"{TRAIN} {INDEXED} {base}" for name, (base, _) in AUGMENTATIONS.items() if base},
     **{name: f"{TRAIN} {INDEXED} {base} {flags}" for name, (base, flags) in AUGMENTATIONS.items()},
 }
@@ -271,6 +274,8 @@ def test_damage_found_while_opening_is_counted_too(cases: dict[str, Case]) -> No
         ("cifar, grey", "cifar10 has images of 3 channels, and the image shape 1,28,28 asks for 1; use 3,28,28"),
         ("mnist, colour", "mnist has images of 1 channel, and the image shape 3,28,28 asks for 3; use 1,28,28"),
         ("no data", "no record file none.rec"),
+        ("no target", "--target-accuracy 0.5 looks at validation data, and imagenet has none here: give --data-val"),
+        ("no target, made", "--target-accuracy 0.5 looks at validation data, and --benchmark 1 has none: leave it out"),
         ("own files", "echelon: --data-train train.rec: digits is a set of its own"),
     ],
 )
@@ -278,6 +283,15 @@ def test_what_does_not_go_together_is_one_line(cases: dict[str, Case], name: str
     assert cases[name].status in (1, 2)
     assert len(cases[name].lines) == 1, cases[name].text
     assert said in cases[name].lines[0]
+
+
+def test_flags_of_mxnet_that_do_nothing_are_warned_of_and_the_rest_is_done(cases: dict[str, Case]) -> None:
+    assert cases["in vain"].loss
+    assert [line for line in cases["in vain"].lines if "has no effect" in line] == [
+        "WARNING:root:--macrobatch-size 64 has no effect: only --optimizer lbsgd warms up to it, not sgd",
+        "WARNING:root:--gc-threshold 0.5 has no effect: gradients are not compressed yet",
+    ]
+    assert "has no effect" not in cases["indexed"].text
 
 
 def test_a_label_beyond_the_classes_is_named(cases: dict[str, Case]) -> None:

@@ -23,6 +23,7 @@ from echelon.report.display import Display, histogram_lines
 from echelon.report.runs import discard_run, latest_run, new_run
 from echelon.report.summary import RunState, summary, write_summary
 from echelon.schemes import SCHEMES, rules_for
+from echelon.train import vain
 from echelon.train.arguments import Parser, add_augment_arguments, add_data_arguments, add_fit_arguments
 from echelon.train.fit import fit
 from echelon.train.options import TrainOptions
@@ -59,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
         job = replace(job, num_servers=0)
     local.check(job)
     check(settings, job)
+    vain.warn(options)
     if settings.test_io:
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout)
         return fit(settings)

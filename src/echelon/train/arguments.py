@@ -15,6 +15,7 @@ from echelon.errors import UsageError
 from echelon.train.options import DTYPES, ENGINES, TrainOptions
 from echelon.train.pace import Pace, parse_slow, parse_stall
 from echelon.train.ranges import check_numbers, check_top_k
+from echelon.train.vain import Noted
 
 Add = Callable[..., Any]
 
@@ -57,7 +58,7 @@ def add_fit_arguments(parser: argparse.ArgumentParser, own: Add | None = None) -
     add("--num-epochs", type=int, default=defaults.num_epochs)
     add("--lr", type=float, default=defaults.lr, help="learning rate")
     add("--lr-factor", type=float, default=defaults.lr_factor, help="times this at every step")
-    add("--lr-step-epochs", default=defaults.lr_step_epochs, help="epochs of the steps, 30,60; or pow2")
+    add("--lr-step-epochs", action=Noted, default=defaults.lr_step_epochs, help="epochs of the steps, 30,60; or pow2")
     add("--initializer", default=defaults.initializer, help="default, xavier, msra, orthogonal, normal, uniform, …")
     add("--optimizer", default=defaults.optimizer, help="any of MXNet's: sgd, nag, adam, lars, …; and adamw")
     add("--mom", type=float, default=defaults.momentum, help="momentum")
@@ -73,8 +74,8 @@ def add_fit_arguments(parser: argparse.ArgumentParser, own: Add | None = None) -
     add("--test-io", type=int, default=0, help="1: only read the training data, and show how fast")
     add("--dtype", default=defaults.dtype, help=f"{', '.join(DTYPES)}; auto: bfloat16 on a GPU that has it")
     add("--gc-type", default="none", help="gradient compression (none)")
-    add("--gc-threshold", type=float, default=0.5)
-    add("--macrobatch-size", type=int, default=0, help="lbsgd: the batch that the warm-up leads to")
+    add("--gc-threshold", action=Noted, type=float, default=0.5)
+    add("--macrobatch-size", action=Noted, type=int, default=0, help="lbsgd: the batch that the warm-up leads to")
     add("--warmup-epochs", type=float, help="epochs of growing learning rate (lbsgd: 5)")
     add("--warmup-strategy", default=defaults.warmup_strategy, help="linear, power2, sqrt, constant; lbsgd: lars")
     add("--profile-worker-suffix", default="", help=argparse.SUPPRESS)

@@ -19,6 +19,7 @@ from echelon.train.plan import worker_batch
 from echelon.train.progress import TrainingProgress
 from echelon.train.run import Run
 from echelon.train.trainer import Trainer
+from echelon.train.vain import check_validation
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
         options = replace(options, batch_size=batch)
     if options.test_io:
         return read_only(options, dataset)
+    check_validation(options, has_validation=dataset.validation is not None)
     _prepare(device)
     torch.manual_seed(options.seed)
     model = models.build(

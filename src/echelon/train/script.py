@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from echelon.environment import Job
-from echelon.errors import EchelonError, UsageError
+from echelon.errors import EchelonError
+from echelon.train import vain
 from echelon.train.arguments import (
     Parser,
     add_augment_arguments,
@@ -69,6 +70,7 @@ def _run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str]) -
 
     with TrainingProgress() as progress:
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[progress.handler()])
+        vain.warn(given)
         return fit(options, job.run_dir, progress)
 
 
@@ -81,21 +83,6 @@ def read_options(given: argparse.Namespace, data: str) -> TrainOptions:
     return replace(options_from(given), data=data, network_options=network_options)
 
 
-def _check_not_in_vain(options: TrainOptions) -> None:
-    """Refuse what would do nothing by itself."""
-    pace = options.pace
-    if (pace.slow or pace.stall) and not pace.seconds:
-        raise UsageError("--slow and --stall multiply the seconds of --pace: give that, too, for example --pace 0.05")
-    if options.save_batches and not options.model_prefix:
-        raise UsageError(f"--save-batches {options.save_batches} has nowhere to save: give --model-prefix, too")
-    if options.data_sharding != TrainOptions().data_sharding and not options.data_allocator:
-        raise UsageError(f"--data-sharding {options.data_sharding} is not read without --data-allocator 1: give both")
-    if options.resume and options.load_epoch is not None:
-        raise UsageError(
-            f"--load-epoch {options.load_epoch} and --resume auto both say where to go on: give one of them"
-        )
-
-
 def check(options: TrainOptions, job: Job) -> None:
     """What is wrong with the flags together is said before anything is started."""
     from echelon import models
@@ -106,7 +93,7 @@ def check(options: TrainOptions, job: Job) -> None:
     from echelon.train.plan import device_batch
     from echelon.train.schedules import make_schedule
 
-    _check_not_in_vain(options)
+    vain.check_alone(options)
     check_name(options.kv_store)
     check_optimizer(options.optimizer)
     by_norm = warms_up_by_norm(options.optimizer, options.warmup_strategy)
