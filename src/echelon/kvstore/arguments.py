@@ -64,7 +64,18 @@ def _per_device(key: Key, value: Values) -> list[Tensor]:
         if not isinstance(tensor, Tensor):
             kind = type(tensor).__name__
             raise UsageError(f"key {key!r}: a value must be a torch tensor or a list of them, not {kind}")
+        _check_dense(key, tensor)
         tensors.append(tensor)
     if not tensors:
         raise UsageError(f"key {key!r}: the list of values is empty")
     return tensors
+
+
+def _check_dense(key: Key, tensor: Tensor) -> None:
+    """Found out later, it would be in the middle of a call, with others waiting for the rest of it."""
+    if tensor.layout is not torch.strided:
+        raise UsageError(
+            f"key {key!r}: a value of layout {tensor.layout} cannot be kept or sent; make it dense (to_dense())"
+        )
+    if tensor.is_meta:
+        raise UsageError(f"key {key!r}: a value on device meta has no elements to keep or send")

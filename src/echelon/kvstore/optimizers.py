@@ -44,6 +44,8 @@ def spec_of(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
 
 def spec_by_name(name: str, settings: Mapping[str, Any]) -> OptimizerSpec:
     """An optimizer by name, with torch.optim's own names and defaults for its settings."""
+    if not isinstance(name, str):
+        raise _no_optimizer(name)
     kind = _CLASSES.get(name.lower())
     if kind is None:
         raise UsageError(f"there is no optimizer {name!r}; use one of {', '.join(_CLASSES)}")
@@ -65,6 +67,14 @@ def make_optimizer(spec: OptimizerSpec, parameter: torch.nn.Parameter) -> Optimi
 def learning_rates(optimizer: Optimizer) -> list[float]:
     """The rates of all groups now, as a schedule has set them."""
     return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _no_optimizer(given: object) -> UsageError:
+    what = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
+    return UsageError(
+        "set_optimizer takes an optimizer's name and settings ('sgd', lr=0.1), or an instance of one of torch.optim or "
+        f"echelon.optim, not {what}"
+    )
 
 
 def _adam_or_adamw(optimizer: Optimizer) -> str:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import forked
 from echelon.environment import Job
 from echelon.errors import DataError, EchelonError, UsageError
 from echelon.kvstore import KVStore, create
@@ -137,6 +138,30 @@ def test_a_dtype_that_cannot_be_stored(dtype: torch.dtype) -> None:
 
     name = str(dtype).removeprefix("torch.")
     assert all(f"key 'odd': dtype {name} cannot be stored; use one of float32" in text for text in job(program))
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("runs", [run, forked.run])
+def test_a_value_that_is_not_dense_is_refused_before_anybody_hears_of_the_key(
+    runs: Callable[..., list[list[str]]], wrong: int
+) -> None:
+    """So one worker's mistake, mended there, keeps no other waiting."""
+
+    def program(kv: KVStore) -> list[str]:
+        bad = [torch.eye(3).to_sparse(), torch.zeros(3, 3, device="meta")] if kv.rank == wrong else []
+        heard = [error_of(lambda value=value: kv.init("w", value)) for value in bad]  # type: ignore[misc]
+        kv.init("w", torch.zeros(3, 3))
+        for call in (kv.push, kv.pull, kv.pushpull):
+            assert [error_of(lambda value=value: call("w", value)) for value in bad] == heard  # type: ignore[misc]  # noqa: B023
+        still_works(kv, "w", (3, 3))
+        return heard
+
+    heard = runs(program, "dist_sync", num_workers=2, timeout_s=DEADLINE_S)
+    assert heard[1 - wrong] == []
+    assert heard[wrong] == [
+        "key 'w': a value of layout torch.sparse_coo cannot be kept or sent; make it dense (to_dense())",
+        "key 'w': a value on device meta has no elements to keep or send",
+    ]
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -324,6 +349,27 @@ def test_optimizers_by_name_that_cannot_be(name: str, settings: dict[str, Any], 
         kv.init("good", torch.zeros(3))
         with pytest.raises(UsageError, match=words):
             kv.set_optimizer(name, **settings)
+        still_works(kv)  # and none was set
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "words"),
+    [
+        (torch.optim.SGD, {}, "not the class SGD"),
+        (torch.optim.SGD, {"lr": 0.1}, "not the class SGD"),
+        (None, {}, "not None"),
+        (0.1, {}, "not 0.1"),
+        (torch.optim.lr_scheduler.StepLR, {}, "not the class StepLR"),
+    ],
+)
+def test_what_is_no_optimizer_at_all(given: Any, settings: dict[str, Any], words: str) -> None:
+    with create("local") as kv:
+        kv.init("good", torch.zeros(3))
+        message = error_of(lambda: kv.set_optimizer(given, **settings))
+        assert message.startswith(
+            "set_optimizer takes an optimizer's name and settings ('sgd', lr=0.1), or an instance"
+        )
+        assert message.endswith(words)
         still_works(kv)  # and none was set
 
 
