@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from echelon.bench.contenders import Plan, gloo, mxnet, mxnet_tuned
@@ -18,13 +17,11 @@ from echelon.bench.shapes import shapes, write_shapes
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> Iterator[Plan]:
-    """What to do, on the shapes of a small net; afterwards, a check that no process is left of it."""
-    before = set(psutil.Process().children(recursive=True))
+def plan(tmp_path: Path) -> Plan:
+    """What to do, on the shapes of a small net. That no process is left of it is checked for every test."""
     shapes_file = tmp_path / "shapes.json"
     write_shapes(shapes_file, shapes("mlp"))
-    yield Plan(shapes_file, tmp_path)
-    assert set(psutil.Process().children(recursive=True)) <= before
+    return Plan(shapes_file, tmp_path)
 
 
 def settings(path: Path) -> Namespace:
