@@ -18,8 +18,9 @@ from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore.client import Client
 from echelon.kvstore.collective import SHARDED, CollectiveStore
-from echelon.kvstore.group import Group, Meeting
+from echelon.kvstore.group import Group
 from echelon.kvstore.groups import read_groups
+from echelon.kvstore.meeting import Meeting
 from echelon.kvstore.multi_device import MultiDeviceStore
 from echelon.kvstore.server_store import ServerStore
 from echelon.kvstore.session import Joined
@@ -217,6 +218,7 @@ def meeting_of(name: str, job: Job) -> Meeting | None:
         listen_fd=job.device_fd if own_meeting else job.listen_fd,
         hosted=job.meeting_hosted and not own_meeting,
         timeout_s=job.timeout_s,
+        stall_seconds=job.stall_seconds,
     )
 
 

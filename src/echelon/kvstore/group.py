@@ -1,28 +1,25 @@
-"""The processes that reduce together, one a device: who they are, how they meet, and what they can do with a tensor.
+"""The processes that reduce together, one a device: who they are, and what they can do with a tensor.
 
-They meet at a TCP store, which the first of them hosts, and talk through torch.distributed: NCCL between GPUs, Gloo
-between CPUs. A group of one needs none of it. With Gloo sums are made here, in rank order and in float32 or wider, from
-what an all-to-all brings: the same bytes on the wire as a ring, and the same bits whatever comes first.
+They meet at a store (`meeting.py`) and talk through torch.distributed: NCCL between GPUs, Gloo between CPUs. A group of
+one needs none of it. With Gloo sums are made here, in rank order and in float32 or wider, from what an all-to-all
+brings: the same bytes on the wire as a ring, and the same bits whatever comes first.
 """
 
 from __future__ import annotations
 
-import re
-import socket
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from echelon.errors import JobError, UsageError
+from echelon.kvstore.meeting import Meeting, gist, meet
 from echelon.transport.allocator import keep_freed_memory
 
 FAREWELL_S = 5.0
@@ -31,21 +28,6 @@ SMALL = 4096  # elements that go whole to everybody: one message less
 # torch 2.13 calls these by new names, and warns of the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_meetings: Counter[tuple[str, int]] = Counter()  # how often this process has met others at an address
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where a group meets and who this process is in it. `listen_fd`: the address as a socket, for rank 0."""
-
-    rank: int
-    size: int
-    host: str
-    port: int
-    names: Sequence[str]  # what to call the members in an error
-    listen_fd: int | None = None
-    hosted: bool = False  # somebody else has the store at this address already
-    timeout_s: float = 600.0
 
 
 class Pending:
@@ -66,7 +48,7 @@ class Group:
         self._agreed = 0
         self._store: Store | None = None
         if meeting is not None and self.size > 1:
-            self._store = _meet(meeting)
+            self._store = meet(meeting)
             self._timeout_s = meeting.timeout_s
             self._join()
 
@@ -232,7 +214,7 @@ class Group:
             time.sleep(LINGER_S)
             raise JobError(
                 f"{self._names[self.rank]}: {what} of {self.size} processes failed: one of them died, failed, or did "
-                f"not come in time ({_gist(error)})"
+                f"not come in time ({gist(error)})"
             ) from error
 
 
@@ -251,68 +233,3 @@ def _in_rank_order(rows: Tensor) -> Tensor:
     for row in rows[1:]:
         total += row
     return total
-
-
-def _meet(meeting: Meeting) -> Store:
-    """Host the store or find it, and wait until all are there."""
-    _meetings[meeting.host, meeting.port] += 1
-    number = _meetings[meeting.host, meeting.port]
-    end = time.monotonic() + meeting.timeout_s
-    while True:
-        store = PrefixStore(f"meeting {number}", _open(meeting, end - time.monotonic()))
-        try:
-            if meeting.rank == 0:
-                store.set("open", "")
-            store.wait(["open"], _left(end))
-            break
-        except RuntimeError as error:  # the last meeting's host, about to go, or a real failure
-            if time.monotonic() > end:
-                raise JobError(_who_is_missing(meeting, store, ["open"])) from error
-    keys = [f"here/{rank}" for rank in range(meeting.size)]
-    try:
-        store.set(keys[meeting.rank], "")
-        store.wait(keys, _left(end))
-    except RuntimeError as error:
-        raise JobError(_who_is_missing(meeting, store, keys)) from error
-    return store
-
-
-def _open(meeting: Meeting, timeout_s: float) -> Store:
-    hosting = meeting.rank == 0 and not meeting.hosted
-    fd: dict[str, Any] = (
-        {"master_listen_fd": _taken(meeting.listen_fd)} if hosting and meeting.listen_fd is not None else {}
-    )
-    timeout = timedelta(seconds=max(timeout_s, 0.1))
-    try:
-        return TCPStore(meeting.host, meeting.port, None, hosting, timeout, wait_for_workers=False, **fd)
-    except RuntimeError as error:
-        who = "this process cannot listen" if hosting else f"{meeting.names[0]}, who hosts the meeting, is not"
-        raise JobError(
-            f"{meeting.names[meeting.rank]}: {who} at {meeting.host}:{meeting.port} ({_gist(error)})"
-        ) from error
-
-
-def _left(end: float) -> timedelta:
-    return timedelta(seconds=max(end - time.monotonic(), 0.1))
-
-
-def _who_is_missing(meeting: Meeting, store: Store, keys: Sequence[str]) -> str:
-    me = meeting.names[meeting.rank]
-    try:
-        missing = [name for name, key in zip(meeting.names, keys, strict=False) if not store.check([key])]
-    except RuntimeError:
-        return f"{me}: {meeting.names[0]}, who hosts the meeting at {meeting.host}:{meeting.port}, is gone"
-    return f"{me}: {', '.join(missing)} did not come to {meeting.host}:{meeting.port} in {meeting.timeout_s:g} s"
-
-
-def _gist(error: RuntimeError) -> str:
-    """The first sentence of what torch says, without the place in its sources."""
-    return re.sub(r"^\[\S+\] ", "", str(error)).splitlines()[0].split(". ")[0]
-
-
-def _taken(fd: int) -> int:
-    """A copy of an inherited socket, which torch closes when it is done; the original serves the next time."""
-    with socket.socket(fileno=fd) as inherited:
-        copy = inherited.dup()
-        inherited.detach()
-    return copy.detach()
