@@ -3,6 +3,11 @@
 import sys
 
 from echelon.environment import Job
+from echelon.errors import EchelonError
 from echelon.scheduler.serve import serve
 
-sys.exit(serve(Job.from_environment()))
+try:
+    sys.exit(serve(Job.from_environment()))
+except EchelonError as error:
+    print(f"echelon: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 import sys
@@ -22,17 +23,31 @@ from echelon.cluster.messages import (
     View,
 )
 from echelon.environment import Job
+from echelon.errors import UsageError
 from echelon.observe.events import EventLog
 from echelon.transport.control import HEARTBEAT_S, FrameReader, frame
 
 
 def serve(job: Job, listener: socket.socket | None = None) -> int:
     """Run until the job is over; 0 if it ended well. The listening socket may be given, or inherited."""
-    if listener is None and job.listen_fd is not None:
-        listener = socket.socket(fileno=job.listen_fd)
-    listener = listener or socket.create_server(("", job.scheduler_port), backlog=128)
+    listener = listener or _listener(job)
     with EventLog.open(job.run_dir, "scheduler", 0) as events:
         return _Scheduler(job, listener, events).run()
+
+
+def _listener(job: Job) -> socket.socket:
+    if job.listen_fd is not None:
+        return socket.socket(fileno=job.listen_fd)
+    port = job.scheduler_port
+    if not port:
+        raise UsageError("the scheduler does not know where to listen: set DMLC_PS_ROOT_PORT, for all roles the same")
+    try:
+        return socket.create_server(("", port), backlog=128)
+    except OSError as error:
+        raise UsageError(
+            f"the scheduler cannot listen at port {port}: {os.strerror(error.errno or 0)}; give all roles another "
+            "DMLC_PS_ROOT_PORT"
+        ) from error
 
 
 class _Peer:

@@ -3,8 +3,13 @@
 import sys
 
 from echelon.environment import Job
+from echelon.errors import EchelonError
 from echelon.server.serve import serve
 from echelon.transport import by_name
 
-job = Job.from_environment()
-sys.exit(serve(job, by_name(job.transport)))
+try:
+    job = Job.from_environment()
+    sys.exit(serve(job, by_name(job.transport)))
+except EchelonError as error:
+    print(f"echelon: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -30,7 +30,7 @@ from echelon.cluster.messages import (
 )
 from echelon.cores import usable_cores
 from echelon.environment import Job
-from echelon.errors import JobError
+from echelon.errors import JobError, UsageError
 from echelon.observe.events import EventLog
 from echelon.server.shard import Shard
 from echelon.transport.allocator import keep_freed_memory
@@ -43,6 +43,8 @@ AWAKE_S = 5e-3  # waiting for the next push of a step without going to sleep: wa
 
 def serve(job: Job, transport: Transport) -> int:
     """Serve until the job ends; 0 if it ended well."""
+    if not job.distributed:
+        raise UsageError("this server does not know its scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT")
     torch.set_num_threads(1)  # usually there are as many servers as cores: one thread each, out of each other's way
     keep_freed_memory(one_arena=True)
     inbox: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()

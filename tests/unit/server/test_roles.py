@@ -1,0 +1,64 @@
+"""`python -m echelon.server` and `python -m echelon.scheduler` with variables that cannot be: a line, and status 2."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from echelon.transport.enlist import interface_address
+
+JOB = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "1", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
+
+
+def outcome(role: str, **variables: str) -> tuple[int, str, str]:
+    """Exit status and what it said."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"echelon.{role}"],
+        env={**os.environ, "DMLC_ROLE": role, **JOB, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("role", ["server", "scheduler"])
+def test_a_variable_that_cannot_be_is_a_line(role: str) -> None:
+    said = "echelon: DMLC_NUM_WORKER is 'two'; it must be a whole number\n"
+    assert outcome(role, DMLC_NUM_WORKER="two") == (2, "", said)
+
+
+def test_so_is_one_that_only_joining_can_find_wrong() -> None:
+    """The scheduler's address is needed before this server's own is looked for."""
+    with pytest.raises(ValueError) as expected:
+        interface_address("nowhere0")
+    with socket.create_server(("127.0.0.1", 0)) as scheduler:
+        port = str(scheduler.getsockname()[1])
+        found = outcome("server", DMLC_PS_ROOT_PORT=port, DMLC_INTERFACE="nowhere0")
+    assert found == (2, "", f"echelon: {expected.value}\n")
+
+
+@pytest.mark.parametrize(
+    ("role", "said"),
+    [
+        ("scheduler", "the scheduler does not know where to listen: set DMLC_PS_ROOT_PORT, for all roles the same"),
+        ("server", "this server does not know its scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"),
+    ],
+)
+def test_a_role_without_a_job_does_not_wait_for_one(role: str, said: str) -> None:
+    assert outcome(role, DMLC_PS_ROOT_PORT="") == (2, "", f"echelon: {said}\n")
+
+
+def test_a_port_that_another_has_is_named() -> None:
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        status, out, said = outcome("scheduler", DMLC_PS_ROOT_PORT=str(port))
+    assert (status, out) == (2, "")
+    assert said == (
+        f"echelon: the scheduler cannot listen at port {port}: Address already in use; give all roles another "
+        "DMLC_PS_ROOT_PORT\n"
+    )
