@@ -51,6 +51,8 @@ class Augmenter:
             shrink = geometry.shrink(height, width)
             part = self._decoder.decode_part(payload, info, shrink, geometry.reach(shrink))
         pixels = sample(part, geometry, (height, width), config.fill_value)
+        if geometry.window is not None:
+            pixels = framed(pixels, geometry.window, config.fill_value)
         if self._recolour is not None:
             pixels = self._recolour(pixels, config, draws)
         return pixels[:, ::-1] if geometry.mirror else pixels
@@ -68,6 +70,15 @@ def sample(part: decode.Part, geometry: Geometry, size: tuple[int, int], fill: i
     if left < 0 or top < 0 or right > image.shape[1] or bottom > image.shape[0]:
         return _sample_beyond(image, (left, top, right, bottom), size, fill)
     return resize(image[top:bottom, left:right], size)
+
+
+def framed(pixels: Pixels, window: tuple[int, int, int, int], fill: int) -> Pixels:
+    """Return the pixels inside the window, with the rest filled."""
+    left, top, right, bottom = window
+    out = np.full(pixels.shape, fill, np.uint8)
+    if left < right and top < bottom:
+        out[top:bottom, left:right] = pixels[top:bottom, left:right]
+    return out
 
 
 def _sample_beyond(image: Pixels, box: tuple[int, int, int, int], size: tuple[int, int], fill: int) -> Pixels:

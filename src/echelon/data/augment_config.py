@@ -123,6 +123,12 @@ class AugmentConfig:
         return self.min_random_aspect_ratio, self.max_random_aspect_ratio
 
     @property
+    def resizes_at_random(self) -> bool:
+        """Whether random_resized_crop has something to choose: MXNet's crops the centre where it has not."""
+        free = (self.min_random_area, self.max_random_area, *self.aspect_range) != (1, 1, 1, 1)
+        return self.random_resized_crop and free
+
+    @property
     def warps(self) -> bool:
         """Whether an affine map may come before the crop."""
         turned = self.max_random_rotate_angle != 0 or self.max_random_shear_ratio != 0

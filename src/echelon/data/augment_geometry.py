@@ -58,12 +58,14 @@ class Geometry:
     """The source box (left, top, right, bottom) that fills the output; it may reach beyond the image.
 
     With a matrix (a, b, c, d, e, f) an output point (x, y) comes from (ax + by + c, dx + ey + f) instead, and the box
-    is only what surrounds all of those.
+    is only what surrounds all of those. With a window (left, top, right, bottom) of the output, what is outside of it
+    is filled, though the source may have pixels there: an image is warped to its own size before it is padded.
     """
 
     box: tuple[float, float, float, float]
     mirror: bool = False
     matrix: tuple[float, float, float, float, float, float] | None = None
+    window: tuple[int, int, int, int] | None = None
 
     def shrink(self, height: int, width: int) -> int:
         """Return the largest power of two, up to 8, by which the source may shrink and still be sampled downwards."""
@@ -93,11 +95,15 @@ class _Canvas:
         self.width, self.height = width, height
         self.a, self.b, self.c = 1.0, 0.0, 0.0
         self.d, self.e, self.f = 0.0, 1.0, 0.0
+        self.window: tuple[float, float, float, float] | None = None  # where the image is, once it is padded
 
     def shift(self, x: float, y: float) -> None:
         """Let the point that was (x, y) be the origin."""
         self.c += self.a * x + self.b * y
         self.f += self.d * x + self.e * y
+        if self.window is not None:
+            left, top, right, bottom = self.window
+            self.window = left - x, top - y, right - x, bottom - y
 
     def transform(self, p: float, q: float, r: float, s: float) -> None:
         """Let the new point (x, y) show what was at (px + qy, rx + sy)."""
@@ -107,7 +113,17 @@ class _Canvas:
     def resize(self, width: int, height: int) -> None:
         """Stretch to another size."""
         self.transform(self.width / width, 0, 0, self.height / height)
+        if self.window is not None:
+            wide, high = width / self.width, height / self.height
+            left, top, right, bottom = self.window
+            self.window = left * wide, top * high, right * wide, bottom * high
         self.width, self.height = width, height
+
+    def pad(self, size: int) -> None:
+        """Put a border around it."""
+        self.shift(-size, -size)
+        self.window = size, size, size + self.width, size + self.height
+        self.width, self.height = self.width + 2 * size, self.height + 2 * size
 
 
 def plan(height: int, width: int, config: AugmentConfig, draws: Draws) -> Geometry:
@@ -118,10 +134,10 @@ def plan(height: int, width: int, config: AugmentConfig, draws: Draws) -> Geomet
     if config.warps:
         _warp(canvas, config, draws)
     if config.pad_size:
-        canvas.shift(-config.pad_size, -config.pad_size)
-        canvas.width += 2 * config.pad_size
-        canvas.height += 2 * config.pad_size
+        canvas.pad(config.pad_size)
     _crop(canvas, config, draws)
+    if not config.warps:
+        canvas.window = None  # outside of it there is nothing anyway
     return _finish(canvas, config.random_mirror and draws[Lane.MIRROR] < _MIRRORED_BELOW)
 
 
@@ -160,7 +176,7 @@ def _warp(canvas: _Canvas, config: AugmentConfig, draws: Draws) -> None:
 
 def _crop(canvas: _Canvas, config: AugmentConfig, draws: Draws) -> None:
     height, width = config.shape[1:]
-    if config.random_resized_crop and _random_resized(canvas, config, draws):
+    if config.resizes_at_random and _random_resized(canvas, config, draws):
         return
     if config.max_crop_size > 0:
         side = int(_between(config.min_crop_size, config.max_crop_size + 1, draws[Lane.CROP_SIZE]))
@@ -171,8 +187,7 @@ def _crop(canvas: _Canvas, config: AugmentConfig, draws: Draws) -> None:
     if canvas.width < width or canvas.height < height:
         grow = max(width / canvas.width, height / canvas.height)
         canvas.resize(max(width, round(canvas.width * grow)), max(height, round(canvas.height * grow)))
-    random = config.random_crop or config.random_resized_crop
-    _cut(canvas, width, height, random, draws[Lane.CROP_X], draws[Lane.CROP_Y])
+    _cut(canvas, width, height, config.random_crop, draws[Lane.CROP_X], draws[Lane.CROP_Y])
 
 
 def _random_resized(canvas: _Canvas, config: AugmentConfig, draws: Draws) -> bool:
@@ -205,8 +220,14 @@ def _between(low: float, high: float, draw: float) -> float:
 def _finish(canvas: _Canvas, mirror: bool) -> Geometry:
     a, b, c, d, e, f = canvas.a, canvas.b, canvas.c, canvas.d, canvas.e, canvas.f
     width, height = canvas.width, canvas.height
+    window = None if canvas.window is None else _in_pixels(canvas.window, width, height)
     if abs(b) < 1e-12 and abs(d) < 1e-12:
-        return Geometry((c, f, c + a * width, f + e * height), mirror)
+        return Geometry((c, f, c + a * width, f + e * height), mirror, window=window)
     xs = [a * x + b * y + c for x in (0, width) for y in (0, height)]
     ys = [d * x + e * y + f for x in (0, width) for y in (0, height)]
-    return Geometry((min(xs), min(ys), max(xs), max(ys)), mirror, (a, b, c, d, e, f))
+    return Geometry((min(xs), min(ys), max(xs), max(ys)), mirror, (a, b, c, d, e, f), window)
+
+
+def _in_pixels(window: tuple[float, float, float, float], width: int, height: int) -> tuple[int, int, int, int]:
+    left, top, right, bottom = (round(edge) for edge in window)
+    return max(left, 0), max(top, 0), min(right, width), min(bottom, height)

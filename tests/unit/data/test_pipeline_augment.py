@@ -5,6 +5,7 @@ from __future__ import annotations
 import colorsys
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,6 +101,44 @@ def test_corners_of_a_turned_image_are_filled() -> None:
     pixels = augmented(config, draws(angle=0))
     assert (pixels[0, -1] == 200).all()
     assert plan(60, 80, replace(config, max_random_rotate_angle=0, max_random_shear_ratio=0.5), draws(shear=1)).matrix
+
+
+@pytest.mark.parametrize(
+    ("warp", "numbers", "edge"),
+    [
+        ({"max_random_rotate_angle": 45}, {"angle": 0.9999}, 32),
+        ({"max_random_aspect_ratio": 0.5}, {"ratio": 1}, 32),
+        ({"max_random_shear_ratio": 0.5}, {"shear": 1}, 32),
+        ({"max_random_scale": 2.0}, {"scale": 1}, 64),
+    ],
+)
+def test_a_warped_image_is_padded_with_the_fill_value(
+    warp: dict[str, Any], numbers: dict[str, float], edge: int
+) -> None:
+    white = np.full((32, 32, 3), 250, np.uint8)
+    config = AugmentConfig(shape=(3, edge + 8, edge + 8), pad_size=4, fill_value=0, **warp)
+    pixels = Augmenter(config).augment(white, draws(**numbers))
+    assert pixels.sum() == pixels[4:-4, 4:-4].sum() > 0
+
+
+def test_a_crop_shows_its_part_of_the_padding() -> None:
+    white = np.full((32, 32, 3), 250, np.uint8)
+    config = AugmentConfig(shape=(3, 20, 20), pad_size=4, fill_value=0, max_random_rotate_angle=45, random_crop=True)
+    pixels = Augmenter(config).augment(white, draws(angle=0.9999, crop_x=0, crop_y=0.9999))
+    assert pixels[:, :4].sum() == pixels[-4:].sum() == 0
+    assert (pixels[-5, 4:] > 0).any()
+
+
+def test_without_an_area_or_aspect_to_choose_the_middle_is_cropped() -> None:
+    config = replace(PLAIN, random_resized_crop=True)
+    numbers = [0.9] * num_lanes(config)
+    assert plan(60, 80, config, numbers).box == plan(60, 80, PLAIN, numbers).box
+
+
+def test_where_no_area_fits_the_middle_is_cropped() -> None:
+    config = replace(PLAIN, random_resized_crop=True, min_random_area=5.0, max_random_area=6.0)
+    numbers = [0.9] * num_lanes(config)
+    assert plan(60, 80, config, numbers).box == plan(60, 80, PLAIN, numbers).box
 
 
 @settings(deadline=None, max_examples=60)
