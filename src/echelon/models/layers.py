@@ -31,13 +31,27 @@ class TooSmallError(Exception):
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """torch's, without counting its batches: nothing reads the count, and on a GPU it is a kernel for every norm."""
+    """torch's, without counting its batches: nothing reads the count, and on a GPU it is a kernel for every norm.
+
+    One value a channel, an image of 1x1 alone in its batch, is normalised as in MXNet; torch refuses it.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.momentum is not None
+        if self.training and x.numel() == x.shape[1]:
+            return self._normalise_one(x, self.momentum)
         return functional.batch_norm(
             x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
         )
+
+    def _normalise_one(self, x: Tensor, momentum: float) -> Tensor:
+        """The value less its mean is 0, in the gradients, too; torch's variance times n / (n - 1) would be NaN."""
+        assert self.running_mean is not None and self.running_var is not None
+        with torch.no_grad():
+            self.running_mean.lerp_(x.flatten().to(self.running_mean.dtype), momentum)
+            self.running_var.mul_(1 - momentum)
+        scale, shift = self.weight.reshape(1, -1, 1, 1), self.bias.reshape(1, -1, 1, 1)
+        return ((x - x) * scale + shift).to(x.dtype)
 
 
 class Concat(nn.Module):

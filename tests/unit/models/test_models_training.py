@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from echelon import models
 from echelon.data.digits import load_digits
-from echelon.models.layers import lr_multipliers
+from echelon.models.layers import BatchNorm, lr_multipliers
 
 SMALL = [
     ("mlp", 1, 28, {}),
@@ -82,6 +82,52 @@ def test_half_precision_by_autocast() -> None:
     model = _build("resnet", 3, 28, {"num_layers": 8})
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model(torch.randn(2, 3, 28, 28)).dtype is torch.bfloat16
+        assert BatchNorm(3)(torch.ones(1, 3, 1, 1, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_one_value_a_channel_is_normalised_as_mxnet_does(layout: torch.memory_format) -> None:
+    """Its mean is itself and its variance 0, also for the moving averages: torch's n / (n - 1) would make them NaN."""
+    norm = BatchNorm(3, eps=1e-3)
+    with torch.no_grad():
+        norm.bias.copy_(torch.tensor([1.0, -2.0, 3.0]))
+    images = torch.tensor([1.0, 2.0, -8.0]).reshape(1, 3, 1, 1).contiguous(memory_format=layout).requires_grad_()
+    output = norm(images)
+    assert torch.equal(output.flatten(), norm.bias)
+    torch.testing.assert_close(norm.running_mean, torch.tensor([0.1, 0.2, -0.8]))
+    torch.testing.assert_close(norm.running_var, torch.full((3,), 0.9))
+    output.backward(torch.ones_like(output))
+    assert [float(t.grad.abs().max()) for t in (images, norm.weight, norm.bias) if t.grad is not None] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("count", "size"), [(2, 1), (1, 2), (5, 3)])
+def test_batch_norm_of_more_values_has_torchs_bits(count: int, size: int) -> None:
+    ours, theirs = BatchNorm(4), nn.BatchNorm2d(4)
+    images = torch.randn(count, 4, size, size)
+    assert torch.equal(ours(images), theirs(images))
+    for name, buffer in theirs.named_buffers():
+        assert name == "num_batches_tracked" or torch.equal(ours.get_buffer(name), buffer), name
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch uses it itself
+@pytest.mark.parametrize("backend", ["eager", "aot_eager_decomp_partition"])  # the second has Inductor's formulas
+def test_one_value_a_channel_compiles_as_one_graph(backend: str) -> None:
+    plain, other = BatchNorm(4), BatchNorm(4)
+    compiled = torch.compile(other, backend=backend, fullgraph=True)
+    for count in (1, 3):
+        images = torch.randn(count, 4, 1, 1)
+        expected, found = plain(images), compiled(images)
+        torch.testing.assert_close(found, expected)
+        found.sum().backward()
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(other.get_buffer(name), buffer)
+
+
+def test_a_network_trains_on_one_image() -> None:
+    model = _build("mobilenetv2", 3, 32, {})
+    model(torch.randn(1, 3, 32, 32)).square().sum().backward()
+    assert all(bool(buffer.isfinite().all()) for buffer in model.buffers())
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters() if p.requires_grad)
 
 
 def test_spatial_transformer_starts_as_the_identity() -> None:
