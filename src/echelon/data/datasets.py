@@ -144,7 +144,7 @@ def _fashion_mnist(options: DataOptions) -> Dataset:
 
 
 def _idx(name: str, title: str, options: DataOptions) -> Dataset:
-    train, validation = small_set(name, title, layout_named("mnist (idx)"), options)
+    train, validation = small_set(name, title, layout_named(f"{name} (idx)"), options)
     return Dataset(name, train, validation, 10, RECIPES[name])
 
 

@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from echelon.data.layouts import LAYOUTS, Layout, find_layout
+from echelon.data.layouts import LAYOUTS, Layout, find_parts, read_idx, read_unpacked
 from echelon.data.memory import MemorySource
-from echelon.data.published import get_command
+from echelon.data.published import get_command, published_as
 from echelon.data.sources import FolderSource, RecordSource, class_number
 from echelon.errors import DataError, UsageError
 
@@ -116,13 +116,31 @@ def small_set(name: str, title: str, layout: Layout, options: DataOptions) -> tu
     """Load a published set, from the folder itself or the one below it with the set's name."""
     root = Path(options.data_dir)
     folders = [below for folder in (root / name, root) for below in (folder, folder / layout.folder)]
-    first = layout.train[0]
+    doubt = None
     for folder in folders:
-        if any((folder / found).is_file() for found in (first, first + ".gz", first.replace("-idx", ".idx"))):
-            parts = find_layout(folder).parts
-            return _load(layout, parts.get("train", []), title), _load(layout, parts.get("val", []), title)
-    looked, command = ", ".join(str(folder.absolute()) for folder in folders), get_command(name, options.data_dir)
-    raise DataError(f"{title}: no file {first} (or {first}.gz) in any of {looked}; get the set: {command}")
+        if parts := find_parts(folder, layout):
+            found_doubt = _doubt(name, parts, root) if layout.read is read_idx else None
+            if found_doubt is None:
+                return _load(layout, parts.get("train", []), title), _load(layout, parts.get("val", []), title)
+            doubt = doubt or found_doubt
+    first, looked = layout.train[0], ", ".join(str(folder.absolute()) for folder in folders)
+    why = doubt or f"no file {first} (or {first}.gz) in any of {looked}"
+    raise DataError(f"{title}: {why}; get the set: {get_command(name, options.data_dir)}")
+
+
+def _doubt(name: str, parts: dict[str, list[Path]], root: Path) -> str | None:
+    """Say why idx files are not the set's, or may not be: MNIST and Fashion-MNIST give theirs the same names.
+
+    The labels tell, which are few bytes. Files that nobody published are what their folder says; those of the plain
+    data folder are MNIST, as for MXNet's script.
+    """
+    for _, labels in parts.values():
+        of = published_as(read_unpacked(labels))
+        if of not in (None, name):
+            return f"{labels}: this is {of}, whose files have the same names"
+        if of is None and labels.parent == root and name not in ("mnist", root.name):
+            return f"{labels} may be MNIST's, which has that name, too; files of your own go to {root / name}"
+    return None
 
 
 def _load(layout: Layout, files: list[Path], title: str) -> MemorySource:

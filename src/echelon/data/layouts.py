@@ -13,7 +13,7 @@ import pickle
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -60,7 +60,7 @@ def read_cifar_binary(paths: list[Path], num_classes: int, on_bad: OnBad) -> Ite
     """Read records of label byte(s), then 3 x 32 x 32 pixels; CIFAR-100 has the coarse label before the fine one."""
     label_bytes = 1 if num_classes == 10 else 2
     for path in paths:
-        rows = _rows(path, _read(path), 0, label_bytes + _PIXEL_BYTES, on_bad)
+        rows = _rows(path, read_unpacked(path), 0, label_bytes + _PIXEL_BYTES, on_bad)
         labels = rows[:, label_bytes - 1].astype(np.int64)
         yield Block(_planes_last(rows[:, label_bytes:]), labels, path, record_bytes=rows.shape[1])
 
@@ -69,7 +69,7 @@ def read_cifar_python(paths: list[Path], num_classes: int, on_bad: OnBad) -> Ite
     """Read pickled dicts of `data` n x 3072 and `labels` or `fine_labels`; the pickle can name nothing but arrays."""
     for path in paths:
         try:
-            table = _ArraysOnly(io.BytesIO(_read(path)), encoding="bytes").load()
+            table = _ArraysOnly(io.BytesIO(read_unpacked(path)), encoding="bytes").load()
             pixels = np.asarray(table[b"data"])
             labels = np.asarray(table[b"labels" if num_classes == 10 else b"fine_labels"], np.int64)
         except Exception as error:  # a damaged pickle may raise anything
@@ -109,7 +109,7 @@ def read_idx(paths: list[Path], num_classes: int, on_bad: OnBad) -> Iterator[Blo
 
 def _idx_array(path: Path, magic: int, num_sizes: int, on_bad: OnBad) -> tuple[Pixels, int]:
     """Return the records that are there, and the number the head promises."""
-    data = _read(path)
+    data = read_unpacked(path)
     head = 4 + 4 * num_sizes
     if len(data) < head or struct.unpack_from(">I", data)[0] != magic:
         raise DataError(
@@ -137,7 +137,8 @@ def _planes_last(rows: Pixels) -> Pixels:
     return np.ascontiguousarray(rows.reshape(-1, 3, _SIDE, _SIDE).transpose(0, 2, 3, 1))
 
 
-def _read(path: Path) -> bytes:
+def read_unpacked(path: Path) -> bytes:
+    """Return the bytes of a file, or of what is gzipped in it."""
     try:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix == ".gz" else data
@@ -146,6 +147,14 @@ def _read(path: Path) -> bytes:
 
 
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
+_MNIST = Layout(
+    "mnist (idx)",
+    "MNIST/raw",
+    ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+    10,
+    read_idx,
+)
 LAYOUTS = (
     Layout(
         "cifar10 (binary)",
@@ -158,14 +167,8 @@ LAYOUTS = (
     Layout("cifar10 (python)", "cifar-10-batches-py", _BATCHES, ("test_batch",), 10, read_cifar_python),
     Layout("cifar100 (binary)", "cifar-100-binary", ("train.bin",), ("test.bin",), 100, read_cifar_binary),
     Layout("cifar100 (python)", "cifar-100-python", ("train",), ("test",), 100, read_cifar_python),
-    Layout(
-        "mnist (idx)",
-        "MNIST/raw",
-        ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
-        ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
-        10,
-        read_idx,
-    ),
+    _MNIST,
+    replace(_MNIST, name="fashion-mnist (idx)", folder="FashionMNIST/raw"),
 )
 
 
@@ -186,12 +189,17 @@ def find_layout(source: Path) -> Found:
         raise UsageError(f"no folder {source}; expected the folder with the dataset's files; echelon data get has some")
     for layout in LAYOUTS:
         for folder in (source, source / layout.folder):
-            parts = {"train": _present(folder, layout.train), "val": _present(folder, layout.val)}
-            if any(parts.values()):
-                _check_complete(folder, layout, parts)
-                return Found(layout, {name: files for name, files in parts.items() if files})
+            if parts := find_parts(folder, layout):
+                return Found(layout, parts)
     known = "\n".join(f"  {layout.name}: {' '.join(layout.train + layout.val)}" for layout in LAYOUTS)
     raise DataError(f"no known dataset in {source}; looked there for any of\n{known}")
+
+
+def find_parts(folder: Path, layout: Layout) -> dict[str, list[Path]]:
+    """Return the files of train, val, or both, that lie in a folder; one that lacks some is an error."""
+    parts = {"train": _present(folder, layout.train), "val": _present(folder, layout.val)}
+    _check_complete(folder, layout, parts)
+    return {name: files for name, files in parts.items() if files}
 
 
 def _present(folder: Path, names: tuple[str, ...]) -> list[Path]:

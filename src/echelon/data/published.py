@@ -106,6 +106,13 @@ def find_published(name: str) -> Published:
     raise UsageError(f"cannot get {name!r}: only {', '.join(PUBLISHED)} are free for all to download; {hint}")
 
 
+def published_as(data: bytes) -> str | None:
+    """The set that has a file of these bytes: files of several sets have the same name."""
+    digest = hashlib.sha256(data).hexdigest()
+    sets = PUBLISHED.values()
+    return next((one.name for one in sets for archive in one.archives if digest in archive.files.values()), None)
+
+
 def get_command(name: str, data_dir: str | Path) -> str:
     """What to type to get a set."""
     return f"echelon data get {name}" + (f" --data-dir {data_dir}" if str(data_dir) != "data" else "")

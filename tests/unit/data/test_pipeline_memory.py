@@ -144,17 +144,19 @@ def test_cifar10_from_records(tmp_path: Path) -> None:
     assert cifar.image_shape == (3, 32, 32)
 
 
-def test_mnist_from_its_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+def test_mnist_from_its_files(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
     for part, count in (("train", 7), ("t10k", 3)):
         head = struct.pack(">IIII", 0x803, count, 28, 28)
-        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(head + bytes(range(count)) * 784)
-        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + bytes(range(count)))
-    for name in ("mnist", "fashion-mnist"):
-        mnist = open_dataset(name, DataOptions(tmp_path))
-        batch = next(iter(make_loader(mnist.train, mnist.augment, Sampling(7, 7, shuffle=False))))
-        assert batch[0].shape == (7, 1, 28, 28)
-        assert batch[0].max() == pytest.approx(6 / 255)
-        assert batch[1].tolist() == list(range(7))
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(head + bytes(range(count)) * 784)
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, count) + bytes(range(count)))
+    mnist = open_dataset(name, DataOptions(tmp_path))
+    batch = next(iter(make_loader(mnist.train, mnist.augment, Sampling(7, 7, shuffle=False))))
+    assert batch[0].shape == (7, 1, 28, 28)
+    assert batch[0].max() == pytest.approx(6 / 255)
+    assert batch[1].tolist() == list(range(7))
 
 
 def test_class_folders(tmp_path: Path) -> None:
