@@ -26,7 +26,7 @@ from echelon.cluster.messages import (
     encode,
 )
 from echelon.errors import JobError, UsageError
-from echelon.kvstore.session import CLOSED, Session
+from echelon.kvstore.session import Session
 from echelon.observe.events import EventLog
 from echelon.transport.interface import Buffer, Endpoint, Peer
 
@@ -72,7 +72,6 @@ class Client:
         self._open: dict[int, Ticket] = {}
         self._status: dict[int, str] = {}
         self._lock = threading.RLock()
-        self._closed = False
         self.malformed = 0
         endpoint.placer = self._place
 
@@ -85,7 +84,7 @@ class Client:
     ) -> Ticket:
         """Send a request; its frames must not change until it is answered. `places`: where the answer's frames go."""
         with self._lock:
-            self._check_open()
+            self._session.check_here()
             ticket = Ticket(request.id, server, [encode(request), *frames], places, time.monotonic())
             self._open[ticket.id] = ticket
             self._endpoint.send(server, ticket.frames)
@@ -96,7 +95,7 @@ class Client:
         with self._lock:
             stall: _Stall | None = None
             while not self._refused(tickets) and any(ticket.response is None for ticket in tickets):
-                self._check_open()
+                self._session.check_here()
                 self._session.check()
                 received = self._endpoint.recv(ASK_AFTER_S / 2)
                 if received is not None:
@@ -123,7 +122,7 @@ class Client:
         """Whether all are answered by now, without waiting."""
         with self._lock:
             while any(ticket.response is None for ticket in tickets):
-                self._check_open()
+                self._session.check_here()
                 received = self._endpoint.recv(0)
                 if received is None:
                     return False
@@ -133,12 +132,7 @@ class Client:
     def close(self) -> None:
         """Let the endpoint go."""
         with self._lock:
-            self._closed = True
             self._endpoint.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError(f"worker {self._session.rank}: {CLOSED}")
 
     def _refused(self, tickets: Sequence[Ticket]) -> list[Ticket]:
         """Those that a server refused and that nobody has heard of yet: an error is raised once."""

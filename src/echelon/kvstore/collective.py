@@ -108,7 +108,7 @@ class CollectiveStore(KVStore):
         self.push(key, value, priority)
         self.pull(key, target, priority)
 
-    def use_optimizer(self, spec: OptimizerSpec) -> None:
+    def _use_optimizer(self, spec: OptimizerSpec) -> None:
         """Update the stored values by this optimizer from now on."""
         if self.optimizer_spec not in (None, spec):
             raise UsageError(f"worker {self.rank}: the store runs {self.optimizer_spec}, but this worker set {spec}")
@@ -117,15 +117,15 @@ class CollectiveStore(KVStore):
         self.group.agree("the optimizer", str(spec))
         self.optimizer_spec = spec
 
-    def retire(self) -> None:
+    def _retire(self) -> None:
         """Push no more; returns when all have come to that, and until then takes part with nothing."""
         self.on_retire()
 
-    def barrier(self) -> None:
+    def _barrier(self) -> None:
         """Wait until all workers are here."""
         self.hear_flags(self.group.meet(self.halt_flag))
 
-    def halt(self, reason: str) -> None:
+    def _halt(self, reason: str) -> None:
         """Ask every worker to stop training: they hear it in the next barrier or step."""
         if self._asked is None:
             self._asked = reason

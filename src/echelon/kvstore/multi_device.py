@@ -119,27 +119,27 @@ class MultiDeviceStore(KVStore):
         self.push(key, value, priority)
         self.pull(key, target, priority)
 
-    def use_optimizer(self, spec: OptimizerSpec) -> None:
+    def _use_optimizer(self, spec: OptimizerSpec) -> None:
         """Run this optimizer on the servers."""
         self.group.agree("the optimizer", str(spec))
         if self.served is not None:
             self.served.use_optimizer(spec)
         self.optimizer_spec = spec
 
-    def retire(self) -> None:
+    def _retire(self) -> None:
         """Push no more; waits until all devices of the worker have come to that, and takes part with nothing."""
         self.on_retire()
         if self.served is not None:
             self.served.retire()
 
-    def barrier(self) -> None:
+    def _barrier(self) -> None:
         """Wait until all devices of all living workers are here."""
         self.pass_on(self.group.meet(self.halt_flag))
         if self.served is not None:
             self.served.barrier()
         self.share_news()
 
-    def halt(self, reason: str) -> None:
+    def _halt(self, reason: str) -> None:
         """Ask every worker to stop training; a device that is not the first asks in the next barrier or step."""
         if self._asked:
             return

@@ -112,12 +112,12 @@ class ServerStore(KVStore):
         self._wait_and_listen(self._wire.push(slots, values, pull=True, halt=self._asks_to_halt))
         self._deliver(slots, outs)
 
-    def retire(self) -> None:
+    def _retire(self) -> None:
         """Push no more: from now on nobody waits for this worker, which may still pull and meet the others."""
         self._wire.settle()
         self._to_all(Retire)
 
-    def barrier(self) -> None:
+    def _barrier(self) -> None:
         """Wait until all living workers are here."""
         halted = self._session.barrier()
         self._halted = self._halted or halted
@@ -176,7 +176,7 @@ class ServerStore(KVStore):
         """The number a key goes by in `exchange`."""
         return self._slot(key).key
 
-    def use_optimizer(self, spec: OptimizerSpec) -> None:
+    def _use_optimizer(self, spec: OptimizerSpec) -> None:
         """Run this optimizer on the servers."""
         self._to_all(lambda i: SetOptimizer(i, spec))
         self.optimizer_spec = spec
@@ -229,7 +229,7 @@ class ServerStore(KVStore):
         self.barrier()
         return rows
 
-    def halt(self, reason: str) -> None:
+    def _halt(self, reason: str) -> None:
         """Ask every worker to stop training (`halted` tells)."""
         if not self._asks_to_halt:
             self._session.halt(reason)

@@ -42,6 +42,10 @@ class Session(Protocol):
         """Raise JobError if the job is broken."""
         ...
 
+    def check_here(self) -> None:
+        """Raise UsageError if this worker has left the job."""
+        ...
+
     def hear_why(self) -> None:
         """Raise JobError with the scheduler's reason, if a word of it comes within moments."""
         ...
@@ -93,6 +97,11 @@ class Joined:
         if broken is not None:
             raise JobError(f"worker {self.rank}: the job is broken: {broken}")
 
+    def check_here(self) -> None:
+        """Raise if this worker has left."""
+        if self._left:
+            raise UsageError(f"worker {self.rank}: {CLOSED}")
+
     def hear_why(self) -> None:
         """A server takes this worker for dead: the scheduler, who knows why, may be heard a moment later."""
         with self._changed:
@@ -104,7 +113,6 @@ class Joined:
 
         All return the same: who is slow to wake up may know of a later word by then, which others do not.
         """
-        self._check_here()
         with self._changed:
             self._barriers += 1
             wanted = self._barriers
@@ -120,7 +128,6 @@ class Joined:
 
     def halt(self, reason: str) -> None:
         """Ask all workers to stop training; `halted` is set when the scheduler has told everybody."""
-        self._check_here()
         self._control.send(Halt(reason))
 
     def hear_halt(self) -> str:
@@ -143,10 +150,6 @@ class Joined:
         if not self._left:
             self._left = True
             self._stack.close()
-
-    def _check_here(self) -> None:
-        if self._left:
-            raise UsageError(f"worker {self.rank}: {CLOSED}")
 
     def _receive(self, message: ControlMessage) -> None:
         with self._changed:

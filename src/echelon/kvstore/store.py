@@ -122,21 +122,25 @@ class KVStore(ABC):
             spec = spec_by_name(optimizer, settings)
         self.use_optimizer(spec)
 
-    @abstractmethod
     def use_optimizer(self, spec: OptimizerSpec) -> None:
         """Update the stored values by this optimizer."""
+        self._check_open()
+        self._use_optimizer(spec)
 
-    @abstractmethod
     def retire(self) -> None:
         """Push no more: from now on nobody waits for this worker, which may still pull and meet the others."""
+        self._check_open()
+        self._retire()
 
-    @abstractmethod
     def barrier(self) -> None:
         """Wait until all living workers are here."""
+        self._check_open()
+        self._barrier()
 
-    @abstractmethod
     def halt(self, reason: str) -> None:
         """Ask every worker to stop training (`halted` tells)."""
+        self._check_open()
+        self._halt(reason)
 
     @abstractmethod
     def save_optimizer_states(self, path: str | Path) -> None:
@@ -171,6 +175,22 @@ class KVStore(ABC):
     @abstractmethod
     def _init(self, specs: Sequence[KeySpec], values: Sequence[Tensor]) -> None:
         """Take up keys that are new, and wait for all workers."""
+
+    @abstractmethod
+    def _use_optimizer(self, spec: OptimizerSpec) -> None:
+        """Update by this optimizer from now on."""
+
+    @abstractmethod
+    def _retire(self) -> None:
+        """Push no more."""
+
+    @abstractmethod
+    def _barrier(self) -> None:
+        """Wait for all living workers."""
+
+    @abstractmethod
+    def _halt(self, reason: str) -> None:
+        """Ask every worker to stop training."""
 
     # --- checks
 
@@ -241,6 +261,7 @@ class KVStore(ABC):
             raise UsageError(f"worker {self.rank}: a key stands twice in {names!r}")
 
     def _optimizer(self) -> OptimizerSpec:
+        self._check_open()
         if self.optimizer_spec is None:
             raise UsageError(f"worker {self.rank}: there is no optimizer on the servers; call set_optimizer first")
         return self.optimizer_spec

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -491,36 +492,43 @@ def run_two(program: Callable[[KVStore], None], ours: Any, theirs: Any, transpor
 # --- after the end
 
 
-@pytest.mark.parametrize("store", ["dist_sync", "dist_async"])
-def test_every_call_after_close_is_the_same_error(store: str, tmp_path: Path) -> None:
-    def program(kv: KVStore) -> list[str]:
-        kv.init("good", torch.zeros(3))
-        kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
-        kv.barrier()
-        kv.close()
-        one = torch.ones(3)
-        return [
-            error_of(lambda: kv.push("good", one)),
-            error_of(lambda: kv.pull("good", one)),
-            error_of(lambda: kv.pushpull("good", one)),
-            error_of(lambda: kv.init("other", one)),
-            error_of(lambda: kv.set_optimizer("sgd", lr=1.0)),
-            error_of(lambda: kv.save_optimizer_states(tmp_path / "states")),
-            error_of(kv.barrier),
-            error_of(kv.retire),
-            error_of(lambda: kv.halt("enough")),
-        ]
-
-    for rank, heard in enumerate(job(program, store, num_workers=2)):
-        closed = f"worker {rank}: this store is closed, and nothing can be asked of it any more"
-        assert [text.startswith(closed) for text in heard] == [True] * 9, heard
-
-
-def test_a_store_without_servers_is_closed_as_well() -> None:
-    kv = create("local")
+def after_close(folder: Path, kv: KVStore) -> list[str]:
     kv.init("good", torch.zeros(3))
+    kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
+    kv.barrier()
     kv.close()
-    assert "this store is closed" in error_of(lambda: kv.pull("good", torch.zeros(3)))
+    one = torch.ones(3)
+    return [
+        error_of(lambda: kv.push("good", one)),
+        error_of(lambda: kv.pull("good", one)),
+        error_of(lambda: kv.pushpull("good", one)),
+        error_of(lambda: kv.init("other", one)),
+        error_of(lambda: kv.set_optimizer("sgd", lr=1.0, momentum=0.5)),
+        error_of(lambda: kv.save_optimizer_states(folder / "states")),
+        error_of(lambda: kv.load_optimizer_states(folder / "states")),
+        error_of(kv.barrier),
+        error_of(kv.retire),
+        error_of(lambda: kv.halt("enough")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("runs", "store", "num_workers"),
+    [
+        (run, "dist_sync", 2),
+        (run, "dist_async", 2),
+        (forked.run, "dist_sync", 2),
+        (forked.run, "nccl", 2),
+        (forked.run, "local", 1),
+    ],
+)
+def test_every_call_after_close_is_the_same_error(
+    runs: Callable[..., list[list[str]]], store: str, num_workers: int, tmp_path: Path
+) -> None:
+    found = runs(partial(after_close, tmp_path), store, num_workers=num_workers, timeout_s=DEADLINE_S)
+    for rank, heard in enumerate(found):
+        closed = f"worker {rank}: this store is closed, and nothing can be asked of it any more"
+        assert [text.startswith(closed) for text in heard] == [True] * 10, heard
 
 
 def test_a_process_that_has_left_its_job_cannot_join_again() -> None:
