@@ -170,6 +170,50 @@ def test_a_checkpoint_of_another_run_is_refused(uninterrupted: Path, changed: di
         fit(replace(OPTIONS, model_prefix=str(uninterrupted), load_epoch=1, **changed))
 
 
+@pytest.fixture(scope="module")
+def middle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 512 synthetic images that ends in the middle of its first epoch, after 3 steps."""
+    prefix = tmp_path_factory.mktemp("middle") / "m"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "prune", lambda *_, **__: [])
+        fit(replace(SHUFFLED, save_batches=3, model_prefix=str(prefix)))
+    snapshots.path_for(prefix, 0, 1).unlink()
+    return prefix
+
+
+SHUFFLED = replace(
+    OPTIONS, benchmark=True, image_shape=(1, 8, 8), num_classes=10, num_examples=512, batch_size=128, num_epochs=1
+)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"seed": 8}, "samples: seed 7 there, 8 here. Give"),
+        ({"num_examples": 640}, "num_samples 512 there, 640 here; num_examples 512 there, 640 here"),
+        ({"benchmark": False}, "samples: num_samples 512 there, 1437 here. Give"),
+        ({"benchmark": False, "num_examples": None}, "num_examples 512 there, 1437 here"),
+    ],
+)
+def test_a_place_in_another_order_of_samples_is_refused(middle: Path, changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said) as refused:
+        fit(replace(SHUFFLED, model_prefix=str(middle), resume=True, **changed))
+    assert f"{middle}-0000-b00003.safetensors is of the middle of an epoch" in str(refused.value)
+
+
+def test_a_place_is_taken_up_where_the_checkpoint_does_not_know_its_order(middle: Path, tmp_path: Path) -> None:
+    snapshot = snapshots.load(snapshots.path_for(middle, 0, 0, 3))
+    older = {name: value for name, value in snapshot.facts.items() if name != "order"}
+    snapshots.save(snapshots.path_for(tmp_path / "m", 0, 0, 3), replace(snapshot, facts=older))
+    assert fit(replace(SHUFFLED, seed=8, model_prefix=str(tmp_path / "m"), resume=True)) == 0
+
+
+def test_another_seed_is_welcome_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    part = replace(MADE, image_shape=(1, 8, 8), model_prefix=str(tmp_path / "m"))
+    fit(part)
+    assert fit(replace(part, seed=8, num_examples=16, num_epochs=2, resume=True)) == 0
+
+
 # One step of 8 synthetic images.
 MADE = replace(OPTIONS, benchmark=True, num_classes=10, num_examples=8, batch_size=8, num_epochs=1)
 

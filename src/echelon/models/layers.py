@@ -46,7 +46,8 @@ class BatchNorm(nn.BatchNorm2d):
 
     def _normalise_one(self, x: Tensor, momentum: float) -> Tensor:
         """The value less its mean is 0, in the gradients, too; torch's variance times n / (n - 1) would be NaN."""
-        assert self.running_mean is not None and self.running_var is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
         with torch.no_grad():
             self.running_mean.lerp_(x.flatten().to(self.running_mean.dtype), momentum)
             self.running_var.mul_(1 - momentum)

@@ -77,9 +77,7 @@ class Run:
         )
         horizon = options.ema_epochs * self._per_epoch
         self._average = MovingAverage(trainer.model, horizon) if horizon and self._leader else None
-        self._saver = Saver(
-            options, self._place, trainer, dataset.augment, dataset.num_classes, self._scaler, self._average
-        )
+        self._saver = Saver(options, self._place, trainer, dataset, self._scaler, self._average)
         self._validation = (
             Validation(dataset.validation, dataset.augment, device, options.data_nthreads, options.skip_bad_records)
             if dataset.validation is not None and self._leader

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon import __version__
-from echelon.data.augment_config import AugmentConfig
+from echelon.data.datasets import Dataset
 from echelon.errors import UsageError
 from echelon.train import log_lines
 from echelon.train.average import MovingAverage
@@ -58,16 +58,18 @@ class Saver:
         options: TrainOptions,
         place: Place,
         trainer: Trainer,
-        augment: AugmentConfig,
-        num_classes: int,
+        dataset: Dataset,
         scaler: LossScaler | None,
         average: MovingAverage | None,
     ) -> None:
         self._options = options
         self._place = place
         self._trainer = trainer
-        self._augment = augment
-        self._num_classes = num_classes
+        self._augment = dataset.augment
+        self._num_classes = dataset.num_classes
+        num_samples = len(dataset.train)
+        num_examples = min(options.num_examples or num_samples, num_samples)  # of an epoch
+        self._order = {"seed": options.seed, "num_samples": num_samples, "num_examples": num_examples}
         self._scaler = scaler
         self._average = average
         self._prefix = options.model_prefix
@@ -121,6 +123,7 @@ class Saver:
             log.info("no checkpoint %s-* to go on from: training begins at the beginning", prefix)
             return Point()
         self._check(found.first.facts, str(found.path))
+        self._check_order(found.first.facts, str(found.path))
         self._check_fit(found.first, str(found.path))
         self._apply(found)
         facts = found.first.facts
@@ -160,6 +163,7 @@ class Saver:
             "epoch": point.epoch,
             "batch": point.batch,
             "samples_done": point.samples_done,
+            "order": self._order,
             "num_workers": self._place.num_workers,
             "num_processes": self._place.size,
             "network": options.network,
@@ -191,9 +195,16 @@ class Saver:
             "network options": _listed(facts.get("network_options", options.network_options)),
             "optimizer": facts.get("options", {}).get("optimizer", options.optimizer).lower(),
         }
-        pairs = [f"{name} {saved[name]} there, {value} here" for name, value in wanted.items() if saved[name] != value]
-        if pairs:
-            raise UsageError(f"{path} is of another run: {'; '.join(pairs)}. Give the same flags, or another prefix")
+        if pairs := _differences(saved, wanted):
+            raise UsageError(f"{path} is of another run: {pairs}. Give the same flags, or another prefix")
+
+    def _check_order(self, facts: dict[str, Any], path: str) -> None:
+        """A place in the middle of an epoch means nothing in another order. Older files do not say theirs."""
+        if facts["samples_done"] and (pairs := _differences(facts.get("order", self._order), self._order)):
+            raise UsageError(
+                f"{path} is of the middle of an epoch, and its place is in another order of samples: {pairs}. Give the "
+                "same flags and data, go on from the end of an epoch (--load-epoch), or give another prefix"
+            )
 
     def _check_fit(self, snapshot: Snapshot, path: str) -> None:
         """Another image shape will do if no weight depends on it; what does not fit is named."""
@@ -208,6 +219,10 @@ class Saver:
             f"{path} does not fit the network: weight {name} is {there.get(name, 'missing')} there, "
             f"{here.get(name, 'missing')} here; images are {images} here. Give the same flags, or another prefix"
         )
+
+
+def _differences(there: Mapping[str, object], here: Mapping[str, object]) -> str:
+    return "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in here if there[name] != here[name])
 
 
 def _listed(options: dict[str, Any]) -> str:
