@@ -17,6 +17,7 @@ from echelon.data.im2rec import Encoding, ordered_map, save
 from echelon.data.imagerecord import Header, pack
 from echelon.data.layouts import Block, Layout, OnBad
 from echelon.data.recordio import IndexedWriter, RecordError
+from echelon.errors import DataError
 
 PNG = Encoding(".png", 6)
 _BLOCK_IMAGES = 200
@@ -55,6 +56,9 @@ def convert_part(
                 writer.write(num_records, pack(Header(label, num_records), payload))
                 num_records += 1
             on_done(len(payloads))
+        if not num_records:
+            names = " ".join(map(str, files))
+            raise DataError(f"{rec} was not written: there is not one good image in {names}; get what is wrong anew")
         return Converted(rec, num_records, writer.tell())
 
 

@@ -2,6 +2,9 @@
 
 Owns names and byte layouts: CIFAR-10 and -100 in the binary and the python version, MNIST's idx, plain or gzipped.
 A truncated file gives a RecordError, or with `on_bad` all images before the cut. Knows nothing of RecordIO.
+
+CIFAR's files do not say how many records they have. One that is cut between two is told by those beside it: if any of
+them is of its published size, all must be. Sets made by hand may have any number, but 0.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ OnBad: TypeAlias = Callable[[DataError], None] | None
 _SIDE = 32
 _PIXEL_BYTES = 3 * _SIDE * _SIDE
 _IDX_IMAGES, _IDX_LABELS = 0x803, 0x801
+_CIFAR_RECORDS, _CIFAR100_TRAIN = 10_000, ("train.bin", 50_000)
 
 
 class Block(NamedTuple):
@@ -59,10 +63,24 @@ class Layout:
 def read_cifar_binary(paths: list[Path], num_classes: int, on_bad: OnBad) -> Iterator[Block]:
     """Read records of label byte(s), then 3 x 32 x 32 pixels; CIFAR-100 has the coarse label before the fine one."""
     label_bytes = 1 if num_classes == 10 else 2
+    size = label_bytes + _PIXEL_BYTES
     for path in paths:
-        rows = _rows(path, read_unpacked(path), 0, label_bytes + _PIXEL_BYTES, on_bad)
+        rows = _rows(path, read_unpacked(path), 0, size, on_bad, _promised(path, size))
         labels = rows[:, label_bytes - 1].astype(np.int64)
         yield Block(_planes_last(rows[:, label_bytes:]), labels, path, record_bytes=rows.shape[1])
+
+
+def _promised(path: Path, size: int) -> int | None:
+    """Return how many records of `size` bytes a file should have, where those beside it tell; see above."""
+    if path.stat().st_size >= _published(path) * size:
+        return None
+    is_whole = any(file.stat().st_size == _published(file) * size for file in path.parent.glob("*.bin"))
+    return _published(path) if is_whole else None
+
+
+def _published(path: Path) -> int:
+    name, count = _CIFAR100_TRAIN
+    return count if path.name.removesuffix(".gz") == name else _CIFAR_RECORDS
 
 
 def read_cifar_python(paths: list[Path], num_classes: int, on_bad: OnBad) -> Iterator[Block]:
@@ -79,6 +97,8 @@ def read_cifar_python(paths: list[Path], num_classes: int, on_bad: OnBad) -> Ite
                 f"{path}: expected {len(labels)} x {_PIXEL_BYTES} bytes, one row a label, "
                 f"got {' x '.join(map(str, pixels.shape))} of {pixels.dtype}"
             )
+        if not len(labels):
+            raise DataError(f"{path}: a CIFAR batch without an image; get the file anew")
         yield Block(_planes_last(pixels), labels, path)
 
 
@@ -116,15 +136,20 @@ def _idx_array(path: Path, magic: int, num_sizes: int, on_bad: OnBad) -> tuple[P
             f"{path}: expected an idx file that begins {magic:08x}, got {data[:4].hex() or 'an empty file'}"
         )
     count, *shape = struct.unpack_from(f">{num_sizes}I", data, 4)
-    return _rows(path, data, head, math.prod(shape), on_bad, count).reshape(-1, *shape), count
+    size, follow = math.prod(shape), len(data) - head
+    if not count or not 0 < size <= follow:
+        sizes = " x ".join(map(str, (count, *shape)))
+        raise DataError(f"{path}: its head says {sizes} bytes, and {follow} follow; get the file anew")
+    return _rows(path, data, head, size, on_bad, count).reshape(-1, *shape), count
 
 
 def _rows(path: Path, data: bytes, head: int, size: int, on_bad: OnBad, expected: int | None = None) -> Pixels:
     """Return the bytes after `head` as rows of `size`; where the file is cut short, that is an error or the end."""
     count, rest = divmod(len(data) - head, size)
-    if rest or (expected is not None and count < expected):
-        of_how_many = "" if expected is None else f", and should have {expected} records"
-        reason = f"the file ends after {rest} of the record's {size} bytes{of_how_many}; get it anew"
+    if rest or count < (expected or 1):
+        place = f"after {rest} of the record's {size} bytes" if rest else "here"
+        should = "" if expected is None else f", and should have {expected} records, {head + expected * size} bytes"
+        reason = f"the file ends {place}: it has {len(data)} bytes{should}; get it anew"
         fault = RecordError(path, head + count * size, count, reason)
         if on_bad is None:
             raise fault

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import pickle
 import struct
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from echelon.data.convert import convert_part
 from echelon.data.datasets import DataOptions, open_dataset
+from echelon.data.files import layout_named
 from echelon.data.memory import MemorySource
 from echelon.data.published import PUBLISHED, Archive
+from echelon.data.recordio import RecordError
 from echelon.errors import DataError
 
 CLASSES = {"mnist": [0, 1, 2], "fashion-mnist": [7, 8, 9], "mine": [4, 4, 4]}
@@ -100,3 +105,80 @@ def test_files_of_other_sets_beside_are_no_matter(tmp_path: Path) -> None:
         (tmp_path / "cifar-10-batches-bin" / f"{name}.bin").write_bytes(bytes(3073))
     assert labels_of("mnist", tmp_path) == CLASSES["mnist"]
     assert labels_of("cifar10", tmp_path) == [0]
+
+
+BATCHES = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
+
+
+def write_zeros(folder: Path, counts: dict[str, int], record_bytes: int = 3073) -> Path:
+    """Record files of black images of class 0, which take no room on the disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, count in counts.items():
+        with open(folder / name, "wb") as file:
+            file.truncate(count * record_bytes)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["data_batch_3.bin", "test_batch.bin"])
+def test_an_empty_batch_of_cifar10(tmp_path: Path, name: str) -> None:
+    write_zeros(tmp_path, dict.fromkeys(BATCHES, 4) | {name: 0})
+    with pytest.raises(DataError, match=rf"{name}: record 0 at byte 0: the file ends here: it has 0 bytes; get it"):
+        open_dataset("cifar10", DataOptions(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("layout", "names", "record_bytes", "name", "have", "said"),
+    [
+        ("cifar10 (binary)", BATCHES, 3073, "data_batch_2.bin", 9_999, "30726927 bytes, and .* 10000 records, 30730000 b"),
+        ("cifar10 (binary)", BATCHES, 3073, "test_batch.bin", 1, "3073 bytes, and should have 10000 records, 30730000 b"),
+        ("cifar100 (binary)", ["test.bin"], 3074, "train.bin", 3, "9222 bytes, and .* 50000 records, 153700000 bytes;"),
+    ],
+)
+def test_cifar_cut_between_records_is_told_by_what_lies_beside(
+    tmp_path: Path, layout: str, names: list[str], record_bytes: int, name: str, have: int, said: str
+) -> None:
+    write_zeros(tmp_path, dict.fromkeys(names, 10_000) | {name: have}, record_bytes)
+    of = layout_named(layout)
+    at = rf"{name}: record {have} at byte {have * record_bytes}: the file ends here: it has "
+    with pytest.raises(RecordError, match=at + said):
+        list(of.read([tmp_path / name], of.num_classes, None))
+    bad: list[DataError] = []
+    assert [len(block.labels) for block in of.read([tmp_path / name], of.num_classes, bad.append)] == [have]
+    assert len(bad) == 1
+
+
+def test_a_whole_batch_beside_whole_ones_is_good(tmp_path: Path) -> None:
+    write_zeros(tmp_path, dict.fromkeys(["data_batch_1.bin", "test_batch.bin"], 10_000))
+    of = layout_named("cifar10 (binary)")
+    assert [len(block.labels) for block in of.read([tmp_path / "test_batch.bin"], 10, None)] == [10_000]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_bytes"),
+    [((0, 28, 28), 0), ((5, 0, 28), 80), ((5, 28, 0), 80), ((5, 28, 0xFFFFFFFF), 80), ((5, 28, 28), 783)],
+)
+def test_an_idx_file_whose_head_is_damaged(tmp_path: Path, sizes: tuple[int, int, int], num_bytes: int) -> None:
+    folder = write_idx(tmp_path / "mnist", CLASSES["mine"])
+    images = folder / "t10k-images-idx3-ubyte"
+    images.write_bytes(struct.pack(">IIII", 0x803, *sizes) + bytes(num_bytes))
+    text = " x ".join(map(str, sizes))
+    said = rf"t10k-images-idx3-ubyte: its head says {text} bytes, and {num_bytes} follow; get the file anew"
+    with pytest.raises(DataError, match=said):
+        open_dataset("mnist", DataOptions(tmp_path))
+    of = layout_named("mnist (idx)")
+    with pytest.raises(DataError, match=said):
+        list(of.read([images, folder / "t10k-labels-idx1-ubyte"], 10, lambda fault: None))
+
+
+@pytest.mark.parametrize("layout", ["cifar10 (binary)", "cifar10 (python)", "mnist (idx)"])
+def test_nothing_is_no_record_file(tmp_path: Path, layout: str) -> None:
+    of = layout_named(layout)
+    files = [tmp_path / name for name in of.val]
+    for file in files:
+        file.touch()
+    if layout == "cifar10 (python)":
+        files[0].write_bytes(pickle.dumps({b"data": np.empty((0, 3072), np.uint8), b"labels": []}))
+    for on_bad in (None, lambda fault: None):
+        with pytest.raises(DataError, match=r"batch|idx"):
+            convert_part(of, files, tmp_path / "x.rec", on_bad=on_bad)
+    assert sorted(tmp_path.iterdir()) == sorted(files)
