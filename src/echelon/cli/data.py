@@ -1,6 +1,6 @@
 """`echelon data`: the flags of its commands, which get, make, check, describe, extract and convert data.
 
-What they do is in `data_run`.
+What they do is in `data_run` and `data_pack`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import TypeAlias
 
-from echelon.cli import data_run
+from echelon.cli import data_pack, data_run
 from echelon.cores import usable_cores
 from echelon.data import im2rec, imagelist
 from echelon.data.published import PUBLISHED
@@ -91,8 +91,11 @@ def _add_get(commands: Commands) -> None:
 
 
 def _add_im2rec(commands: Commands) -> None:
-    command = _command(commands, "im2rec", data_run.run_im2rec, "pack a folder of images, or lists, into .rec and .idx")
-    command.add_argument("prefix", metavar="PREFIX", help="where to write: PREFIX.rec; PREFIX*.lst there are packed")
+    about = "pack a folder of images, or lists, into .rec and .idx"
+    command = _command(commands, "im2rec", data_pack.run_im2rec, about)
+    command.add_argument(
+        "prefix", metavar="PREFIX", help="where to write: PREFIX.rec; PREFIX.lst and PREFIX_*.lst there are packed"
+    )
     command.add_argument(
         "root", metavar="FOLDER", help="the images: one folder a class, or what a list's paths start at"
     )
@@ -148,7 +151,7 @@ def _add_im2rec(commands: Commands) -> None:
 
 def _add_convert(commands: Commands) -> None:
     about = "turn CIFAR (binary or python) or MNIST (idx, .gz too) files into PREFIX_train and PREFIX_val .rec and .idx"
-    command = _command(commands, "convert", data_run.run_convert, about)
+    command = _command(commands, "convert", data_pack.run_convert, about)
     command.add_argument("source", metavar="FOLDER", help="where the published files are, unpacked")
     command.add_argument("prefix", metavar="PREFIX")
     command.set_defaults(resize=0, center_crop=False, color=im2rec.COLOUR, pass_through=False, restart_interval=0)

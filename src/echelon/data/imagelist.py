@@ -157,17 +157,18 @@ def _parse(line: str, seen: set[int]) -> list[Entry]:
     """Return the entry of a line, or none of a blank one; ValueError says what is wrong with it."""
     if not line.strip():
         return []
-    fields = [field.strip() for field in line.split("\t")]
-    if len(fields) < 3:
-        raise ValueError(f"{len(fields)} fields separated by tabs in {line!r}")
+    *fields, path = line.split("\t")  # a path may begin or end with a space
+    fields = [field.strip() for field in fields]
+    if len(fields) < 2:
+        raise ValueError(f"{len(fields) + 1} fields separated by tabs in {line!r}")
     if not fields[0].isdecimal():
         raise ValueError(f"the index {fields[0]!r} is no whole number")
     index = int(fields[0])
     if index in seen:
         raise ValueError(f"the index {index} stands on an earlier line too")
     try:
-        labels = tuple(float(field) for field in fields[1:-1])
+        labels = tuple(float(field) for field in fields[1:])
     except ValueError:
         raise ValueError(f"a label is no number in {line!r}") from None
     seen.add(index)
-    return [Entry(index, labels, fields[-1])]
+    return [Entry(index, labels, path)]

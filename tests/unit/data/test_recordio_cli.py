@@ -331,3 +331,63 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
             echelon_data(command, "--help")
         assert caught.value.code == 0
         assert "--skip-bad-records" in capsys.readouterr().out
+
+
+def write_list(path: Path, photos: Path, label: float) -> None:
+    images = sorted(photos.rglob("*.png"))[:2]
+    lines = [f"{number}\t{label}\t{image.relative_to(photos)}\n" for number, image in enumerate(images)]
+    path.write_text("".join(lines))
+
+
+def test_im2rec_packs_every_list_of_its_prefix_and_says_so(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, name in enumerate(("k.lst", "k_trainval.lst", "k_0_x.lst", "kitchen.lst", "k_.txt", "ak_train.lst")):
+        write_list(tmp_path / name, photos, 10 + number)
+    echelon_data("im2rec", tmp_path / "k", photos)
+    assert {path.name for path in tmp_path.glob("*.rec")} == {"k.rec", "k_trainval.rec", "k_0_x.rec"}
+    assert [labels for _, labels, _ in contents(tmp_path / "k_trainval.rec")] == [[11.0], [11.0]]
+    listed = " ".join(str(tmp_path / name) for name in ("k.lst", "k_0_x.lst", "k_trainval.lst"))
+    said = capsys.readouterr()
+    assert said.out.startswith(f"packing {listed}\n")
+    assert said.err == (
+        f"not packed: {tmp_path / 'kitchen.lst'}; for PREFIX that is k.lst and k_*.lst, others are named outright\n"
+    )
+
+
+def test_im2rec_of_a_folder_says_which_lists_it_left(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_list(tmp_path / "k1.lst", photos, 10)
+    echelon_data("im2rec", tmp_path / "k", photos)
+    said = capsys.readouterr()
+    assert "k.rec and .idx: 10 records" in said.out
+    assert said.err.startswith(f"not packed: {tmp_path / 'k1.lst'}; ")
+    echelon_data("im2rec", tmp_path / "k1.lst", photos)
+    said = capsys.readouterr()
+    assert said.out.startswith(f"packing {tmp_path / 'k1.lst'}\n")
+    assert said.err == ""
+
+
+@pytest.mark.parametrize("prefix", ["out/", "out/.", "."])
+def test_a_prefix_that_is_a_folder_names_no_file(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "test_batch.bin").write_bytes(bytes(3073))
+    for words in (("im2rec", prefix, photos), ("im2rec", "--list", prefix, photos), ("convert", tmp_path, prefix)):
+        with pytest.raises(UsageError, match=rf"PREFIX '{prefix}' is a folder; .* example {prefix.rstrip('/')}/data$"):
+            echelon_data(*words)
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.suffix != ".png") == [
+        *("ant", "bee", "out", "photos", "test_batch.bin")
+    ]
+
+
+def test_im2rec_keeps_the_spaces_of_a_path(tmp_path: Path) -> None:
+    for name in (" ant", "bee ", " c d "):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "photos" / name / " 1.png")
+    echelon_data("im2rec", "--list", tmp_path / "x", tmp_path / "photos")
+    echelon_data("im2rec", tmp_path / "x", tmp_path / "photos")
+    assert sorted(labels for _, labels, _ in contents(tmp_path / "x.rec")) == [[0.0], [1.0], [2.0]]
