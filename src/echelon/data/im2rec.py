@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from echelon.data.decode import in_eight_bits
 from echelon.data.imagelist import Entry
@@ -34,6 +34,15 @@ DECODE_ERRORS = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
 _IN_FLIGHT_PER_THREAD = 8
 _MCU_WIDTHS = {"L": 8, "RGB": 16}  # of what Pillow writes: colour is halved both ways
 _ORIENTATION = 0x0112  # the EXIF tag; 5 ... 8 exchange width and height
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 
 class ImageError(DataError):
@@ -105,12 +114,14 @@ def encode_image(data: bytes, encoding: Encoding) -> bytes:
     with Image.open(io.BytesIO(data)) as opened:
         if encoding.pass_through:
             return data
-        size = _target_size(opened, encoding)  # of the whole image: a draft rounds its edges
+        orientation = _orientation(opened)
+        size = _target_size(opened, orientation, encoding)  # of the whole image: a draft rounds its edges
         if encoding.resize and opened.format == "JPEG":
             opened.draft(
                 None, _resized(opened.size, encoding.resize)
             )  # decodes at 1/2, 1/4 or 1/8 where that is enough
-        image = _coloured(ImageOps.exif_transpose(opened), encoding)
+        turn = _UPRIGHT.get(orientation)
+        image = _coloured(opened.copy() if turn is None else opened.transpose(turn), encoding)
     if encoding.center_crop:
         image = _center_square(image)
     if encoding.resize:
@@ -118,11 +129,19 @@ def encode_image(data: bytes, encoding: Encoding) -> bytes:
     return save(image, encoding)
 
 
-def _target_size(image: Image.Image, encoding: Encoding) -> tuple[int, int]:
+def _orientation(image: Image.Image) -> int:
+    """Return what EXIF says of it, 1 ... 8, or 1 where EXIF is damaged: then the image is packed as it lies."""
+    try:
+        found = image.getexif().get(_ORIENTATION)
+    except Exception:  # of what cameras and editors write, anything may come, and the pixels are good
+        return 1
+    return found if isinstance(found, int) and found in _UPRIGHT else 1
+
+
+def _target_size(image: Image.Image, orientation: int, encoding: Encoding) -> tuple[int, int]:
     if encoding.center_crop:
         return encoding.resize, encoding.resize
-    lies_on_its_side = image.getexif().get(_ORIENTATION, 1) >= 5
-    size = (image.height, image.width) if lies_on_its_side else image.size
+    size = (image.height, image.width) if orientation >= 5 else image.size
     return _resized(size, encoding.resize)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from echelon.data import im2rec, imagelist
 from echelon.data.im2rec import Encoding, ImageError, encode_image, pack_list
@@ -195,6 +196,43 @@ def test_a_photograph_on_its_side_is_turned_upright() -> None:
     data = photo((60, 41), kind="JPEG", exif=exif)
     assert decoded(encode_image(data, Encoding())).size == (41, 60)
     assert decoded(encode_image(data, Encoding(resize=20))).size == (20, 29)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_every_orientation_is_undone(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stream = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (21, 34, 3), np.uint8)).save(stream, "PNG", exif=exif)
+    packed = decoded(encode_image(stream.getvalue(), Encoding(".png", 1)))
+    assert np.array_equal(np.asarray(packed), np.asarray(ImageOps.exif_transpose(decoded(stream.getvalue()))))
+
+
+SHORT, ASCII = 3, 2
+
+
+def exif_of(*entries: tuple[int, int, int, bytes]) -> bytes:
+    """EXIF of entries (tag, type, count, value), which need not make sense."""
+    table = b"".join(struct.pack("<HHI4s", *entry) for entry in entries)
+    return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + table + bytes(4)
+
+
+@pytest.mark.parametrize(
+    ("exif", "is_turned"),
+    [
+        (exif_of((0x0112, SHORT, 1, b"\6"), (0x0123, ASCII, 2, b"x")), True),  # a curve of grey that is a text
+        (exif_of((0x0112, ASCII, 2, b"6")), False),
+        (exif_of((0x0112, SHORT, 2, b"\6\0\6")), False),
+        (exif_of((0x0112, SHORT, 1, b"\x09")), False),
+        (exif_of((0x0112, SHORT, 9, b"\xff\xff\xff")), False),
+        (b"Exif\0\0II*\0\xff\xff\xff\xff", False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_odd_exif_costs_no_image(exif: bytes, is_turned: bool) -> None:
+    data = photo((60, 41), kind="JPEG", exif=exif)
+    assert decoded(encode_image(data, Encoding())).size == ((41, 60) if is_turned else (60, 41))
+    assert decoded(encode_image(data, Encoding(resize=20))).size == ((20, 29) if is_turned else (29, 20))
 
 
 @pytest.mark.parametrize(
