@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from echelon.models.registry import build, check_options, names
+from echelon.models.registry import build, check_options, check_outputs, names
 
-__all__ = ["build", "check_options", "names"]
+__all__ = ["build", "check_options", "check_outputs", "names"]

@@ -13,9 +13,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from echelon.errors import UsageError
+from echelon.models import own
 from echelon.models.choices import unknown
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 _NETWORKS = {
@@ -76,6 +78,14 @@ def build(
     return model
 
 
+def check_outputs(
+    network: str, model: nn.Module, *, num_classes: int, image_shape: tuple[int, ...], device: torch.device
+) -> None:
+    """An error for a user's network whose outputs cannot be trained on; ours are as they should be."""
+    if network not in _NETWORKS:
+        own.check_outputs(network, model, num_classes, image_shape, device)
+
+
 def _check(num_classes: int, image_shape: tuple[int, ...]) -> None:
     if num_classes < 1:
         raise UsageError(f"A network needs at least one class, not {num_classes}.")
@@ -93,24 +103,7 @@ def _find(network: str) -> Callable[..., object]:
     path, colon, name = network.partition(":")
     if not colon or not all(part.isidentifier() for part in (*path.split("."), name)):
         raise unknown("network", network, names(), " Your own is named package.module:function.")
-    return _find_users(network, path, name)
-
-
-def _find_users(network: str, path: str, name: str) -> Callable[..., object]:
-    try:
-        module = import_module(path)
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"Network {network!r}: cannot import {path!r} ({error}). Is its folder on PYTHONPATH?"
-        ) from error
-    function = getattr(module, name, None)
-    if function is None:
-        public = (key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise unknown(f"function in {path!r}:", name, sorted(public))
-    if not callable(function):
-        raise UsageError(f"Network {network!r}: {name!r} is a {type(function).__name__}, not a function.")
-    found: Callable[..., object] = function
-    return found
+    return own.find(network, path, name)
 
 
 def _call(
@@ -125,9 +118,15 @@ def _call(
     given |= {key: value for key, value in standard.items() if value is not None and (takes_all or key in parameters)}
     if missing := _missing(parameters, given):
         raise UsageError(f"Network {network!r} needs {', '.join(missing)}, which is not among {', '.join(given)}.")
-    model = function(**given)
+    positional = [
+        given.pop(key, parameter.default)
+        for key, parameter in parameters.items()
+        if parameter.kind is parameter.POSITIONAL_ONLY
+    ]
+    model = function(*positional, **given)
     if not isinstance(model, nn.Module):
         raise UsageError(f"Network {network!r} returned a {type(model).__name__}, not a torch.nn.Module.")
+    own.check_sizes(network, model)
     return model
 
 

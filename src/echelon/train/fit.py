@@ -16,6 +16,7 @@ from echelon.train.inputs import open_data, read_only
 from echelon.train.optimizers import make_optimizer
 from echelon.train.options import TrainOptions
 from echelon.train.plan import worker_batch
+from echelon.train.precision import choose_precision
 from echelon.train.progress import TrainingProgress
 from echelon.train.run import Run
 from echelon.train.trainer import Trainer
@@ -50,6 +51,14 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
     ).to(device)
     if device.type == "cuda":
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with choose_precision(options.dtype, device).autocast():
+        models.check_outputs(
+            options.network,
+            model,
+            num_classes=dataset.num_classes,
+            image_shape=dataset.image_shape,
+            device=device,
+        )
     optimizer = make_optimizer(
         options.optimizer,
         model,

@@ -142,12 +142,28 @@ def deep(num_classes, num_layers=3, *, width=8): return nn.Sequential(*[nn.Linea
 def everything(**options): return nn.Linear(len(options), 1)
 def demanding(num_classes, vocabulary): return nn.Linear(1, 1)
 def no_module(): return "a network"
+def by_place(image_shape=None, num_classes=2, width=3, /, **rest): return nn.Linear(width, num_classes)
+def lazy(num_classes): return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+class Net(nn.Linear):
+    def __init__(self, num_classes): super().__init__(4, num_classes)
+net = Net(10)
 """
+
+BROKEN = {
+    "missing": "import os\n\nimport no_such_module_anywhere\n",
+    "misnamed": "from os import no_such_name\n",
+    "misspelt": "import os\ndef f(:\n    pass\n",
+    "wrong": "import os\n\ndef share(x): return 1 / x\nhalf = share(0)\n",
+    "indirect": "import os\nimport broken.wrong\n",
+}
 
 
 @pytest.fixture
 def _users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "users_networks.py").write_text(USERS)
+    (tmp_path / "broken").mkdir()
+    for name, text in BROKEN.items():
+        (tmp_path / "broken" / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -157,6 +173,11 @@ def test_users_function_gets_what_it_takes() -> None:
     assert len(_meta("users_networks:deep")) == 3  # type: ignore[arg-type]
     assert len(_meta("users_networks:deep", num_layers=5, width=2)) == 5  # type: ignore[arg-type]
     assert _meta("users_networks:everything", depth=1).in_features == 3
+    assert _meta("users_networks:Net").out_features == 10
+    assert [_meta("users_networks:by_place").out_features, _meta("users_networks:by_place", width=5).in_features] == [
+        10,
+        5,
+    ]
 
 
 @pytest.mark.usefixtures("_users")
@@ -169,6 +190,10 @@ def test_users_function_gets_what_it_takes() -> None:
         ("users_networks:no_module", {}, r"returned a str, not a torch.nn.Module"),
         ("users_networks:deep", {"colour": 1}, "takes no option colour; its options: width"),
         ("users_networkz:plain", {}, "cannot import 'users_networkz'.*PYTHONPATH"),
+        ("broken.missed:f", {}, "cannot import 'broken.missed'.*PYTHONPATH"),
+        ("users_networks.deep:f", {}, "cannot import 'users_networks.deep'.*PYTHONPATH"),
+        ("users_networks:net", {}, "'net' is a network already, a Net; name a function or class that makes one"),
+        ("users_networks:lazy", {}, r"parameters without a size yet \(1.weight, 1.bias\).*as nn.Linear"),
         ("users_networks:", {}, "Unknown network"),
         ("./users_networks.py:plain", {}, "Unknown network"),
     ],
@@ -176,6 +201,27 @@ def test_users_function_gets_what_it_takes() -> None:
 def test_users_function_that_cannot_be_used(network: str, options: dict[str, object], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         _meta(network, **options)
+
+
+@pytest.mark.usefixtures("_users")
+@pytest.mark.parametrize(
+    ("module", "line", "told"),
+    [
+        ("missing", "line 3", "ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
+        ("misnamed", "line 1", "ImportError: cannot import name 'no_such_name' from 'os'"),
+        ("misspelt", "line 2", "SyntaxError: invalid syntax"),
+        ("wrong", "line 3", "ZeroDivisionError: division by zero"),
+        ("indirect", "line 2", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_users_module_that_cannot_be_imported(tmp_path: Path, module: str, line: str, told: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        _meta(f"broken.{module}:f")
+    said = str(caught.value)
+    assert said.startswith(f"Network 'broken.{module}:f': importing 'broken.{module}' failed: {told}")
+    assert f"{tmp_path / 'broken' / module}.py, {line}" in said
+    assert ("wrong.py, line 3" in said) == (module in ("wrong", "indirect"))
+    assert "importlib" not in said
 
 
 @pytest.mark.usefixtures("_users")
