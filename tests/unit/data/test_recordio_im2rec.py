@@ -222,7 +222,7 @@ def exif_of(*entries: tuple[int, int, int, bytes]) -> bytes:
     [
         (exif_of((0x0112, SHORT, 1, b"\6"), (0x0123, ASCII, 2, b"x")), True),  # a curve of grey that is a text
         (exif_of((0x0112, ASCII, 2, b"6")), False),
-        (exif_of((0x0112, SHORT, 2, b"\6\0\6")), False),
+        (exif_of((0x0112, SHORT, 2, b"\6\0\7")), True),  # the first of two counts
         (exif_of((0x0112, SHORT, 1, b"\x09")), False),
         (exif_of((0x0112, SHORT, 9, b"\xff\xff\xff")), False),
         (b"Exif\0\0II*\0\xff\xff\xff\xff", False),
