@@ -103,16 +103,16 @@ def _describe_index(rec: str, num_records: int) -> str:
 
 def run_verify(args: argparse.Namespace) -> int:
     """Check every record; 1 where one is bad."""
-    idx = Path(args.idx) if args.idx else recordio.index_path(args.rec)
-    has_index = bool(args.idx) or (";" not in args.rec and idx.is_file())
+    idxs = recordio.index_files(recordio.split_paths(args.rec), args.idx)
+    names = ";".join(str(idx) for idx in idxs if idx is not None)
     bad = BadRecords(args)
     try:
         with bar(args.rec, None) as advance:
-            num_good = recordtools.verify(args.rec, idx if has_index else None, args.decode, bad.handler, advance)
+            num_good = recordtools.verify(args.rec, idxs, args.decode, bad.handler, advance)
     except recordio.RecordError as fault:
         print(f"bad: {fault}", file=sys.stderr)
         return 1
-    print(f"{args.rec}: {num_good} good records{f', index {idx}' if has_index else ', no index'}{bad.summary()}")
+    print(f"{args.rec}: {num_good} good records{f', index {names}' if names else ', no index'}{bad.summary()}")
     return 0
 
 

@@ -5,7 +5,9 @@ Owns the order and keys of records. An .idx file is text, one line a record: key
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +42,18 @@ def _index_error(path: PathLike, text: str) -> DataError:
         if fields and not (len(fields) == 2 and all(field.isdecimal() for field in fields)):
             return DataError(f"{path}, line {number}: expected `key<TAB>byte offset`, got {line!r}")
     return DataError(f"{path} is no index: expected lines of `key<TAB>byte offset`")
+
+
+def index_files(recs: Sequence[Path], idx: PathLike | None) -> list[Path | None]:
+    """Return an index for each record file: those that are named, `a.idx;b.idx`, or where there are some beside it."""
+    if idx is None:
+        beside = map(index_path, recs)
+        return [path if path.is_file() else None for path in beside]
+    named = split_paths(idx)
+    if len(named) != len(recs):
+        names = ";".join(map(str, recs))
+        raise UsageError(f"{len(recs)} record files but {len(named)} index files: {names} and {os.fspath(idx)}")
+    return list(named)
 
 
 class IndexedReader:

@@ -27,7 +27,7 @@ from echelon.data.recordfile import (
     split_paths,
 )
 from echelon.data.recordframe import Bytes
-from echelon.data.recordindex import IndexedReader, read_index
+from echelon.data.recordindex import IndexedReader, index_files, read_index
 from echelon.errors import UsageError
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "RecordError",
     "RecordFile",
     "Writer",
+    "index_files",
     "index_path",
     "pack",
     "read_index",

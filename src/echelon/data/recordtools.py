@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -19,6 +19,7 @@ from PIL import Image
 from echelon.data.atomic import AtomicFile, check_writable
 from echelon.data.im2rec import DECODE_ERRORS, decode_fault
 from echelon.data.imagerecord import image_suffix, unpack
+from echelon.data.recordfile import PathLike
 from echelon.data.recordframe import MAGIC_BYTES
 from echelon.data.recordio import Reader, RecordError, index_path, read_index, scan_offsets, split_paths
 from echelon.errors import DataError, UsageError
@@ -80,13 +81,18 @@ def summarise(rec: Path, on_bad: OnBad = None, on_done: OnDone = ignore) -> Summ
     return summary
 
 
-def verify(rec: Path, idx: Path | None, decode: bool, on_bad: OnBad = None, on_done: OnDone = ignore) -> int:
-    """Check every record, with `decode` every image too, and the index if there is one; return how many are good."""
+def verify(
+    rec: PathLike, idxs: Sequence[Path | None], decode: bool, on_bad: OnBad = None, on_done: OnDone = ignore
+) -> int:
+    """Check every record, with `decode` every image too, and each file's index if it has one; return how many are good.
+
+    `rec` may be several files, `a.rec;b.rec`.
+    """
     num_good = 0
-    heads: list[int] = []  # of bad records too: an index may point at one, and one report of it is enough
+    heads: dict[Path, list[int]] = defaultdict(list)  # of bad records too: an index may point at one that is reported
 
     def note(fault: RecordError) -> None:
-        heads.append(fault.offset)
+        heads[fault.path].append(fault.offset)
         report(fault, on_bad)
 
     with Reader(rec, note) as reader:
@@ -95,11 +101,12 @@ def verify(rec: Path, idx: Path | None, decode: bool, on_bad: OnBad = None, on_d
             if reason is not None:
                 note(RecordError(file.path, offset, number, reason))
                 continue
-            heads.append(offset)
+            heads[file.path].append(offset)
             num_good += 1
             on_done(1)
-    if idx is not None:
-        _verify_index(rec, idx, heads, on_bad)
+    for path, idx in zip(split_paths(rec), idxs, strict=True):
+        if idx is not None:
+            _verify_index(path, idx, heads[path], on_bad)
     return num_good
 
 

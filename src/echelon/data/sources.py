@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.data.decode import Bytes, Pixels
-from echelon.data.recordio import IndexedReader, Offsets, Reader, RecordError, RecordFile, index_path, split_paths
+from echelon.data.recordio import IndexedReader, Offsets, Reader, RecordError, RecordFile, index_files, split_paths
 from echelon.data.recordio import unpack as unpack_record
 from echelon.errors import DataError, UsageError
 
@@ -72,9 +72,7 @@ class RecordSource:
         self, rec: str | Path, idx: str | Path | None = None, on_bad: Callable[[RecordError], None] | None = None
     ) -> None:
         recs = _record_files(rec)
-        idxs = split_paths(idx) if idx else [index_path(part) if index_path(part).is_file() else None for part in recs]
-        if len(idxs) != len(recs):
-            raise UsageError(f"{len(recs)} record files but {len(idxs)} index files: {rec} and {idx}")
+        idxs = index_files(recs, idx or None)
         parts = [_open(one, index, on_bad) for one, index in zip(recs, idxs, strict=True)]
         self._files = [file for file, _ in parts]
         self._offsets = [offsets for _, offsets in parts]

@@ -391,3 +391,42 @@ def test_im2rec_keeps_the_spaces_of_a_path(tmp_path: Path) -> None:
     echelon_data("im2rec", "--list", tmp_path / "x", tmp_path / "photos")
     echelon_data("im2rec", tmp_path / "x", tmp_path / "photos")
     assert sorted(labels for _, labels, _ in contents(tmp_path / "x.rec")) == [[0.0], [1.0], [2.0]]
+
+
+def test_extract_and_pack_again_changes_what_a_list_cannot_say(tmp_path: Path) -> None:
+    """As prepare-data.md says: images, labels and ids stay, a list of one label and a second id do not."""
+    with Writer(tmp_path / "m.rec") as writer:
+        for number, (label, id2) in enumerate((([4.0], 0), (5.0, 7), ([6.0, 1.0], 0))):
+            writer.write(pack(Header(label, number, id2), jpeg()))
+    assert rewritten(tmp_path / "m.rec", tmp_path / "out") == contents(tmp_path / "m.rec")
+    expected = [pack(Header(label, number), jpeg()) for number, label in enumerate((4.0, 5.0, [6.0, 1.0]))]
+    with Reader(tmp_path / "out" / "extract.rec") as reader:
+        assert [bytes(payload) for payload in reader] == expected
+
+
+def write_records(path: Path, count: int) -> None:
+    with IndexedWriter(path) as writer:
+        for number in range(count):
+            writer.write(number, pack(Header(number, number), jpeg() + bytes(count)))
+
+
+def test_verify_of_several_files_and_their_indices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, count in (("a", 2), ("b", 5)):
+        write_records(tmp_path / f"{name}.rec", count)
+    recs, idxs = (f"{tmp_path / f'a{suffix}'};{tmp_path / f'b{suffix}'}" for suffix in (".rec", ".idx"))
+    for words in ((recs, "--idx", idxs), (recs,)):
+        assert echelon_data("verify", *words) == 0
+        assert capsys.readouterr().out == f"{recs}: 7 good records, index {idxs}\n"
+    with pytest.raises(UsageError, match=rf"2 record files but 1 index files: {recs} and {tmp_path}/a\.idx"):
+        echelon_data("verify", recs, "--idx", tmp_path / "a.idx")
+    (tmp_path / "b.idx").write_bytes((tmp_path / "a.idx").read_bytes())
+    assert echelon_data("verify", recs, "--idx", idxs) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"bad: {tmp_path / 'b.rec'}: record ")
+    assert err.endswith(f"make the index anew: echelon data rec2idx {tmp_path / 'b.rec'} {tmp_path / 'b.idx'}\n")
+    (tmp_path / "b.idx").unlink()
+    assert echelon_data("verify", recs) == 0
+    assert capsys.readouterr().out == f"{recs}: 7 good records, index {tmp_path / 'a.idx'}\n"
+    (tmp_path / "a.idx").unlink()
+    assert echelon_data("verify", recs) == 0
+    assert capsys.readouterr().out == f"{recs}: 7 good records, no index\n"
