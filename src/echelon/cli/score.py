@@ -7,6 +7,7 @@ their mean and std come from the checkpoint, unless flags say otherwise.
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -27,6 +28,8 @@ from echelon.train.predict import model_of, preprocessing_of
 from echelon.train.ranges import check_numbers
 from echelon.train.snapshots import Snapshot, load, load_latest, locate
 
+log = logging.getLogger(__name__)
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `score`."""
@@ -41,6 +44,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--gpus", default="", metavar="ID", help="the GPU to use (default: none)")
     parser.add_argument(
         "--data-nthreads", type=int, default=4, help="processes that decode; for small sets, threads (%(default)s)"
+    )
+    parser.add_argument(
+        "--skip-bad-records", action="store_true", help="count and report records that cannot be read, and go on"
     )
     parser.add_argument("--top-k", type=int, default=5, help="also: the right class is among the K best; 0: not")
     parser.add_argument("--rgb-mean", metavar="R,G,B", help="default: the checkpoint's")
@@ -59,15 +65,20 @@ def run(options: argparse.Namespace) -> int:
     num_classes = count_classes(model, preprocessing.shape, device)
     source = source_of(options, num_classes)
     sampling = Sampling(len(source), options.batch_size, shuffle=False)
-    threads = options.data_nthreads
-    with (
-        bar(path.name, len(source)) as advance,
-        closing(make_loader(source, preprocessing, sampling, threads=threads, exact=True)) as loader,
-    ):
+    loader = make_loader(
+        source,
+        preprocessing,
+        sampling,
+        threads=options.data_nthreads,
+        exact=True,
+        skip_bad_records=options.skip_bad_records,
+    )
+    with bar(path.name, len(source)) as advance, closing(loader):
         start = time.perf_counter()
-        values = metrics.means(sums_of(model, loader, metrics, num_classes, device, advance))
+        sums = sums_of(model, loader, metrics, num_classes, device, advance)
+        values = metrics.means(sums)
         seconds = time.perf_counter() - start
-    print(f"Finished with {len(source) / seconds:f} images per second")
+    print(f"Finished with {float(sums[-1]) / seconds:f} images per second")
     for pair in values.items():
         print(pair)
     return 0
@@ -147,13 +158,14 @@ def numbers(text: str, kind: type[int] | type[float], flag: str) -> list[int | f
 def source_of(options: argparse.Namespace, num_classes: int) -> Source:
     """The validation images."""
     if options.data is not None:
-        dataset = open_dataset(options.data, DataOptions(data_dir=options.data_dir))
+        told = DataOptions(data_dir=options.data_dir, skip_bad_records=options.skip_bad_records)
+        dataset = open_dataset(options.data, told)
         if dataset.validation is None:
             raise UsageError(f"--data {options.data} has no validation part in {options.data_dir}; give --data-val")
         return dataset.validation
     path = Path(options.data_val)
     if not path.is_dir() or list(path.glob("*.rec")):
-        return RecordSource(options.data_val)
+        return records_of(options, num_classes)
     folders = FolderSource.from_classes(path)
     if len(folders.classes) != num_classes:
         raise DataError(
@@ -161,6 +173,18 @@ def source_of(options: argparse.Namespace, num_classes: int) -> Source:
             "by the order of their folders, so make an empty one for a class without images"
         )
     return folders
+
+
+def records_of(options: argparse.Namespace, num_classes: int) -> RecordSource:
+    """The images of record files; to skip bad ones is to skip labels that are no class, too, as training does."""
+    if not options.skip_bad_records:
+        return RecordSource(options.data_val)
+    bad: list[DataError] = []
+    source = RecordSource(options.data_val, on_bad=bad.append)
+    source.num_classes = num_classes
+    if bad:
+        log.warning("bad records skipped while opening: %d, the first: %s", len(bad), bad[0])
+    return source
 
 
 def device_of(gpus: str) -> torch.device:

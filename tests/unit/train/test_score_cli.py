@@ -169,6 +169,34 @@ def test_no_checkpoint(prefix: Path, record: Path, capsys: pytest.CaptureFixture
     assert "is one file; --load-epoch 1 goes with a prefix" in capsys.readouterr().err
 
 
+def test_bad_records_are_left_out_where_asked(
+    prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One is no image, one has no class of the network; without an index, one that is no record is passed over."""
+    Image.fromarray(pixels(1)).save(tmp_path / "one.png")
+    good = (tmp_path / "one.png").read_bytes()
+    with IndexedWriter(tmp_path / "bad.rec") as writer:
+        for number, (label, payload) in enumerate([(1.0, good), (1.0, b"no image"), (7.0, good), (0.0, good)] * 2):
+            writer.write(number, pack(Header(label, number), payload))
+    words = ["--model", prefix, "--data-val", tmp_path / "bad.rec", "--top-k", "0"]
+    assert score(*words) == 2
+    assert "bad.rec: record 1" in capsys.readouterr().err
+    assert score(*words, "--skip-bad-records") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["('accuracy', 0.5)"]
+    assert "bad records skipped in this epoch: 4" in caplog.text
+    content = bytearray((tmp_path / "bad.rec").read_bytes())
+    with IndexedWriter(tmp_path / "first.rec") as writer:
+        writer.write(0, pack(Header(1.0, 0), good))
+    first = (tmp_path / "first.rec").stat().st_size
+    content[first : first + 4] = b"lost"
+    (tmp_path / "bad.rec").write_bytes(content)
+    (tmp_path / "bad.idx").unlink()
+    assert score(*words) == 2
+    assert score(*words, "--skip-bad-records") == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["('accuracy', 0.5)"]
+    assert "bad records skipped while opening: 1, the first: " in caplog.text
+
+
 def test_labels_of_another_set(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with IndexedWriter(tmp_path / "other.rec") as writer:
         Image.fromarray(pixels(0)).save(tmp_path / "one.png")
