@@ -154,7 +154,8 @@ def add_augment_arguments(parser: argparse.ArgumentParser, own: Add | None = Non
     parser.add_argument("--rgb-mean", help="123.68,116.779,103.939")
     parser.add_argument("--rgb-std", help="1,1,1")
     for name, (kind, text) in _AUGMENT.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text or None)
+        action = Noted if name.endswith("_random_area") else "store"
+        parser.add_argument(f"--{name.replace('_', '-')}", action=action, type=kind, help=text or None)
     own("--resize", type=int, help="shorter side of the image before anything else")
 
 
@@ -175,11 +176,12 @@ def options_from(given: argparse.Namespace) -> TrainOptions:
     _one_of("--data-allocator", str(given.data_allocator), ("0", "1"))
     slow = parse_slow(given.slow) if given.slow else {}
     stall = parse_stall(given.stall) if given.stall else None
+    image_shape = _numbers("--image-shape", get("image_shape"), int, 3)
     plain = {name: values[name] for name in TrainOptions.__dataclass_fields__ if values.get(name) is not None}
     return TrainOptions(
         **plain
         | {
-            "image_shape": _numbers("--image-shape", get("image_shape"), int, 3),
+            "image_shape": image_shape,
             "momentum": given.mom,
             "weight_decay": given.wd,
             "groups": given.groups or None,
@@ -191,20 +193,26 @@ def options_from(given: argparse.Namespace) -> TrainOptions:
             "push_factors": bool(given.push_factors),
             "resume": given.resume == "auto",
             "save_period": max(1, given.save_period),
-            "augment": _augment(values),
+            "augment": _augment(values, image_shape[0] if image_shape else 3),
             "devices": tuple(get("device_list") or ("cpu",)),
             "pace": Pace(given.pace, slow, stall, given.seed),
         }
     )
 
 
-def _augment(values: dict[str, Any]) -> dict[str, Any]:
+def _augment(values: dict[str, Any], channels: int) -> dict[str, Any]:
     """The fields of AugmentConfig that were given."""
     found: dict[str, Any] = {}
     for name in ("rgb_mean", "rgb_std"):
-        numbers = _numbers(f"--{name.replace('_', '-')}", values.get(name), float, None)
+        flag = f"--{name.replace('_', '-')}"
+        numbers = _numbers(flag, values.get(name), float, None)
         if numbers is not None:
             found[name] = numbers
+            most = max(3, channels)  # commands for grey images have the three of colours, too
+            if len(numbers) > most:
+                raise UsageError(
+                    f"{flag} {values[name]!r} has {len(numbers)} numbers: give one a channel, {most} at most"
+                )
     for name in (*_AUGMENT, "resize"):
         if values.get(name) is not None:
             value = values[name]

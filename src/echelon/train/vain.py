@@ -61,9 +61,19 @@ def _macrobatch(given: argparse.Namespace) -> str | None:
     return "--warmup-strategy lars goes by the norms of the weights" if given.warmup_strategy == "lars" else None
 
 
+def _area(name: str) -> Callable[[argparse.Namespace], str | None]:
+    def why(given: argparse.Namespace) -> str | None:
+        as_said = getattr(given, name) == 1 or given.random_resized_crop
+        return None if as_said else "only --random-resized-crop 1 draws areas"
+
+    return why
+
+
 _REASONS: dict[str, Callable[[argparse.Namespace], str | None]] = {
     "lr_step_epochs": _steps,
     "macrobatch_size": _macrobatch,
+    "min_random_area": _area("min_random_area"),
+    "max_random_area": _area("max_random_area"),
     "gc_threshold": lambda given: "gradients are not compressed yet",
 }
 

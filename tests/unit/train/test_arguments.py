@@ -101,6 +101,11 @@ def test_the_scripts_defaults_are_mxnets() -> None:
         )
 
 
+def test_a_fourth_channel_may_have_a_mean() -> None:
+    options = options_from(IMAGENET.parse_args(["--image-shape", "4,8,8", "--rgb-mean", "1,2,3,4"]))
+    assert options.augment["rgb_mean"] == (1.0, 2.0, 3.0, 4.0)
+
+
 def test_augmentation_that_is_not_given_is_left_to_the_dataset() -> None:
     options = options_from(IMAGENET.parse_args(["--max-random-h", "36", "--random-mirror", "1", "--rgb-mean", "1,2,3"]))
     assert options.augment == {
@@ -113,6 +118,12 @@ def test_augmentation_that_is_not_given_is_left_to_the_dataset() -> None:
     [
         ("--image-shape 3,224", "--image-shape '3,224' is not channels,height,width, for example 3,224,224"),
         ("--rgb-mean a,b", "--rgb-mean 'a,b' is not numbers with commas"),
+        ("--rgb-mean 1,2,3,4,5", "--rgb-mean '1,2,3,4,5' has 5 numbers: give one a channel, 3 at most"),
+        ("--rgb-std 1,1,1,1 --image-shape 1,8,8", "--rgb-std '1,1,1,1' has 4 numbers: give one a channel, 3 at most"),
+        (
+            "--rgb-std 1,1,1,1,1 --image-shape 4,8,8",
+            "--rgb-std '1,1,1,1,1' has 5 numbers: give one a channel, 4 at most",
+        ),
         ("--batch-size 0", "--batch-size must be 1 or more, not 0"),
         ("--dtype int8", "--dtype 'int8': use one of auto, float32, float16, bfloat16"),
         ("--engine warp", "--engine 'warp': use one of auto, eager, compile, graph"),

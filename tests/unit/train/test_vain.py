@@ -33,6 +33,11 @@ PARSER.set_defaults(lr_step_epochs="200,250", macrobatch_size=8, lr_schedule="co
             "--macrobatch-size 64 has no effect: --warmup-strategy lars goes by the norms of the weights",
         ),
         ("--gc-threshold 0.5", "--gc-threshold 0.5 has no effect: gradients are not compressed yet"),
+        ("--min-random-area 0.08", "--min-random-area 0.08 has no effect: only --random-resized-crop 1 draws areas"),
+        (
+            "--max-random-ar 2 --random-resized-crop 0",
+            "--max-random-area 2 has no effect: only --random-resized-crop 1 draws areas",
+        ),
         ("--gc-type none --gc-th 2", "--gc-threshold 2 has no effect: gradients are not compressed yet"),
     ],
 )
@@ -51,6 +56,8 @@ def test_a_flag_that_was_given_and_does_nothing_has_its_line(arguments: str, sai
         "--lr-step-epochs pow2 --lr-schedule step",
         "--lr-step-epochs pow2 --lr-schedule poly",
         "--macrobatch-size 64 --optimizer LBSGD",
+        "--min-random-area 0.08 --max-random-area 2 --random-resized-crop 1",
+        "--min-random-area 1 --max-random-area 1",
     ],
 )
 def test_defaults_and_what_has_an_effect_are_passed_over(arguments: str) -> None:
