@@ -141,8 +141,28 @@ def test_the_last_batch() -> None:
         (lambda: ByPart(2, 2), "part 2 of 2"),
         (lambda: ByFraction(0.5, 0.5), "0.5 0.5"),
         (lambda: Sampling(0, 4), "0 and 4"),
-        (lambda: Sampling(3, 4, last_batch="drop"), "no batch of 4"),
-        (lambda: Sampling(3, 1, sharding=ByPart(3, 4)), "smaller batch"),
+        (
+            lambda: Sampling(3, 4, last_batch="drop"),
+            r"no batch of 4 for this worker: it has 3 of 3 samples, and a shorter last batch is dropped; "
+            r"use fewer workers or use a smaller batch$",
+        ),
+        (
+            lambda: Sampling(3, 1, sharding=ByPart(3, 4)),
+            r"no batch of 1 for this worker: part 3 of 0 \.\.\. 3 has 0 of 3 samples; use fewer workers$",
+        ),
+        (
+            lambda: Sampling(3, 1, sharding=ByRecord(3, 4), num_batches=2),
+            r"part 3 of 0 \.\.\. 3 has 0 of 3 samples; use fewer workers$",
+        ),
+        (
+            lambda: Sampling(300, 30, sharding=ByFraction(0, 0.001)),
+            r"no batch of 30 for this worker: its share 0 \.\.\. 0\.001 has 0 of 300 samples; "
+            r"give it a larger share in the data_sharding file \(a sample is 1/300 of the data\)$",
+        ),
+        (
+            lambda: Sampling(300, 31, sharding=ByFraction(0.9, 1), last_batch="drop"),
+            r"its share 0\.9 \.\.\. 1 has 30 of 300 samples, and a .* dropped; give it a larger share .* or use",
+        ),
         (lambda: Sampling(3, 1, last_batch="lose"), "'lose'"),
     ],
 )

@@ -43,7 +43,7 @@ def add_parser(subparsers: Commands) -> None:
         commands, "verify", data_run.run_verify, "check every record of a .rec; exit status 1 names the first bad one"
     )
     command.add_argument("rec", metavar="REC")
-    command.add_argument("--idx", metavar="IDX", help="index to check, a.idx;b.idx of a.rec;b.rec (that beside REC, if any)")
+    command.add_argument("--idx", metavar="IDX", help="index to check, or a.idx;b.idx; default: that beside REC")
     command.add_argument("--decode", action="store_true", help="decode every image too")
     command = _command(
         commands, "extract", data_run.run_extract, "write the images of a .rec to a new folder, one a label"

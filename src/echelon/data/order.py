@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.data.sharding import ByPart, Indices, Sharding
+from echelon.data.sharding import ByFraction, ByPart, Indices, Sharding
 from echelon.errors import UsageError
 
 LastBatch: TypeAlias = Literal["keep", "drop", "wrap"]
@@ -69,10 +69,19 @@ class Sampling:
         if self.last_batch not in ("keep", "drop", "wrap"):
             raise UsageError(f"last_batch must be keep, drop or wrap, got {self.last_batch!r}")
         if not self.batches_per_epoch:
-            raise UsageError(
-                f"no batch of {self.batch_size} in this worker's part of {self.num_samples} samples "
-                f"({self.sharding}, last batch: {self.last_batch}); give fewer workers or a smaller batch"
-            )
+            raise UsageError(self._no_batch())
+
+    def _no_batch(self) -> str:
+        """Say why there is no batch: there are no samples, or too few of those that make a whole one."""
+        have = len(self.sharding.positions(np.arange(self.num_samples, dtype=np.int64)))
+        advice = "use fewer workers"
+        if isinstance(self.sharding, ByFraction):
+            one = f"a sample is 1/{self.num_samples} of the data"
+            advice = f"give it a larger share in the data_sharding file ({one})"
+        return (
+            f"no batch of {self.batch_size} for this worker: {self.sharding} has {have} of {self.num_samples} samples"
+            f"{', and a shorter last batch is dropped' * bool(have)}; {advice}{' or use a smaller batch' * bool(have)}"
+        )
 
     def order(self, epoch: int) -> Indices:
         """Return all samples in the epoch's order."""

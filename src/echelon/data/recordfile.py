@@ -111,6 +111,11 @@ def _map_file(path: Path) -> mmap.mmap | bytes:
         raise UsageError(f"{path} is a folder; expected a record file. Pack a folder of images: echelon data im2rec")
     try:
         with open(path, "rb") as stream:
+            if path.suffix == ".lst":
+                raise UsageError(
+                    f"{path} is a list of images, not a record file; pack it: echelon data im2rec {path} FOLDER "
+                    f"(where its paths start), and use {path.with_suffix('.rec')}"
+                )
             if not os.fstat(stream.fileno()).st_size:  # An empty file is a file of no records, but cannot be mapped.
                 return b""
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)

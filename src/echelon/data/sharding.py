@@ -27,7 +27,7 @@ _FRACTION_DIGITS = 9  # data_sharding files are checked to 1e-9; both sides of a
 
 
 class Sharding(Protocol):
-    """Picks one worker's positions of an epoch's order."""
+    """Picks one worker's positions of an epoch's order; as text, it is the subject of a sentence about that part."""
 
     def positions(self, order: Indices) -> Indices:
         """Return ascending positions in `order`; over all workers each one appears once."""
@@ -47,6 +47,9 @@ class ByPart:
         """See Sharding."""
         return np.arange(self.part_index, len(order), self.num_parts, dtype=np.int64)
 
+    def __str__(self) -> str:
+        return _part_name(self.part_index, self.num_parts)
+
 
 @dataclass(frozen=True, slots=True)
 class ByFraction:
@@ -62,6 +65,9 @@ class ByFraction:
     def positions(self, order: Indices) -> Indices:
         """See Sharding."""
         return np.arange(_border(len(order), self.start), _border(len(order), self.end), dtype=np.int64)
+
+    def __str__(self) -> str:
+        return f"its share {self.start:g} ... {self.end:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +86,16 @@ class ByRecord:
         first = self.part_index * step
         return np.flatnonzero((order >= first) & (order < first + step)).astype(np.int64)
 
+    def __str__(self) -> str:
+        return _part_name(self.part_index, self.num_parts)
+
 
 def _border(num_samples: int, fraction: float) -> int:
     return int(num_samples * round(fraction, _FRACTION_DIGITS) + 0.5)
+
+
+def _part_name(part_index: int, num_parts: int) -> str:
+    return f"part {part_index} of 0 ... {num_parts - 1}" if num_parts > 1 else "it"
 
 
 def _check_part(part_index: int, num_parts: int) -> None:

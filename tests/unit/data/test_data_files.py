@@ -132,3 +132,16 @@ def test_a_recipe_needs_no_files() -> None:
         recipe("imagenet", rgb_mean=(1.0,))
     with pytest.raises(UsageError, match=r"mnist has images of 1 channel, .*3,28,28 asks for 3; use 1,28,28"):
         recipe("mnist", (3, 28, 28))
+
+
+@pytest.mark.parametrize("has_index", [False, True])
+def test_a_list_is_no_record_file(tmp_path: Path, has_index: bool) -> None:
+    path = tmp_path / "x.lst"
+    path.write_text("0\t1.000000\tape/one.png\n1\t1.000000\tape/two.png\n")
+    if has_index:
+        path.with_suffix(".idx").write_text("0\t0\n1\t20\n")
+    said = r"x\.lst is a list of images, not a record file; pack it: echelon data im2rec .*x\.lst FOLDER .*x\.rec$"
+    for option in ("data_train", "data_val"):
+        images = classes(tmp_path / option, "ape")
+        with pytest.raises(UsageError, match=said):
+            open_dataset("folder", DataOptions(**{"data_train": str(images), option: str(path)}))
