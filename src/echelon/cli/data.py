@@ -100,9 +100,7 @@ def _add_im2rec(commands: Commands) -> None:
         "root", metavar="FOLDER", help="the images: one folder a class, or what a list's paths start at"
     )
     lists = command.add_argument_group("lists")
-    lists.add_argument(
-        "--list", action="store_true", help="write PREFIX*.lst only, to look at or change before packing"
-    )
+    lists.add_argument("--list", action="store_true", help="write the lists only, to look at or change before packing")
     lists.add_argument(
         "--exts",
         nargs="+",

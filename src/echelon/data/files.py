@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from echelon.data.layouts import LAYOUTS, Layout, find_parts, read_idx, read_unpacked
+from echelon.data.layouts import LAYOUTS, Layout, find_file, find_parts, read_idx, read_unpacked
 from echelon.data.memory import MemorySource
 from echelon.data.published import get_command, published_as
 from echelon.data.sources import FolderSource, RecordSource, class_number
@@ -116,14 +116,15 @@ def small_set(name: str, title: str, layout: Layout, options: DataOptions) -> tu
     """Load a published set, from the folder itself or the one below it with the set's name."""
     root = Path(options.data_dir)
     folders = [below for folder in (root / name, root) for below in (folder, folder / layout.folder)]
-    doubt = None
+    doubt, first = None, layout.train[0]
     for folder in folders:
-        if parts := find_parts(folder, layout):
+        if find_file(folder, first) is not None:
+            parts = find_parts(folder, layout)
             found_doubt = _doubt(name, parts, root) if layout.read is read_idx else None
             if found_doubt is None:
                 return _load(layout, parts.get("train", []), title), _load(layout, parts.get("val", []), title)
             doubt = doubt or found_doubt
-    first, looked = layout.train[0], ", ".join(str(folder.absolute()) for folder in folders)
+    looked = ", ".join(str(folder.absolute()) for folder in folders)
     why = doubt or f"no file {first} (or {first}.gz) in any of {looked}"
     raise DataError(f"{title}: {why}; get the set: {get_command(name, options.data_dir)}")
 

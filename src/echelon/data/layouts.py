@@ -228,11 +228,11 @@ def find_parts(folder: Path, layout: Layout) -> dict[str, list[Path]]:
 
 
 def _present(folder: Path, names: tuple[str, ...]) -> list[Path]:
-    files = (_variant(folder, name) for name in names)
+    files = (find_file(folder, name) for name in names)
     return [file for file in files if file is not None]
 
 
-def _variant(folder: Path, name: str) -> Path | None:
+def find_file(folder: Path, name: str) -> Path | None:
     """Return the file under its name, gzipped, or with the dot some copies have (train-images.idx3-ubyte)."""
     names = (name, name + ".gz", name.replace("-idx", ".idx"), name.replace("-idx", ".idx") + ".gz")
     return next((folder / each for each in names if (folder / each).is_file()), None)
@@ -240,7 +240,7 @@ def _variant(folder: Path, name: str) -> Path | None:
 
 def _check_complete(folder: Path, layout: Layout, parts: dict[str, list[Path]]) -> None:
     for part, names in (("train", layout.train), ("val", layout.val)):
-        missing = [name for name in names if parts[part] and _variant(folder, name) is None]
+        missing = [name for name in names if parts[part] and find_file(folder, name) is None]
         if missing:
             raise DataError(
                 f"{folder} looks like {layout.name}, but lacks {' '.join(missing)}; get what is missing and try again"

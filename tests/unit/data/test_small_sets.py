@@ -182,3 +182,11 @@ def test_nothing_is_no_record_file(tmp_path: Path, layout: str) -> None:
         with pytest.raises(DataError, match=r"batch|idx"):
             convert_part(of, files, tmp_path / "x.rec", on_bad=on_bad)
     assert sorted(tmp_path.iterdir()) == sorted(files)
+
+
+def test_a_part_that_lies_about_hides_no_whole_set(tmp_path: Path) -> None:
+    write_zeros(tmp_path, {"data_batch_2.bin": 1, "test_batch.bin": 1})
+    write_zeros(tmp_path / "cifar-10-batches-bin", dict.fromkeys(BATCHES, 2))
+    train = open_dataset("cifar10", DataOptions(tmp_path)).train
+    assert isinstance(train, MemorySource)
+    assert len(train) == 10
