@@ -20,7 +20,7 @@ from echelon.train.precision import choose_precision
 from echelon.train.progress import TrainingProgress
 from echelon.train.run import Run
 from echelon.train.trainer import Trainer
-from echelon.train.vain import check_validation
+from echelon.train.vain import check_validation, warn_of_crop
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
     if options.test_io:
         return read_only(options, dataset)
     check_validation(options, has_validation=dataset.validation is not None)
+    warn_of_crop(dataset.augment)
     _prepare(device)
     torch.manual_seed(options.seed)
     model = models.build(

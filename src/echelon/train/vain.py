@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from echelon.data.augment_config import AugmentConfig
 from echelon.errors import UsageError
 from echelon.train.options import TrainOptions
 
@@ -105,3 +106,12 @@ def check_validation(options: TrainOptions, *, has_validation: bool) -> None:
     look, them = ("look", "them") if len(given) > 1 else ("looks", "it")
     where = "--benchmark 1 has none:" if options.benchmark else f"{options.data} has none here: give --data-val, or"
     raise UsageError(f"{' and '.join(given)} {look} at validation data, and {where} leave {them} out")
+
+
+def warn_of_crop(augment: AugmentConfig) -> None:
+    """Say of a crop at random that it has nothing to choose; the data set's own settings have to be known."""
+    if augment.random_resized_crop and not augment.resizes_at_random:
+        log.warning(
+            "--random-resized-crop 1 crops the middle, as in MXNet, where areas and aspect ratios are 1: give "
+            "--min-random-area 0.08, for example, or --max-random-aspect-ratio"
+        )

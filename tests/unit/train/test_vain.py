@@ -8,10 +8,11 @@ import shlex
 import pytest
 
 from echelon.cli.main import main
+from echelon.data.augment_config import AugmentConfig
 from echelon.errors import UsageError
 from echelon.train import script
 from echelon.train.options import TrainOptions
-from echelon.train.vain import check_validation, lines_about, warn
+from echelon.train.vain import check_validation, lines_about, warn, warn_of_crop
 
 STEPS = "--lr-step-epochs 30,60 has no effect"
 PARSER = script.make_parser(None)
@@ -98,3 +99,12 @@ def test_what_looks_at_validation_data_needs_some(options: TrainOptions, said: s
     assert str(refused.value) == said
     check_validation(options, has_validation=True)
     check_validation(TrainOptions(data="folder"), has_validation=False)
+
+
+def test_a_random_crop_with_nothing_to_choose_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_crop(AugmentConfig())
+    warn_of_crop(AugmentConfig(random_resized_crop=True, min_random_area=0.08))
+    warn_of_crop(AugmentConfig(random_resized_crop=True, max_random_aspect_ratio=0.25))
+    assert not caplog.messages
+    warn_of_crop(AugmentConfig(random_resized_crop=True))
+    assert ["crops the middle" in line for line in caplog.messages] == [True]
