@@ -58,7 +58,7 @@ def _prefix(args: argparse.Namespace) -> Path:
     if os.path.basename(args.prefix) in ("", os.curdir, os.pardir):
         example = os.path.join(args.prefix, "data")
         raise UsageError(
-            f"PREFIX {args.prefix!r} is a folder; expected how the names of the files in it begin, for example {example}"
+            f"PREFIX {args.prefix!r} is a folder; give how the names of its files begin, for example {example}"
         )
     return Path(args.prefix)
 
