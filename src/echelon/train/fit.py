@@ -6,8 +6,10 @@ import logging
 from dataclasses import asdict, replace
 
 import torch
+from torch import nn
 
 from echelon import models
+from echelon.data.datasets import Dataset
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore import create
@@ -42,24 +44,7 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
     warn_of_crop(dataset.augment)
     _prepare(device)
     torch.manual_seed(options.seed)
-    model = models.build(
-        options.network,
-        num_classes=dataset.num_classes,
-        image_shape=dataset.image_shape,
-        num_layers=options.num_layers,
-        initializer=options.initializer,
-        **options.network_options,
-    ).to(device)
-    if device.type == "cuda":
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    with choose_precision(options.dtype, device).autocast():
-        models.check_outputs(
-            options.network,
-            model,
-            num_classes=dataset.num_classes,
-            image_shape=dataset.image_shape,
-            device=device,
-        )
+    model = _network(options, dataset, device)
     optimizer = make_optimizer(
         options.optimizer,
         model,
@@ -87,6 +72,29 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
         push_factors=options.push_factors and options.engine != "compile" and not options.monitor,
     )
     return Run(options, dataset, trainer, device, run_dir, job.device_index, progress).run()
+
+
+def _network(options: TrainOptions, dataset: Dataset, device: torch.device) -> nn.Module:
+    """The network of the flags, on the device as its kernels like it, and one that can be trained on this data."""
+    model = models.build(
+        options.network,
+        num_classes=dataset.num_classes,
+        image_shape=dataset.image_shape,
+        num_layers=options.num_layers,
+        initializer=options.initializer,
+        **options.network_options,
+    ).to(device)
+    if device.type == "cuda":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with choose_precision(options.dtype, device).autocast():
+        models.check_outputs(
+            options.network,
+            model,
+            num_classes=dataset.num_classes,
+            image_shape=dataset.image_shape,
+            device=device,
+        )
+    return model
 
 
 def _prepare(device: torch.device) -> None:
