@@ -78,10 +78,10 @@ class Sampling:
         if isinstance(self.sharding, ByFraction):
             one = f"a sample is 1/{self.num_samples} of the data"
             advice = f"give it a larger share in the data_sharding file ({one})"
-        return (
-            f"no batch of {self.batch_size} for this worker: {self.sharding} has {have} of {self.num_samples} samples"
-            f"{', and a shorter last batch is dropped' * bool(have)}; {advice}{' or use a smaller batch' * bool(have)}"
-        )
+        of_them = f"{self.sharding} has {have} of {self.num_samples} samples"
+        if have:
+            of_them, advice = f"{of_them}, and a shorter last batch is dropped", f"{advice} or use a smaller batch"
+        return f"no batch of {self.batch_size} for this worker: {of_them}; {advice}"
 
     def order(self, epoch: int) -> Indices:
         """Return all samples in the epoch's order."""

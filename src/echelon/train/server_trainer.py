@@ -50,7 +50,8 @@ class ServerTrainer(Trainer):
         self._parameters = {name: self._parameters[name] for name in self._names}
         self._missing = [len(bucket) for bucket in buckets]
         self._sent: list[list[Ticket] | None] = [None] * len(buckets)  # of the step that is being made
-        self._unused: dict[int, list[str]] = {}  # bucket -> parameters that are known to get no gradient
+        self._used = [list(bucket) for bucket in buckets]  # those that captured steps give gradients
+        self._unused: list[list[str]] = [[] for _ in buckets]  # and those known to get none
         self._flying_step = 0  # the step that buckets under way belong to
         self._step_hooks: list[Hook] = []
         self._driven = False
@@ -170,17 +171,17 @@ class ServerTrainer(Trainer):
     def send(self, index: int, samples: int) -> None:
         """A bucket's gradients are in place: push them."""
         more = index + 1 < len(self._exchanges.buckets)
-        unused = self._unused.get(index, [])
-        given = [name for name in self._exchanges.buckets[index] if name not in unused]
-        tickets = self._exchanges.push(unused, 0, more=more or bool(given)) if unused else []
-        if given:
-            tickets += self._exchanges.push(given, samples, more=more)
+        used, unused = self._used[index], self._unused[index]
+        tickets = self._exchanges.push(unused, 0, more=more or bool(used)) if unused else []
+        if used:
+            tickets += self._exchanges.push(used, samples, more=more)
         self._exchanges.fly(index, tickets)
         self._flying_step = self.clock + 1
 
     def leave_out(self, index: int, names: Sequence[str]) -> None:
         """Say of some parameters of a bucket that no step gives them a gradient."""
         self._unused[index] = list(names)
+        self._used[index] = [name for name in self._exchanges.buckets[index] if name not in names]
 
     def has_come(self, index: int) -> bool:
         """Whether a bucket's new weights are in place by now."""
