@@ -23,10 +23,10 @@ test-system: $(VENV)/.installed
 	$(BIN)/pytest -m system tests/system
 	$(BIN)/pytest -m long
 
-# Needs a GPU and CIFAR-10 (DATA). GPU_FLAGS: --only, --jobs, --budget-s, …; `echelon bench gpu --help` has them all.
+# Needs a GPU and CIFAR-10 (DATA). GPU_FLAGS: --only, --jobs, --budget-s, …; `python -m benchmarks.gpu --help` lists them.
 DATA ?= data
 bench-gpu: $(VENV)/.installed
-	$(BIN)/echelon bench gpu --data-dir $(DATA) --docs docs/results.md $(GPU_FLAGS)
+	$(BIN)/python -m benchmarks.gpu --data-dir $(DATA) --docs docs/results.md $(GPU_FLAGS)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

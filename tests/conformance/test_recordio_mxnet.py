@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from echelon.data import imagelist
-from echelon.data.im2rec import Encoding, pack_list
-from echelon.data.recordio import Header, IndexedReader, IndexedWriter, pack, unpack
+from echelon.data.pack import lists as imagelist
+from echelon.data.pack.im2rec import Encoding, pack_list
+from echelon.data.records.io import Header, IndexedReader, IndexedWriter, pack, unpack
 
 pytestmark = pytest.mark.peer
 

@@ -63,7 +63,7 @@ def faults(action: str) -> list[MessageFault]:
 def test_every_gradient_is_applied_once(
     store: str, staleness: int | None, groups: list[list[int]] | None, framed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("echelon.kvstore.client.ASK_AFTER_S", 0.05)
+    monkeypatch.setattr("echelon.kvstore.servers.client.ASK_AFTER_S", 0.05)
     for action in (LOSE, LOSE_ANSWER, REPEAT, REPEAT_ANSWER, REPEAT_LATE):
         wanted = faults(action)
         transport = FaultyTransport(InProcessTransport(), wanted, framed=framed)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench.contenders import Plan, gloo, mxnet, mxnet_tuned
-from echelon.bench.harness import Contender
-from echelon.bench.pushpull import compete
-from echelon.bench.shapes import shapes, write_shapes
+from echelon.bench.harness.alternate import Contender
+from echelon.bench.pushpull.command import compete
+from echelon.bench.pushpull.contenders import Plan, gloo, mxnet, mxnet_tuned
+from echelon.bench.pushpull.shapes import shapes, write_shapes
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`echelon bench gpu` with real trainers, on the CPU: the whole way from a command to the tables."""
+"""`python -m benchmarks.gpu` with real trainers, on the CPU: the whole way from a command to the tables."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench.gpu_results import Origin, Record
-from echelon.bench.gpu_rows import Bar, Row
-from echelon.bench.gpu_run import Plan, Runner
-from echelon.cli.main import main
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.results import Origin, Record
+from benchmarks.gpu.rows import Bar, Row
+from benchmarks.gpu.run import Plan, Runner
 
+ROOT = Path(__file__).parents[2]
 DIGITS = """
 from echelon.train import script
 
@@ -31,7 +32,7 @@ if __name__ == "__main__":
 def test_the_tiny_list_runs_and_ends_in_the_document(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     docs, results = tmp_path / "results.md", tmp_path / "gpu-tiny.json"
     docs.write_text("# Results\n<!-- gpu:begin -->\n<!-- gpu:end -->\n")
-    command = ["bench", "gpu", "--list", "tiny", "--json", str(results), "--docs", str(docs)]
+    command = ["--list", "tiny", "--json", str(results), "--docs", str(docs)]
     status = main([*command, "--data-note", "synthetic", "--commit", "a1b2"])
     said = capfd.readouterr()
     assert status == 0, said.err
@@ -65,7 +66,7 @@ def test_an_accuracy_run_gives_an_accuracy_an_epoch(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_kept_figures_outlive_a_failure_and_others_do_not(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer, results = tmp_path / "train_cifar10.py", tmp_path / "gpu.json"
-    command = ["bench", "gpu", "--list", "tiny", "--only", "tiny-local", "--examples", str(tmp_path)]
+    command = ["--list", "tiny", "--only", "tiny-local", "--examples", str(tmp_path)]
     command += ["--json", str(results)]
     trainer.write_text("print('INFO:root:Epoch[0] Batch [0-20]\\tSpeed: 100.00 samples/sec')")
     assert main(command) == 0
@@ -85,9 +86,9 @@ def test_a_terminated_benchmark_takes_its_trainer_with_it(tmp_path: Path) -> Non
     (tmp_path / "train_cifar10.py").write_text(
         f"import os, signal; print(os.getpid(), file=open({str(tmp_path / 'pipe')!r}, 'w'), flush=True); signal.pause()"
     )
-    command = [sys.executable, "-m", "echelon.cli.main", "bench", "gpu", "--list", "tiny", "--only", "tiny-local"]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--list", "tiny", "--only", "tiny-local"]
     command += ["--examples", str(tmp_path), "--json", str(tmp_path / "gpu.json")]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as bench:
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=ROOT) as bench:
         trainer = int((tmp_path / "pipe").read_text())
         bench.send_signal(signal.SIGTERM)
         assert bench.wait(30) == 130

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench.train_contenders import TrainPlan, ddp, echelon, mxnet
+from echelon.bench.train.contenders import TrainPlan, ddp, echelon, mxnet
 
 
 @pytest.fixture

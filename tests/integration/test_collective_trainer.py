@@ -33,8 +33,8 @@ from echelon.environment import Job
 from echelon.errors import JobError, UsageError
 from echelon.kvstore import KVStore, create
 from echelon.launch.in_process import run as run_with_servers
-from echelon.train import collective_trainer
-from echelon.train.flat import make_flat_buckets
+from echelon.train.trainer import collective as collective_trainer
+from echelon.train.trainer.flat_buckets import make_flat_buckets
 from forked import run
 
 STEPS = 4

@@ -23,9 +23,9 @@ import pytest
 from PIL import Image
 
 from echelon.cli.main import main
-from echelon.data.order import Sampling, State
-from echelon.data.recordio import read_index
-from echelon.data.sharding import ByPart
+from echelon.data.loading.order import Sampling, State
+from echelon.data.loading.sharding import ByPart
+from echelon.data.records.io import read_index
 
 CLASSES = {"ape": ".jpg", "bee": ".png", "cat": ".webp"}
 SMALL = "--network mlp --batch-size 6 --num-epochs 1 --lr 0.01 --rgb-std 60,60,60 --loss ce --disp-batches 1"

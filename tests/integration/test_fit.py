@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from echelon.errors import DataError, UsageError
-from echelon.train import saving, snapshots
-from echelon.train.fit import fit
-from echelon.train.options import TrainOptions
-from echelon.train.run import STOPS
+from echelon.train.checkpoint import names as snapshots
+from echelon.train.checkpoint import saver as saving
+from echelon.train.loop.fit import fit
+from echelon.train.loop.run import STOPS
+from echelon.train.recipe.options import TrainOptions
 
 # 1437 samples in batches of 128: 12 steps an epoch, the last of 29 samples.
 OPTIONS = TrainOptions(batch_size=128, num_epochs=3, lr=0.1, lr_step_epochs="2", disp_batches=5, seed=7)

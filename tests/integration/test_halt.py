@@ -17,10 +17,11 @@ from torch.optim import SGD
 
 import echelon
 from echelon.kvstore import KVStore
-from echelon.train import log_lines, snapshots
-from echelon.train.fit import fit
-from echelon.train.options import TrainOptions
-from echelon.train.run import STOPS
+from echelon.train import log_lines
+from echelon.train.checkpoint import names as snapshots
+from echelon.train.loop.fit import fit
+from echelon.train.loop.run import STOPS
+from echelon.train.recipe.options import TrainOptions
 
 ASKED_AFTER = 3
 

@@ -125,7 +125,7 @@ import os, sys, threading
 os.environ.update(DMLC_ROLE="server", DMLC_PS_ROOT_URI="127.0.0.1", DMLC_PS_ROOT_PORT="1", DMLC_NUM_WORKER="1")
 import echelon
 assert "torch" not in sys.modules
-import echelon.kvstore, echelon.train.trainer, echelon.scheduler, echelon.server.serve, echelon.cli.launch
+import echelon.kvstore, echelon.train.trainer.base, echelon.scheduler, echelon.server.serve, echelon.cli.launch
 paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
 print(threading.active_count(), any(os.readlink(path).startswith("socket:") for path in paths if os.path.islink(path)))
 """

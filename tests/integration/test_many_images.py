@@ -15,9 +15,9 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from echelon.data.recordio import Header, IndexedWriter, pack
-from echelon.data.sources import MANY
-from echelon.train import snapshots
+from echelon.data.loading.sources import MANY
+from echelon.data.records.io import Header, IndexedWriter, pack
+from echelon.train.checkpoint import names as snapshots
 from jobs import until
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "image-classification" / "train_imagenet.py"

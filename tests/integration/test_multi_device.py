@@ -25,9 +25,9 @@ from torch.optim.lr_scheduler import StepLR
 import echelon
 from echelon.kvstore import KVStore
 from echelon.testing import check_kvstore
-from echelon.train.fit import fit
-from echelon.train.options import TrainOptions
-from echelon.train.snapshots import load
+from echelon.train.checkpoint.names import load
+from echelon.train.loop.fit import fit
+from echelon.train.recipe.options import TrainOptions
 from jobs import Job, rows
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "image-classification"

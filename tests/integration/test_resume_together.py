@@ -16,9 +16,9 @@ from plain_loops import assert_same_bits
 
 from echelon.environment import Job
 from echelon.errors import DataError
-from echelon.train.fit import fit
-from echelon.train.options import TrainOptions
-from echelon.train.snapshots import load, path_for
+from echelon.train.checkpoint.names import load, path_for
+from echelon.train.loop.fit import fit
+from echelon.train.recipe.options import TrainOptions
 from forked import Fork
 
 # A network with BatchNorm: every process has statistics of its own.

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UsageError
-from echelon.train import snapshots
-from echelon.train.fit import fit
-from echelon.train.options import TrainOptions
-from echelon.train.stopping import STOPS
+from echelon.train.checkpoint import names as snapshots
+from echelon.train.loop.fit import fit
+from echelon.train.loop.stopping import STOPS
+from echelon.train.recipe.options import TrainOptions
 
 # 1437 samples in batches of 128: 12 steps an epoch.
 OPTIONS = TrainOptions(batch_size=128, num_epochs=2, lr=0.1, disp_batches=50, seed=7)

@@ -21,7 +21,8 @@ import pytest
 import torch
 from tiny_data import make_data, write_idx
 
-from echelon.train import script, snapshots
+from echelon.train import script
+from echelon.train.checkpoint import names as snapshots
 from jobs import Job, until
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "image-classification"

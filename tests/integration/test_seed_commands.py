@@ -23,7 +23,7 @@ import torch
 from tiny_data import make_data
 
 from echelon.environment import Job
-from echelon.train.fit import fit
+from echelon.train.loop.fit import fit
 from echelon.train.script import check, read_options
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "image-classification"

@@ -13,24 +13,24 @@ from torch import Tensor, nn
 
 import echelon
 from echelon import models
-from echelon.data.augment_config import AugmentConfig
-from echelon.data.device_augment import DeviceMemoryLoader
-from echelon.data.memory import MemorySource
-from echelon.data.order import Sampling
-from echelon.data.sharding import ByPart
+from echelon.data.images.config import AugmentConfig
+from echelon.data.loading.device import DeviceMemoryLoader
+from echelon.data.loading.memory import MemorySource
+from echelon.data.loading.order import Sampling
+from echelon.data.loading.sharding import ByPart
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
-from echelon.train.captured import Compiler, next_batches
-from echelon.train.crossings import Arrivals, Departure
-from echelon.train.metrics import Metrics
-from echelon.train.optimizers import make_optimizer
-from echelon.train.pace import Pace, Pacer
-from echelon.train.precision import Precision
-from echelon.train.regions import in_regions, regions_of
-from echelon.train.served import ServedBody, why_not_served
-from echelon.train.server_trainer import ServerTrainer
-from echelon.train.steps import EagerStep, Work
+from echelon.train.recipe.optimizers import make_optimizer
+from echelon.train.recipe.pace import Pace, Pacer
+from echelon.train.step.captured import Compiler, next_batches
+from echelon.train.step.captured_with_servers import ServedBody, why_not_served
+from echelon.train.step.eager import EagerStep, Work
+from echelon.train.step.metrics import Metrics
+from echelon.train.step.precision import Precision
+from echelon.train.step.staging import Arrivals, Departure
+from echelon.train.trainer.regions import in_regions, regions_of
+from echelon.train.trainer.server import ServerTrainer
 
 CPU = torch.device("cpu")
 BATCH = 8

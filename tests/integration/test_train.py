@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from echelon import models
 from echelon.cli.main import main
 from echelon.cli.train import once
-from echelon.data.digits import load_digits
-from echelon.train.evaluate import predict
+from echelon.data.sets.digits import load_digits
+from echelon.train.loop.evaluate import predict
 
 NUM_TRAIN = 1437
 EPOCHS = 4

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from echelon.data.decode import Decoder, inspect
-from echelon.data.jpeg_cut import cut, segments
+from echelon.data.images.decode import Decoder, inspect
+from echelon.data.images.jpeg_cut import cut, segments
 
 SIDES = {"4:4:4": (8, 8), "4:2:2": (16, 8), "4:2:0": (16, 16), "grey": (8, 8)}
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.data.order import Batch, Sampling, State, permutation, uniforms
-from echelon.data.sharding import ByFraction, ByPart, ByRecord, Sharding
+from echelon.data.loading.order import Batch, Sampling, State, permutation, uniforms
+from echelon.data.loading.sharding import ByFraction, ByPart, ByRecord, Sharding
 from echelon.errors import UsageError
 
 SIZES = st.integers(1, 300)

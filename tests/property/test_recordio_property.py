@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.data import recordframe
-from echelon.data.imagerecord import Header, pack, unpack
+from echelon.data.records import frame as recordframe
+from echelon.data.records.image_header import Header, pack, unpack
 
 MAGIC = recordframe.MAGIC_BYTES
 # Pieces of the magic word, at every alignment, are what could confuse an encoder.

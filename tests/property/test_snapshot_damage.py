@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from echelon.errors import DataError
-from echelon.train.snapshot_files import Snapshot, load, save
+from echelon.train.checkpoint.format import Snapshot, load, save
 
 DTYPES = (
     torch.float64,

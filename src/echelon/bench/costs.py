@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure all four and write them down."""
     from rich.console import Console
 
-    from echelon.bench.results import write_body
+    from echelon.bench.harness.results import write_body
 
     console = Console()
     with tempfile.TemporaryDirectory(prefix="echelon-costs-") as folder:
@@ -88,9 +88,9 @@ def first_step_s() -> float:
 
 def key_costs(folder: Path, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
     """A step of N keys, through the same contender as `bench pushpull`."""
-    from echelon.bench.contenders import Plan, echelon
-    from echelon.bench.harness import alternate, summarise
-    from echelon.bench.shapes import shapes, write_shapes
+    from echelon.bench.harness.alternate import alternate, summarise
+    from echelon.bench.pushpull.contenders import Plan, echelon
+    from echelon.bench.pushpull.shapes import shapes, write_shapes
 
     for count in NUM_KEYS:
         work = folder / f"keys-{count}"
@@ -104,7 +104,7 @@ def key_costs(folder: Path, rounds: int, steps: int) -> Iterator[dict[str, Any]]
 
 def memory_mb(folder: Path, model: str) -> dict[str, dict[str, float]]:
     """Private memory of each role after steps with a model, and what a role's own data would take at least."""
-    from echelon.bench.shapes import num_elements, shapes, write_shapes
+    from echelon.bench.pushpull.shapes import num_elements, shapes, write_shapes
 
     file = folder / "memory.json"
     write_shapes(file, shapes(model))

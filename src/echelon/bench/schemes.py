@@ -25,8 +25,8 @@ from echelon.errors import JobError
 from echelon.launch import local
 from echelon.observe.events import EventReader
 from echelon.report.summary import RunState
-from echelon.train.options import TrainOptions
-from echelon.train.pace import Pace
+from echelon.train.recipe.options import TrainOptions
+from echelon.train.recipe.pace import Pace
 
 WORKERS, SERVERS = 4, 2
 CASES = {
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     facts = table_facts(outcomes)
     console.print(_table(facts, args.target))
     if args.json is not None:
-        from echelon.bench.results import write_body
+        from echelon.bench.harness.results import write_body
 
         settings = {name: value for name, value in vars(args).items() if isinstance(value, int | float)}
         write_body(args.json, {"settings": settings, "table": facts, "runs": [asdict(o) for o in outcomes]})

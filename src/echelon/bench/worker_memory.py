@@ -13,8 +13,8 @@ import psutil
 import torch
 
 from echelon import kvstore
-from echelon.bench.shapes import read_shapes
-from echelon.kvstore.server_store import ServerStore
+from echelon.bench.pushpull.shapes import read_shapes
+from echelon.kvstore.servers.store import ServerStore
 
 
 def anonymous(pid: int) -> int:

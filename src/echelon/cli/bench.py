@@ -7,12 +7,11 @@ from importlib import import_module
 from importlib.util import find_spec
 
 BENCHMARKS = (
-    "echelon.bench.pushpull",
-    "echelon.bench.train",
-    "echelon.bench.gpu",
+    "echelon.bench.pushpull.command",
+    "echelon.bench.train.command",
     "echelon.bench.costs",
     "echelon.bench.schemes",
-    "echelon.bench.io",
+    "echelon.bench.io.command",
 )
 
 

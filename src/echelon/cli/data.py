@@ -13,9 +13,10 @@ from typing import TypeAlias
 
 from echelon.cli import data_pack, data_run
 from echelon.cores import usable_cores
-from echelon.data import im2rec, imagelist
-from echelon.data.published import PUBLISHED
-from echelon.data.recordio import RecordError
+from echelon.data.pack import im2rec
+from echelon.data.pack import lists as imagelist
+from echelon.data.records.io import RecordError
+from echelon.data.sets.published import PUBLISHED
 from echelon.errors import DataError
 from echelon.signals import raised_by_sigterm
 

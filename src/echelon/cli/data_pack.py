@@ -11,10 +11,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from echelon.atomic_file import check_writable
 from echelon.cli.data_run import BadRecords
-from echelon.data import convert, im2rec, imagelist, layouts
-from echelon.data.atomic import check_writable
+from echelon.data.pack import convert, im2rec
+from echelon.data.pack import lists as imagelist
 from echelon.data.progress import bar
+from echelon.data.sets import layouts
 from echelon.errors import DataError, UsageError
 
 

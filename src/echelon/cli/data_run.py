@@ -13,8 +13,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from echelon.data import extract, published, recordio, recordtools
+from echelon.data.pack import extract
+from echelon.data.pack import tools as recordtools
 from echelon.data.progress import bar
+from echelon.data.records import io as recordio
+from echelon.data.sets import published
 from echelon.errors import DataError
 
 _SHOWN_FAULTS = 10

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from echelon.errors import EchelonError
-from echelon.train.arguments import Parser
+from echelon.train.flags.arguments import Parser
 
 COMMANDS = {
     "train": "train a model on many workers of this machine",

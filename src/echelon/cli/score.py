@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from echelon.data.datasets import DataOptions, dataset_names, make_loader, open_dataset
-from echelon.data.order import Sampling
-from echelon.data.pipeline import Batches
+from echelon.data.loading.loader import Batches
+from echelon.data.loading.order import Sampling
+from echelon.data.loading.sources import FolderSource, RecordSource, Source
 from echelon.data.progress import Advance, bar
-from echelon.data.sources import FolderSource, RecordSource, Source
+from echelon.data.sets.datasets import DataOptions, dataset_names, make_loader, open_dataset
 from echelon.errors import DataError, UsageError
-from echelon.train.metrics import Metrics
+from echelon.train.checkpoint.names import Snapshot, load, load_latest, locate
 from echelon.train.predict import model_of, preprocessing_of
-from echelon.train.ranges import check_numbers
-from echelon.train.snapshots import Snapshot, load, load_latest, locate
+from echelon.train.recipe.ranges import check_numbers
+from echelon.train.step.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from echelon.report.display import Display, histogram_lines
 from echelon.report.runs import discard_run, latest_run, new_run
 from echelon.report.summary import RunState, summary, write_summary
 from echelon.schemes import SCHEMES, rules_for
-from echelon.train import vain
-from echelon.train.arguments import Parser, add_augment_arguments, add_data_arguments, add_fit_arguments
-from echelon.train.fit import fit
-from echelon.train.options import TrainOptions
-from echelon.train.plan import shares_for
+from echelon.train.flags import no_effect as vain
+from echelon.train.flags.arguments import Parser, add_augment_arguments, add_data_arguments, add_fit_arguments
+from echelon.train.loop.fit import fit
+from echelon.train.recipe.options import TrainOptions
+from echelon.train.recipe.plan import shares_for
 from echelon.train.script import LOG_FORMAT, read_options
 from echelon.train.script import check as check_options
 

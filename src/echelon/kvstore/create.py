@@ -16,14 +16,14 @@ import torch
 from echelon.cluster.shares import parse_groups
 from echelon.environment import Job
 from echelon.errors import UsageError
-from echelon.kvstore.client import Client
-from echelon.kvstore.collective import SHARDED, CollectiveStore
-from echelon.kvstore.group import Group
+from echelon.kvstore.collective.process_group import Group
+from echelon.kvstore.collective.rendezvous import Meeting
+from echelon.kvstore.collective.store import SHARDED, CollectiveStore
 from echelon.kvstore.groups import read_groups
-from echelon.kvstore.meeting import Meeting
 from echelon.kvstore.multi_device import MultiDeviceStore
-from echelon.kvstore.server_store import ServerStore
-from echelon.kvstore.session import Joined
+from echelon.kvstore.servers.client import Client
+from echelon.kvstore.servers.session import Joined
+from echelon.kvstore.servers.store import ServerStore
 from echelon.kvstore.store import KVStore
 from echelon.observe.events import EventLog
 from echelon.schemes import SCHEMES, rules_for

@@ -18,8 +18,8 @@ from torch import Tensor
 from echelon.cluster.messages import OptimizerSpec
 from echelon.cluster.placement import KeySpec
 from echelon.kvstore.arguments import Key, Keys, Values, as_keys
-from echelon.kvstore.group import Group
-from echelon.kvstore.server_store import ServerStore
+from echelon.kvstore.collective.process_group import Group
+from echelon.kvstore.servers.store import ServerStore
 from echelon.kvstore.store import KVStore
 from echelon.observe.events import EventLog
 

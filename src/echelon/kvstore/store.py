@@ -35,10 +35,11 @@ from echelon.kvstore.arguments import (
     reduced,
     spec_of_value,
 )
-from echelon.kvstore.optimizers import spec_by_name, spec_of
-from echelon.kvstore.session import CLOSED
+from echelon.kvstore.optimizer_spec import spec_by_name, spec_of
 from echelon.observe.events import EventLog
 from echelon.server.optimization import WHOLE_NUMBERS
+
+CLOSED = "this store is closed, and nothing can be asked of it any more; close it after the last call"
 
 
 class KVStore(ABC):

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from echelon.models.choices import unknown
+from echelon.suggestions import unknown
 
 Rule = Callable[[Tensor], object]
 

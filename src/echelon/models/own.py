@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from echelon.errors import UsageError
-from echelon.models.choices import unknown
+from echelon.suggestions import unknown
 
 if TYPE_CHECKING:
     import torch

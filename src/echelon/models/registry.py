@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from echelon.errors import UsageError
 from echelon.models import own
-from echelon.models.choices import unknown
+from echelon.suggestions import unknown
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,12 @@
+"""Training: the Trainer for any loop, and the loop behind `echelon train` and the example scripts.
+
+Read in this order:
+
+    trainer/     `Trainer`: keeps a model in step with servers, with a process group, or with both
+    step/        one training step: eager, captured as a CUDA graph, or captured with the update on servers
+    recipe/      what a run is told (`TrainOptions`) and the arithmetic that follows: shares, schedules, optimizers
+    checkpoint/  the checkpoint file, its names, and when a run saves
+    flags/       the command line: MXNet's flags and Echelon's own
+    loop/        epochs, validation, signals, and the run as a whole
+    log_lines.py the text of every log line     predict.py  predictions     script.py  what the example scripts share
+"""

@@ -7,8 +7,8 @@ import msgspec
 from echelon.environment import Job
 from echelon.errors import EchelonError
 from echelon.launch.devices import run_devices
-from echelon.train.fit import fit
-from echelon.train.options import TrainOptions
+from echelon.train.loop.fit import fit
+from echelon.train.recipe.options import TrainOptions
 
 try:
     options = msgspec.json.decode(sys.argv[1], type=TrainOptions)

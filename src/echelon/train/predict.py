@@ -24,11 +24,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from echelon import models
-from echelon.data.augment import Augmenter, Normaliser, num_lanes
-from echelon.data.augment_config import AugmentConfig
+from echelon.data.images.augment import Augmenter, Normaliser, num_lanes
+from echelon.data.images.config import AugmentConfig
 from echelon.errors import DataError, UsageError
-from echelon.train.average import averaged
-from echelon.train.snapshot_files import Snapshot, load
+from echelon.train.checkpoint.format import Snapshot, load
+from echelon.train.step.average import averaged
 
 Picture: TypeAlias = str | os.PathLike[str] | Image.Image | NDArray[np.uint8]
 Ranking: TypeAlias = list[tuple[int, float]]

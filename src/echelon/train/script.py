@@ -18,15 +18,15 @@ from dataclasses import replace
 
 from echelon.environment import Job
 from echelon.errors import EchelonError
-from echelon.train import vain
-from echelon.train.arguments import (
+from echelon.train.flags import no_effect as vain
+from echelon.train.flags.arguments import (
     Parser,
     add_augment_arguments,
     add_data_arguments,
     add_fit_arguments,
     options_from,
 )
-from echelon.train.options import TrainOptions
+from echelon.train.recipe.options import TrainOptions
 
 LOG_FORMAT = "%(levelname)s:root:%(message)s"  # MXNet's lines, which parse_log and people's scripts read
 
@@ -65,8 +65,8 @@ def _run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str]) -
         from echelon.launch.devices import run_devices
 
         return run_devices([sys.executable, sys.argv[0], *arguments], len(options.devices))
-    from echelon.train.fit import fit  # torch: not before the flags are known to be right
-    from echelon.train.progress import TrainingProgress
+    from echelon.train.loop.fit import fit  # torch: not before the flags are known to be right
+    from echelon.train.loop.progress import TrainingProgress
 
     with TrainingProgress() as progress:
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[progress.handler()])
@@ -86,12 +86,12 @@ def read_options(given: argparse.Namespace, data: str) -> TrainOptions:
 def check(options: TrainOptions, job: Job) -> None:
     """What is wrong with the flags together is said before anything is started."""
     from echelon import models
-    from echelon.data.datasets import check_files, dataset_names, open_dataset, recipe
+    from echelon.data.sets.datasets import check_files, dataset_names, open_dataset, recipe
     from echelon.kvstore.create import check_name
-    from echelon.models.choices import unknown
-    from echelon.train.optimizers import check_on_servers, check_optimizer, warms_up_by_norm
-    from echelon.train.plan import device_batch
-    from echelon.train.schedules import make_schedule
+    from echelon.suggestions import unknown
+    from echelon.train.recipe.optimizers import check_on_servers, check_optimizer, warms_up_by_norm
+    from echelon.train.recipe.plan import device_batch
+    from echelon.train.recipe.schedules import make_schedule
 
     vain.check_alone(options)
     check_name(options.kv_store)

@@ -1,4 +1,4 @@
-"""What `echelon bench gpu` runs, what it reads in logs, and what it keeps."""
+"""What `python -m benchmarks.gpu` runs, what it reads in logs, and what it keeps."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench.gpu_log import Log, read_log, speed_of
-from echelon.bench.gpu_results import Origin, Record, better, lacking, make_record, read_folder, read_records
-from echelon.bench.gpu_results import write_records as write
-from echelon.bench.gpu_rows import Bar, Row, choose, gpu_rows, tiny_rows
-from echelon.bench.gpu_run import shown_command
-from echelon.bench.seed_tables import TABLE_2017, best_cells, fastest_single, inception_runs
+from benchmarks.gpu.log import Log, read_log, speed_of
+from benchmarks.gpu.published import TABLE_2017, best_cells, fastest_single, inception_runs
+from benchmarks.gpu.results import Origin, Record, better, lacking, make_record, read_folder, read_records
+from benchmarks.gpu.results import write_records as write
+from benchmarks.gpu.rows import Bar, Row, choose, gpu_rows, tiny_rows
+from benchmarks.gpu.run import shown_command
 from echelon.errors import DataError, UsageError
 from echelon.train import log_lines
 
@@ -132,7 +132,7 @@ def test_a_log_without_its_figures_is_an_error() -> None:
 def test_records_read_back_as_written(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     assert read_records(path) == {}
-    write(path, [record("one"), record("two", error="exit status 1")], "echelon bench gpu")
+    write(path, [record("one"), record("two", error="exit status 1")], "python -m benchmarks.gpu")
     assert read_records(path) == {"one": record("one"), "two": record("two", error="exit status 1")}
     assert {"command", "commit", "machine", "date", "rows"} == set(json.loads(path.read_text()))
 
@@ -140,7 +140,7 @@ def test_records_read_back_as_written(tmp_path: Path) -> None:
 def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     path.write_text('{"rows": [{"name": 3}]}')
-    with pytest.raises(DataError, match=r"gpu\.json is not a result of `echelon bench gpu`"):
+    with pytest.raises(DataError, match=r"gpu\.json is not a result of `python -m benchmarks.gpu`"):
         read_records(path)
 
 

@@ -7,8 +7,8 @@ import shlex
 
 import pytest
 
-from echelon.bench.gpu import ROOT
-from echelon.bench.gpu_rows import Row, gpu_rows
+from benchmarks.gpu.__main__ import ROOT
+from benchmarks.gpu.rows import Row, gpu_rows
 from echelon.environment import Job
 from echelon.train.script import check, read_options
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench.gpu_results import Origin, Record
-from echelon.bench.gpu_rows import Bar, Row
-from echelon.bench.gpu_run import Plan, Runner
+from benchmarks.gpu.results import Origin, Record
+from benchmarks.gpu.rows import Bar, Row
+from benchmarks.gpu.run import Plan, Runner
 from echelon.errors import UsageError
 
 ORIGIN = Origin("unknown", "none", "2", "made up")

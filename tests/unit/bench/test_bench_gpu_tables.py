@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.bench.gpu_results import Origin, Record
-from echelon.bench.gpu_rows import Bar, Row
-from echelon.bench.gpu_tables import markdown, rewrite_block
+from benchmarks.gpu.results import Origin, Record
+from benchmarks.gpu.rows import Bar, Row
+from benchmarks.gpu.tables import markdown, rewrite_block
 from echelon.errors import DataError
 
 ORIGIN = Origin("0123456789abcdef0123456789abcdef01234567-dirty", "NVIDIA H200", "2.11.0", "the set's own files")

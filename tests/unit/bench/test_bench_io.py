@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench import io
-from echelon.bench.io_device import device_figures
-from echelon.bench.io_echelon import make_loader
-from echelon.bench.io_images import write_photographs
-from echelon.data.decode import inspect
-from echelon.data.jpeg_cut import cut
-from echelon.data.sources import RecordSource
+from echelon.bench.io import command as io
+from echelon.bench.io.device import device_figures
+from echelon.bench.io.images import write_photographs
+from echelon.bench.io.worker_echelon import make_loader
+from echelon.data.images.decode import inspect
+from echelon.data.images.jpeg_cut import cut
+from echelon.data.loading.sources import RecordSource
 from echelon.errors import UsageError
 
 TINY = ["--images", "12", "--batch-size", "4", "--step-batches", "2", "--rounds", "2", "--steps", "2", "--warmup", "1"]

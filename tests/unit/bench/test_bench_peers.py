@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench.peers import MXNET_PYTHON_VARIABLE, MXNET_REQUIREMENTS, mxnet_python, repository
+from echelon.bench.harness.mxnet_environment import MXNET_PYTHON_VARIABLE, MXNET_REQUIREMENTS, mxnet_python, repository
 from echelon.errors import UsageError
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from echelon.bench.process import ProcessContender, ProcessSpec
+from echelon.bench.harness.process import ProcessContender, ProcessSpec
 from echelon.errors import JobError
 
-START = "import os, subprocess, sys; from echelon.bench.protocol import serve\n"
+START = "import os, subprocess, sys; from echelon.bench.harness.protocol import serve\n"
 WORK = START + "print('some chatter'); serve(lambda num_steps: [0.25] * num_steps)"
 WITH_CHILD = START + "subprocess.Popen(['cat'], stdin=subprocess.PIPE)\n" + "serve(lambda num_steps: [0.5] * num_steps)"
 SERVE = "import sys; print('serving', flush=True); sys.stdin.close(); import signal; signal.pause()"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.bench.protocol import Ready, Times, commands, decode_answer, encode_answer, run_command, serve
+from echelon.bench.harness.protocol import Ready, Times, commands, decode_answer, encode_answer, run_command, serve
 
 numbers = st.lists(st.floats(0, 1e6, allow_nan=False)).map(tuple)
 answers = st.one_of(st.just(Ready()), st.builds(Times, numbers, numbers))

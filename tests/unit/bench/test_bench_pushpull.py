@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench.contenders import MAKERS
-from echelon.bench.pushpull import PEERS, make_contenders
+from echelon.bench.pushpull.command import PEERS, make_contenders
+from echelon.bench.pushpull.contenders import MAKERS
 from echelon.cli.bench import add_parser
 from echelon.errors import UsageError
 

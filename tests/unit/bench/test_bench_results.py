@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from echelon.bench.harness import Case, ratios, summarise
-from echelon.bench.results import command_line, commit, machine, print_table, write_json
+from echelon.bench.harness.alternate import Case, ratios, summarise
+from echelon.bench.harness.results import command_line, commit, machine, print_table, write_json
 
 
 def two_cases() -> list[Case]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench.shapes import num_elements, read_shapes, shapes, write_shapes
+from echelon.bench.pushpull.shapes import num_elements, read_shapes, shapes, write_shapes
 from echelon.errors import UsageError
 
 

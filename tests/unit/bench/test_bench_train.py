@@ -11,15 +11,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from echelon.bench.harness import ratios, summarise
-from echelon.bench.process import ProcessSpec
-from echelon.bench.train import PEERS, check_learning, fill_in, make_contenders, print_rates
-from echelon.bench.train_contenders import MAKERS, TrainContender
-from echelon.bench.workloads import WORKLOADS, Loop, make_batch, make_model, make_optimizer
+from echelon.bench.harness.alternate import ratios, summarise
+from echelon.bench.harness.process import ProcessSpec
+from echelon.bench.train.command import PEERS, check_learning, fill_in, make_contenders, print_rates
+from echelon.bench.train.contenders import MAKERS, TrainContender
+from echelon.bench.train.workloads import WORKLOADS, Loop, make_batch, make_model, make_optimizer
 from echelon.cli.bench import add_parser
 from echelon.errors import JobError, UsageError
 
-ANSWER = "from echelon.bench.protocol import Times, serve\nserve(lambda n: Times(({},) * n, ({},) * {}))"
+ANSWER = "from echelon.bench.harness.protocol import Times, serve\nserve(lambda n: Times(({},) * n, ({},) * {}))"
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

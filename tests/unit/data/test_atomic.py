@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from echelon.data.atomic import AtomicFile, partial_folder
-from echelon.data.recordio import IndexedWriter
+from echelon.atomic_file import AtomicFile, partial_folder
+from echelon.data.records.io import IndexedWriter
 
 WRITE_FILE = """
 import sys
-from echelon.data.atomic import AtomicFile
+from echelon.atomic_file import AtomicFile
 with AtomicFile(sys.argv[1]) as file:
     print(flush=True)
     sys.stdin.read()
@@ -25,7 +25,7 @@ with AtomicFile(sys.argv[1]) as file:
 WRITE_FOLDER = """
 import sys
 from pathlib import Path
-from echelon.data.atomic import partial_folder
+from echelon.atomic_file import partial_folder
 with partial_folder(Path(sys.argv[1])) as folder:
     (folder / "some").mkdir()
     (folder / "some" / "file").touch()
@@ -131,7 +131,7 @@ def test_an_interrupt_before_files_are_given_their_names_leaves_the_old_ones(
 def test_a_file_that_nobody_finished_goes_with_the_process_but_not_with_a_fork(tmp_path: Path) -> None:
     program = """
 import os, sys
-from echelon.data.atomic import AtomicFile
+from echelon.atomic_file import AtomicFile
 file = AtomicFile(sys.argv[1])
 if os.fork() == 0:
     sys.exit()

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from pipeline_images import encoded, jpeg, picture, write_records
 
-from echelon.data.datasets import DataOptions, open_dataset, recipe
-from echelon.data.memory import MemorySource
-from echelon.data.recordio import Header, IndexedWriter, pack
-from echelon.data.sources import FolderSource, RecordSource
+from echelon.data.loading.memory import MemorySource
+from echelon.data.loading.sources import FolderSource, RecordSource
+from echelon.data.records.io import Header, IndexedWriter, pack
+from echelon.data.sets.datasets import DataOptions, open_dataset, recipe
 from echelon.errors import DataError, UsageError
 
 

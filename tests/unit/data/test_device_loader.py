@@ -16,13 +16,13 @@ import torch
 from pipeline_images import NUM_RECORDS, jpeg, make_records, picture
 from torch import Tensor
 
-from echelon.data.augment import AugmentConfig
-from echelon.data.buffers import BufferPool, Crossing
-from echelon.data.device_augment import DeviceLoader
-from echelon.data.making import mirrored
-from echelon.data.order import Sampling
-from echelon.data.pipeline import Loader
-from echelon.data.sources import FolderSource, RecordSource, Source
+from echelon.data.images.augment import AugmentConfig
+from echelon.data.loading.buffers import BufferPool, Crossing
+from echelon.data.loading.device import DeviceLoader
+from echelon.data.loading.loader import Loader
+from echelon.data.loading.making import mirrored
+from echelon.data.loading.order import Sampling
+from echelon.data.loading.sources import FolderSource, RecordSource, Source
 from echelon.errors import UsageError
 
 PLAIN = AugmentConfig((3, 24, 32), random_crop=True, random_mirror=True, rgb_mean=(120.0, 115.0, 105.0))

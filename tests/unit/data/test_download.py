@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from echelon.cli.main import main
-from echelon.data.download import fetch
-from echelon.data.layouts import find_layout
-from echelon.data.published import PUBLISHED, Archive, Published, find_published, get
+from echelon.data.sets.download import fetch
+from echelon.data.sets.layouts import find_layout
+from echelon.data.sets.published import PUBLISHED, Archive, Published, find_published, get
 from echelon.errors import DataError, UsageError
 
 BODY = bytes(range(256)) * 3000
@@ -191,7 +191,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(server: HTTPServer, tmp_path: Pa
     """The limit on the size of a file stands for a full disk: random bytes need more for the download, others after."""
     mirror = url(server, "/mnist" if said == "cannot download" else "/set")
     code = (
-        "import resource, sys; from pathlib import Path; from echelon.data.published import *; "
+        "import resource, sys; from pathlib import Path; from echelon.data.sets.published import *; "
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); archive = Archive(sys.argv[2], {{'a': ''}}); "
         "list(get(Published('set', '', 'set', (archive,)), Path('.'), sys.argv[1]))"
     )

@@ -10,8 +10,8 @@ import simplejpeg
 from numpy.typing import NDArray
 from pipeline_images import encoded, jpeg
 
-from echelon.data.decode import Decoder, inspect
-from echelon.data.jpeg_cut import cut
+from echelon.data.images.decode import Decoder, inspect
+from echelon.data.images.jpeg_cut import cut
 from echelon.errors import DataError
 
 NOISE: NDArray[np.uint8] = np.random.default_rng(0).integers(0, 256, (96, 160, 3), np.uint8)

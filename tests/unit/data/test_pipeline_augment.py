@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from pipeline_images import encoded, jpeg, picture
 
-from echelon.data.augment import AugmentConfig, Augmenter, Normaliser, num_lanes, resize
-from echelon.data.augment_colour import recolour
-from echelon.data.augment_geometry import Geometry, Lane, plan
-from echelon.data.order import uniforms
+from echelon.data.images.augment import AugmentConfig, Augmenter, Normaliser, num_lanes, resize
+from echelon.data.images.colour import recolour
+from echelon.data.images.geometry import Geometry, Lane, plan
+from echelon.data.loading.order import uniforms
 from echelon.errors import UsageError
 
 PICTURE = picture(3, 60, 80)

@@ -10,7 +10,7 @@ import simplejpeg
 from PIL import Image
 from pipeline_images import encoded, jpeg, picture
 
-from echelon.data.decode import Decoder, Info, inspect
+from echelon.data.images.decode import Decoder, Info, inspect
 from echelon.errors import DataError
 
 PICTURE = picture(1, 70, 90)

@@ -19,12 +19,12 @@ import torch
 from pipeline_images import NUM_RECORDS, encoded, jpeg, make_records, picture, write_records
 from torch import Tensor
 
-from echelon.data.augment import AugmentConfig
-from echelon.data.order import Sampling, State
-from echelon.data.pipeline import Loader, measure_io
-from echelon.data.recordio import Header, IndexedWriter, pack
-from echelon.data.sharding import ByPart
-from echelon.data.sources import FolderSource, RecordSource
+from echelon.data.images.augment import AugmentConfig
+from echelon.data.loading.loader import Loader, measure_io
+from echelon.data.loading.order import Sampling, State
+from echelon.data.loading.sharding import ByPart
+from echelon.data.loading.sources import FolderSource, RecordSource
+from echelon.data.records.io import Header, IndexedWriter, pack
 from echelon.errors import DataError, UsageError
 
 CONFIG = AugmentConfig(

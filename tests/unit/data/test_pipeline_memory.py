@@ -11,16 +11,16 @@ import pytest
 import torch
 from pipeline_images import encoded, jpeg, make_records, picture, write_records
 
-from echelon.data.augment import AugmentConfig
-from echelon.data.datasets import DataOptions, dataset_names, make_loader, open_dataset
-from echelon.data.device_augment import DeviceLoader, DeviceMemoryLoader
-from echelon.data.digits import load_digits
-from echelon.data.memory import MemoryLoader, MemorySource
-from echelon.data.order import Sampling, State
-from echelon.data.pipeline import Batches, Loader
-from echelon.data.sharding import ByFraction
-from echelon.data.sources import FolderSource, RecordSource
-from echelon.data.synthetic import SyntheticLoader
+from echelon.data.images.augment import AugmentConfig
+from echelon.data.loading.device import DeviceLoader, DeviceMemoryLoader
+from echelon.data.loading.loader import Batches, Loader
+from echelon.data.loading.memory import MemoryLoader, MemorySource
+from echelon.data.loading.order import Sampling, State
+from echelon.data.loading.sharding import ByFraction
+from echelon.data.loading.sources import FolderSource, RecordSource
+from echelon.data.loading.synthetic import SyntheticLoader
+from echelon.data.sets.datasets import DataOptions, dataset_names, make_loader, open_dataset
+from echelon.data.sets.digits import load_digits
 from echelon.errors import DataError, UsageError
 
 CONFIG = AugmentConfig(

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from echelon.cli.data import add_parser
-from echelon.data.recordio import Header, IndexedWriter, Reader, Writer, index_path, pack, unpack
+from echelon.data.records.io import Header, IndexedWriter, Reader, Writer, index_path, pack, unpack
 from echelon.errors import DataError, UsageError
 
 

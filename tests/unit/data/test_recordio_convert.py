@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from echelon.data.convert import convert_part, record_path
-from echelon.data.layouts import find_layout
-from echelon.data.recordio import IndexedReader, RecordError, unpack
+from echelon.data.pack.convert import convert_part, record_path
+from echelon.data.records.io import IndexedReader, RecordError, unpack
+from echelon.data.sets.layouts import find_layout
 from echelon.errors import DataError, UsageError
 
 NUM = 23

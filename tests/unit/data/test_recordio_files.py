@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.data.recordio import IndexedReader, IndexedWriter, Reader, RecordError, Writer, index_path
+from echelon.data.records.io import IndexedReader, IndexedWriter, Reader, RecordError, Writer, index_path
 from echelon.errors import DataError, UsageError
 
 

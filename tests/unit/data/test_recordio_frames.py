@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from echelon.data import recordframe
-from echelon.data.recordio import Header, Reader, RecordError, Writer, pack, scan_offsets, unpack
+from echelon.data.records import frame as recordframe
+from echelon.data.records.io import Header, Reader, RecordError, Writer, pack, scan_offsets, unpack
 from echelon.errors import DataError, UsageError
 
 MAGIC = bytes.fromhex("0a23d7ce")

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from echelon.data import im2rec, imagelist
-from echelon.data.im2rec import Encoding, ImageError, encode_image, pack_list
-from echelon.data.imagelist import Entry
-from echelon.data.jpeg_cut import cut
-from echelon.data.recordio import IndexedReader, unpack
+from echelon.data.images.jpeg_cut import cut
+from echelon.data.pack import im2rec
+from echelon.data.pack import lists as imagelist
+from echelon.data.pack.im2rec import Encoding, ImageError, encode_image, pack_list
+from echelon.data.pack.lists import Entry
+from echelon.data.records.io import IndexedReader, unpack
 from echelon.errors import DataError, UsageError
 
 

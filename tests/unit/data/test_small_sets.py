@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from echelon.data.convert import convert_part
-from echelon.data.datasets import DataOptions, open_dataset
-from echelon.data.files import layout_named
-from echelon.data.memory import MemorySource
-from echelon.data.published import PUBLISHED, Archive
-from echelon.data.recordio import RecordError
+from echelon.data.loading.memory import MemorySource
+from echelon.data.pack.convert import convert_part
+from echelon.data.records.io import RecordError
+from echelon.data.sets.datasets import DataOptions, open_dataset
+from echelon.data.sets.find import layout_named
+from echelon.data.sets.published import PUBLISHED, Archive
 from echelon.errors import DataError
 
 CLASSES = {"mnist": [0, 1, 2], "fashion-mnist": [7, 8, 9], "mine": [4, 4, 4]}

@@ -17,16 +17,16 @@ import torch
 from pipeline_images import NUM_RECORDS, jpeg, make_records, picture, write_records
 from torch import Tensor
 
-from echelon.data import sources, worker_process
-from echelon.data.augment import AugmentConfig
-from echelon.data.buffers import BufferPool
-from echelon.data.datasets import make_loader
-from echelon.data.nursery import nursery
-from echelon.data.order import Sampling
-from echelon.data.pipeline import Loader
-from echelon.data.recordio import Header, IndexedWriter, pack
-from echelon.data.sources import FolderSource, RecordSource
-from echelon.data.worker_process import WorkerProcess
+from echelon.data.images.augment import AugmentConfig
+from echelon.data.loading import sources, worker_process
+from echelon.data.loading.buffers import BufferPool
+from echelon.data.loading.fork_server import nursery
+from echelon.data.loading.loader import Loader
+from echelon.data.loading.order import Sampling
+from echelon.data.loading.sources import FolderSource, RecordSource
+from echelon.data.loading.worker_process import WorkerProcess
+from echelon.data.records.io import Header, IndexedWriter, pack
+from echelon.data.sets.datasets import make_loader
 from echelon.errors import DataError, UsageError
 
 PLAIN = AugmentConfig(shape=(3, 24, 32), random_crop=True, random_mirror=True, rgb_std=(50.0, 51.0, 52.0))
@@ -174,10 +174,10 @@ def test_a_death_is_named_and_closes_the_loader(records: RecordSource) -> None:
 def test_they_end_with_a_loader_that_is_killed(records: RecordSource) -> None:
     program = (
         "import os, sys\n"
-        "from echelon.data.augment import AugmentConfig\n"
-        "from echelon.data.order import Sampling\n"
-        "from echelon.data.pipeline import Loader\n"
-        "from echelon.data.sources import RecordSource\n"
+        "from echelon.data.images.augment import AugmentConfig\n"
+        "from echelon.data.loading.order import Sampling\n"
+        "from echelon.data.loading.loader import Loader\n"
+        "from echelon.data.loading.sources import RecordSource\n"
         "source = RecordSource(sys.argv[1])\n"
         "batches = Loader(source, AugmentConfig((3, 24, 32)), Sampling(len(source), 5), threads=2, processes=True)\n"
         "next(iter(batches))\n"
@@ -360,10 +360,10 @@ def test_no_file_beside_the_program_stands_for_a_standard_one(records: RecordSou
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
     program = (
         "import sys\n"
-        "from echelon.data.augment import AugmentConfig\n"
-        "from echelon.data.order import Sampling\n"
-        "from echelon.data.pipeline import Loader\n"
-        "from echelon.data.sources import RecordSource\n"
+        "from echelon.data.images.augment import AugmentConfig\n"
+        "from echelon.data.loading.order import Sampling\n"
+        "from echelon.data.loading.loader import Loader\n"
+        "from echelon.data.loading.sources import RecordSource\n"
         "sys.path.insert(0, sys.argv[2])\n"
         "source = RecordSource(sys.argv[1])\n"
         "options = {'threads': 1, 'processes': True}\n"

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from echelon import models
-from echelon.data.digits import load_digits
+from echelon.data.sets.digits import load_digits
 from echelon.models.layers import BatchNorm, lr_multipliers
 
 SMALL = [

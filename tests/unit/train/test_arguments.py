@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import UsageError
-from echelon.train.arguments import Parser, options_from
+from echelon.train.flags.arguments import Parser, options_from
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "image-classification"
 

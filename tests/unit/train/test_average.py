@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.train.average import MovingAverage, averaged
+from echelon.train.step.average import MovingAverage, averaged
 
 
 def model(value: float) -> nn.Module:

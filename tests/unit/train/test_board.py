@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import UsageError
-from echelon.train.board import Board
+from echelon.train.loop.tensorboard import Board
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -43,7 +43,7 @@ def test_closing_twice_and_writing_after_it_do_no_harm(tmp_path: Path) -> None:
 
 CODE = """
 import sys
-from echelon.train.board import Board
+from echelon.train.loop.tensorboard import Board
 board = Board.open(None)
 board.scalar("lr", 0.1, 0)
 board.close()

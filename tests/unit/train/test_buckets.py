@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from echelon import models
-from echelon.train.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, make_buckets
-from echelon.train.regions import region_of, regions_of
+from echelon.train.trainer.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, make_buckets
+from echelon.train.trainer.regions import region_of, regions_of
 
 SIZES = st.lists(st.integers(0, 100), max_size=40)
 

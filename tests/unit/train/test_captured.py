@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 
 from echelon import models
-from echelon.data.augment_config import AugmentConfig
-from echelon.data.device_augment import DeviceMemoryLoader
-from echelon.data.memory import MemorySource
-from echelon.data.order import Sampling
-from echelon.train.captured import OnDevice, WholeStep, why_not_captured
-from echelon.train.metrics import Metrics
-from echelon.train.pace import Pace, Pacer
-from echelon.train.precision import LossScaler, Precision
-from echelon.train.steps import EagerStep, Work, set_rate
+from echelon.data.images.config import AugmentConfig
+from echelon.data.loading.device import DeviceMemoryLoader
+from echelon.data.loading.memory import MemorySource
+from echelon.data.loading.order import Sampling
+from echelon.train.recipe.pace import Pace, Pacer
+from echelon.train.step.captured import OnDevice, WholeStep, why_not_captured
+from echelon.train.step.eager import EagerStep, Work, set_rate
+from echelon.train.step.metrics import Metrics
+from echelon.train.step.precision import LossScaler, Precision
 
 CPU = torch.device("cpu")
 BATCH = 8

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.train.flat import ALIGN, FlatBucket, elements, flat_weights, is_dense, make_flat_buckets, part_of
+from echelon.train.trainer.flat_buckets import (
+    ALIGN,
+    FlatBucket,
+    elements,
+    flat_weights,
+    is_dense,
+    make_flat_buckets,
+    part_of,
+)
 
 
 def parameters() -> dict[str, nn.Parameter]:

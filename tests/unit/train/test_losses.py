@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from echelon.data.order import uniforms
+from echelon.data.loading.order import uniforms
 from echelon.errors import UsageError
-from echelon.train.losses import blend, cross_entropy, draw_weight, mixup
+from echelon.train.step.losses import blend, cross_entropy, draw_weight, mixup
 
 LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.0, 0.0]])
 LABELS = torch.tensor([0, 2])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from echelon.errors import UsageError
-from echelon.train.metrics import Metrics
+from echelon.train.step.metrics import Metrics
 
 LOGITS = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0], [0.0, 3.0, 2.0, 1.0], [9.0, 1.0, 2.0, 3.0]])
 LABELS = torch.tensor([0, 2, 2, 1])  # first, second, second, fourth choice

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UsageError
-from echelon.train.monitor import Monitor, monitor_line, size_of
+from echelon.train.loop.monitor import Monitor, monitor_line, size_of
 
 
 class Pair(nn.Module):

@@ -9,11 +9,11 @@ import pytest
 
 from echelon.environment import Job
 from echelon.errors import UsageError
-from echelon.train.fit import fit
-from echelon.train.options import TrainOptions
+from echelon.train.checkpoint.names import load, path_for
+from echelon.train.loop.fit import fit
 from echelon.train.predict import Predictor
+from echelon.train.recipe.options import TrainOptions
 from echelon.train.script import check, make_parser, read_options
-from echelon.train.snapshots import load, path_for
 
 
 def given(*flags: str) -> TrainOptions:

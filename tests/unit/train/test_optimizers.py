@@ -10,10 +10,10 @@ from torch import nn, optim
 
 from echelon import models
 from echelon.errors import UsageError
-from echelon.kvstore.optimizers import spec_of
+from echelon.kvstore.optimizer_spec import spec_of
 from echelon.optim import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftrl, Signum
 from echelon.server.kernels import Kernel, kernel_for
-from echelon.train.optimizers import NAMES, ON_ONE_SERVER, ON_SERVERS, check_on_servers, make_optimizer
+from echelon.train.recipe.optimizers import NAMES, ON_ONE_SERVER, ON_SERVERS, check_on_servers, make_optimizer
 
 
 class Everything(nn.Module):

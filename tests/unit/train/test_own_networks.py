@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UsageError
-from echelon.train.fit import fit
-from echelon.train.options import TrainOptions
-from echelon.train.snapshots import load, path_for
+from echelon.train.checkpoint.names import load, path_for
+from echelon.train.loop.fit import fit
+from echelon.train.recipe.options import TrainOptions
 
 
 class Own(nn.Module):

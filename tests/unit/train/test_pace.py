@@ -8,7 +8,7 @@ import time
 import pytest
 
 from echelon.errors import UsageError
-from echelon.train.pace import Pace, Pacer, parse_slow, parse_stall
+from echelon.train.recipe.pace import Pace, Pacer, parse_slow, parse_stall
 
 
 def test_no_pace_asks_for_no_time() -> None:

@@ -7,12 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from echelon.data.order import State
+from echelon.data.loading.order import State
 from echelon.environment import Job
 from echelon.errors import UsageError
-from echelon.train.engine import COMPILING_PAYS_AFTER, choose_engine
-from echelon.train.options import TrainOptions
-from echelon.train.plan import (
+from echelon.train.recipe.options import TrainOptions
+from echelon.train.recipe.plan import (
     Place,
     device_batch,
     epoch_size,
@@ -23,6 +22,7 @@ from echelon.train.plan import (
     worker_batch,
 )
 from echelon.train.script import check
+from echelon.train.step.choose import COMPILING_PAYS_AFTER, choose_engine
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from echelon import models
-from echelon.data.augment_config import AugmentConfig
-from echelon.data.datasets import make_loader
-from echelon.data.order import Sampling
-from echelon.data.sources import FolderSource
+from echelon.data.images.config import AugmentConfig
+from echelon.data.loading.order import Sampling
+from echelon.data.loading.sources import FolderSource
+from echelon.data.sets.datasets import make_loader
 from echelon.errors import DataError, UsageError
+from echelon.train.checkpoint.names import Snapshot, load, save
 from echelon.train.predict import Predictor, model_of
-from echelon.train.snapshots import Snapshot, load, save
 
 CLASSES = 7
 

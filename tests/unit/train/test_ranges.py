@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 
-from echelon.data.augment_config import AugmentConfig
+from echelon.data.images.config import AugmentConfig
 from echelon.environment import Job
 from echelon.errors import UsageError
-from echelon.train.arguments import Parser, add_augment_arguments, add_data_arguments, add_fit_arguments, options_from
-from echelon.train.ranges import RANGES, check_numbers
+from echelon.train.flags.arguments import (
+    Parser,
+    add_augment_arguments,
+    add_data_arguments,
+    add_fit_arguments,
+    options_from,
+)
+from echelon.train.recipe.ranges import RANGES, check_numbers
 from echelon.train.script import check
 
 PARSER = Parser()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echelon.errors import UsageError
-from echelon.train.schedules import KINDS, Schedule, make_schedule
+from echelon.train.recipe.schedules import KINDS, Schedule, make_schedule
 
 
 def schedule(**flags: Any) -> Schedule:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from echelon import models
 from echelon.cli.main import main
-from echelon.data.digits import load_digits
-from echelon.data.recordio import Header, IndexedWriter, pack
-from echelon.train.snapshots import Snapshot, path_for, save
+from echelon.data.records.io import Header, IndexedWriter, pack
+from echelon.data.sets.digits import load_digits
+from echelon.train.checkpoint.names import Snapshot, path_for, save
 
 COUNT = 23
 

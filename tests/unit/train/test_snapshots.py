@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from echelon.errors import DataError, UsageError
-from echelon.train import snapshots
-from echelon.train.snapshots import (
+from echelon.train.checkpoint import names as snapshots
+from echelon.train.checkpoint.names import (
     Snapshot,
     find,
     load,

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from echelon.train.stopping import STOPS, Interrupted, Stopping
+from echelon.train.loop.stopping import STOPS, Interrupted, Stopping
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 

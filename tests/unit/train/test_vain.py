@@ -8,11 +8,11 @@ import shlex
 import pytest
 
 from echelon.cli.main import main
-from echelon.data.augment_config import AugmentConfig
+from echelon.data.images.config import AugmentConfig
 from echelon.errors import UsageError
 from echelon.train import script
-from echelon.train.options import TrainOptions
-from echelon.train.vain import check_validation, lines_about, warn, warn_of_crop
+from echelon.train.flags.no_effect import check_validation, lines_about, warn, warn_of_crop
+from echelon.train.recipe.options import TrainOptions
 
 STEPS = "--lr-step-epochs 30,60 has no effect"
 PARSER = script.make_parser(None)

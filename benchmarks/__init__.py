@@ -1,0 +1,1 @@
+"""Benchmarks that only this repository needs, and the raw results of all benchmarks."""

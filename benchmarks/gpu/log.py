@@ -1,0 +1,74 @@
+"""What a trainer's log says, as numbers. The lines are those of `echelon.train.log_lines`, with any prefix before them.
+
+The speed of a run is the median of its speed lines after the step was compiled. Each line is the mean of its batches;
+the spread is that of lines, not of single steps.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from echelon.bench.harness.alternate import percentile
+
+_NUMBER = r"(\d+(?:\.\d*)?(?:e[-+]?\d+)?)"  # a line with nan or inf is not a measurement
+_SPEED = re.compile(rf"Epoch\[\d+\] Batch \[\d+-\d+\]\tSpeed: {_NUMBER} samples/sec")
+_EPOCH = re.compile(rf"Epoch\[(\d+)\] (Train-accuracy|Validation-accuracy|Time cost)={_NUMBER}")
+_COMPILED = re.compile(rf"compiling the step took {_NUMBER} s")
+_ENGINE = re.compile(r":(engine .*)$")
+_PRECISION = re.compile(r":(precision .*)$")
+
+
+@dataclass(slots=True)
+class Log:
+    """One run. Speeds are in the order of the log; what belongs to an epoch is by its number, from 0."""
+
+    speeds: list[float] = field(default_factory=list)
+    train: dict[int, float] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)
+    epoch_s: dict[int, float] = field(default_factory=dict)
+    compile_s: float | None = None
+    engine: str = ""
+    precision: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Median, 10th and 90th percentile of that many speed lines."""
+
+    median: float
+    p10: float
+    p90: float
+    lines: int
+
+
+def read_log(text: str) -> Log:
+    """Take every line that is known, in order; leave the others."""
+    log = Log()
+    for line in text.splitlines():
+        _take(log, line)
+    return log
+
+
+def _take(log: Log, line: str) -> None:
+    if found := _SPEED.search(line):
+        log.speeds.append(float(found[1]))
+    elif found := _EPOCH.search(line):
+        kinds = {"Train-accuracy": log.train, "Validation-accuracy": log.validation, "Time cost": log.epoch_s}
+        kinds[found[2]][int(found[1])] = float(found[3])
+    elif found := _COMPILED.search(line):
+        log.compile_s = float(found[1])
+        log.speeds.clear()  # a speed before this was that of compiling
+    elif found := _ENGINE.search(line):
+        log.engine = found[1]
+    elif found := _PRECISION.search(line):
+        log.precision = found[1]
+
+
+def speed_of(speeds: Sequence[float]) -> Speed | None:
+    """What the lines come to; None if there are none."""
+    if not speeds:
+        return None
+    p10, median, p90 = (percentile(speeds, share) for share in (0.1, 0.5, 0.9))
+    return Speed(median, p10, p90, len(speeds))

@@ -1,0 +1,103 @@
+"""The published figures that `python -m benchmarks.gpu` is held against, as data.
+
+Two sources, both of MXNet: a proof of concept of 2017 (0.11, ResNets on CIFAR-10 over K80 and P100 GPUs, 12 epochs) and
+the tables of its first distributed examples of 2015 (Inception on CIFAR-10, GTX 980). With the same batch and learning
+rate a run takes the same steps on one GPU as on eight (but for each GPU's own batch statistics), so a published one
+counts whatever it was measured on; of several for one setting the best is the bar.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+K80, P100 = "K80", "P100"
+EPOCHS_2017 = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A row of the tables of 2017: global batch, what it reached after 12 epochs, and how fast it was."""
+
+    layers: int
+    batch: int
+    lr: float
+    accuracy: float
+    gpu: str
+    num_gpus: int
+    samples_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochCell:
+    """A row of the single-GPU tables of 2015: validation accuracy after so many epochs."""
+
+    batch: int
+    lr: float
+    epochs: int
+    accuracy: float
+
+
+TABLE_2017 = (  # rows without an accuracy or without a GPU are left out; no lr given means the script's own, 0.05
+    Cell(110, 128, 0.05, 0.818, K80, 1, 520),
+    Cell(50, 512, 0.05, 0.702, K80, 8, 6200),
+    Cell(50, 256, 0.05, 0.768, K80, 4, 3600),
+    Cell(50, 128, 0.05, 0.817, K80, 2, 1800),
+    Cell(50, 512, 0.4, 0.765, K80, 8, 6200),
+    Cell(50, 256, 0.2, 0.783, K80, 4, 3600),
+    Cell(50, 1024, 0.4, 0.786, K80, 8, 6800),
+    Cell(50, 512, 0.2, 0.810, K80, 4, 4300),
+    Cell(50, 256, 0.1, 0.779, K80, 2, 2200),
+    Cell(50, 128, 0.05, 0.810, K80, 1, 1100),
+    Cell(50, 2048, 0.4, 0.722, K80, 8, 9400),
+    Cell(50, 1024, 0.2, 0.722, K80, 4, 5100),
+    Cell(50, 512, 0.1, 0.760, K80, 2, 2600),
+    Cell(50, 256, 0.05, 0.700, K80, 1, 1300),
+    Cell(50, 512, 0.05, 0.703, K80, 1, 1400),
+    Cell(50, 512, 0.4, 0.796, K80, 1, 1400),
+    Cell(50, 4096, 3.2, 0.278, K80, 8, 11000),
+    Cell(110, 4096, 0.4, 0.671, P100, 8, 11000),
+    Cell(50, 4096, 0.4, 0.604, P100, 8, 24000),
+    Cell(50, 4096, 0.8, 0.599, P100, 8, 24000),
+    Cell(50, 2048, 0.4, 0.733, P100, 8, 17000),
+    Cell(50, 1024, 0.2, 0.733, P100, 4, 15000),
+    Cell(50, 512, 0.1, 0.773, P100, 2, 7500),
+    Cell(50, 256, 0.05, 0.782, P100, 1, 2600),
+    Cell(50, 1024, 0.4, 0.773, P100, 8, 11000),
+    Cell(50, 512, 0.2, 0.734, P100, 4, 12000),
+    Cell(50, 256, 0.1, 0.767, P100, 2, 6100),
+    Cell(50, 128, 0.05, 0.817, P100, 1, 2900),
+    Cell(50, 4096, 0.4, 0.611, K80, 8, 10000),
+)
+
+TABLE_2015 = (
+    EpochCell(256, 0.1, 10, 0.867488),
+    EpochCell(256, 0.1, 20, 0.873598),
+    EpochCell(128, 0.1, 10, 0.867288),
+    EpochCell(128, 0.1, 20, 0.889022),
+    EpochCell(128, 0.1, 30, 0.898237),
+    EpochCell(128, 0.1, 40, 0.899940),
+)
+
+
+def best_cells() -> list[Cell]:
+    """Of each network, batch and learning rate of 2017 the cell with the best accuracy, small networks first."""
+    best: dict[tuple[int, int, float], Cell] = {}
+    for cell in TABLE_2017:
+        key = (cell.layers, cell.batch, cell.lr)
+        if key not in best or cell.accuracy > best[key].accuracy:
+            best[key] = cell
+    return [best[key] for key in sorted(best)]
+
+
+def fastest_single(layers: int, batch: int) -> Cell | None:
+    """The fastest published run on one GPU with that network and batch."""
+    cells = [cell for cell in TABLE_2017 if (cell.layers, cell.batch, cell.num_gpus) == (layers, batch, 1)]
+    return max(cells, key=lambda cell: cell.samples_per_s, default=None)
+
+
+def inception_runs() -> dict[tuple[int, float], list[EpochCell]]:
+    """The cells of 2015 by the run that gives them: batch and learning rate."""
+    runs: dict[tuple[int, float], list[EpochCell]] = {}
+    for cell in TABLE_2015:
+        runs.setdefault((cell.batch, cell.lr), []).append(cell)
+    return runs

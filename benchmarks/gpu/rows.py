@@ -1,0 +1,179 @@
+"""Which training commands `python -m benchmarks.gpu` runs, and what each is held against.
+
+A row is one command as a user types it. Speed rows measure samples a second and run alone; accuracy rows measure the
+validation accuracy after some epochs and may run side by side. Speed rows name the engine, because a short run would
+not choose to compile and the full one does.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.gpu.published import EPOCHS_2017, Cell, best_cells, fastest_single, inception_runs
+from echelon.errors import UsageError
+
+Kind = Literal["speed", "accuracy"]
+KINDS: tuple[Kind, ...] = ("speed", "accuracy")
+STEPS_OF_IMAGENET = 1200  # of about 10,000 in the whole epoch: eleven speed lines of 100 batches
+ENGINE = "--engine compile"  # what the whole command chooses by itself
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """The accuracy to reach after so many epochs, and who reached it."""
+
+    epochs: int
+    accuracy: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One command. `target` is in samples/s, or a share of the speed of the row `against`."""
+
+    name: str
+    kind: Kind
+    script: str
+    arguments: str
+    launch: str = ""  # arguments of `echelon launch`, where the command has it in front
+    target: float | None = None
+    against: str | None = None
+    published: str = ""
+    bars: tuple[Bar, ...] = ()
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether the command needs to know where data files are."""
+        return "--benchmark 1" not in self.arguments
+
+
+def gpu_rows() -> list[Row]:
+    """Everything that one GPU is asked for, in the order it is run."""
+    return [*imagenet_rows(), *cifar_rows(), *store_rows(), *inception_rows(), *resnet_rows()]
+
+
+def imagenet_rows() -> list[Row]:
+    """ResNet-50 on synthetic images in float16, the epoch cut short."""
+    return [
+        Row(
+            f"imagenet-resnet50-{batch}",
+            "speed",
+            "train_imagenet.py",
+            f"--gpu 0 --batch-size {batch} --num-epochs 1 --disp-batches 100 --network resnet-v1 --num-layers 50 "
+            f"--dtype float16 --benchmark 1 --num-examples {STEPS_OF_IMAGENET * batch} {ENGINE}",
+            target=target,
+        )
+        for batch, target in ((128, 6800), (256, 7350))
+    ]
+
+
+def cifar_rows() -> list[Row]:
+    """ResNets on CIFAR-10; float32 for those who want to compare with that."""
+    targets = {(50, 128): 37_000, (50, 512): 71_000}
+    auto = [_cifar(layers, batch, targets.get((layers, batch))) for layers in (50, 110) for batch in (128, 512)]
+    return [*auto, *(_cifar(50, batch, None, "float32") for batch in (128, 512))]
+
+
+def _cifar(layers: int, batch: int, target: float | None, dtype: str | None = None) -> Row:
+    cell = fastest_single(layers, batch)
+    suffix, flag = (f"-{dtype}", f" --dtype {dtype}") if dtype else ("", "")
+    return Row(
+        f"cifar-resnet{layers}-{batch}{suffix}",
+        "speed",
+        "train_cifar10.py",
+        f"{_resnet(layers, batch)} --num-epochs 3{flag} {ENGINE}",
+        target=target,
+        published=f"{cell.samples_per_s:,} ({_where(cell)})" if cell else "",
+    )
+
+
+def store_rows() -> list[Row]:
+    """One worker and one server beside the same worker without."""
+    common = f"{_resnet(50, 512)} --num-epochs 3 {ENGINE} --kv-store"
+    return [
+        Row("store-local-512", "speed", "train_cifar10.py", f"{common} local"),
+        Row(
+            "store-dist-sync-512",
+            "speed",
+            "train_cifar10.py",
+            f"{common} dist_sync",
+            launch="-n 1 -s 1",
+            target=0.9,
+            against="store-local-512",
+        ),
+    ]
+
+
+def resnet_rows() -> list[Row]:
+    """A run for each distinct setting of 2017, held against the best that was published for it."""
+    return [
+        Row(
+            f"resnet{cell.layers}-{cell.batch}-{cell.lr:g}",
+            "accuracy",
+            "train_cifar10.py",
+            f"{_resnet(cell.layers, cell.batch)} --lr {cell.lr:g} --num-epochs {EPOCHS_2017}",
+            bars=(Bar(EPOCHS_2017, cell.accuracy, _where(cell)),),
+        )
+        for cell in best_cells()
+    ]
+
+
+def inception_rows() -> list[Row]:
+    """A run for each setting of 2015; its longest gives all the shorter ones."""
+    return [
+        Row(
+            f"inception-{batch}-{lr:g}",
+            "accuracy",
+            "train_cifar10.py",
+            f"--gpus 0 --network inception-bn-28-small --batch-size {batch} --lr {lr:g} "
+            f"--num-epochs {cells[-1].epochs}",
+            bars=tuple(Bar(cell.epochs, cell.accuracy, "GTX 980") for cell in cells),
+        )
+        for (batch, lr), cells in sorted(inception_runs().items())
+    ]
+
+
+def tiny_rows() -> list[Row]:
+    """Seconds on a CPU, no data files: whether all of this works, not how fast anything is."""
+    common = (
+        "--devices cpu --benchmark 1 --network mlp --num-examples 64 --batch-size 4 --num-epochs 2 --disp-batches 5"
+    )
+    return [
+        Row("tiny-local", "speed", "train_cifar10.py", f"{common} --kv-store local"),
+        Row(
+            "tiny-dist-sync",
+            "speed",
+            "train_cifar10.py",
+            f"{common} --kv-store dist_sync",
+            launch="-n 1 -s 1",
+            target=0.01,
+            against="tiny-local",
+        ),
+    ]
+
+
+LISTS = {"gpu": gpu_rows, "tiny": tiny_rows}
+
+
+def choose(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
+    """The rows of those kinds and names; all if none is given."""
+    known = {*KINDS, *(row.name for row in rows)}
+    for wanted in only:
+        if wanted not in known:
+            near = difflib.get_close_matches(wanted, sorted(known), 1)
+            raise UsageError(
+                f"--only {wanted!r}: there is no such row"
+                + (f"; did you mean {near[0]!r}?" if near else f"; use {' or '.join(KINDS)} or a name of --show")
+            )
+    return [row for row in rows if not only or row.kind in only or row.name in only]
+
+
+def _resnet(layers: int, batch: int) -> str:
+    return f"--gpus 0 --network resnet --num-layers {layers} --batch-size {batch}"
+
+
+def _where(cell: Cell) -> str:
+    return f"{cell.num_gpus} × {cell.gpu}" if cell.num_gpus > 1 else cell.gpu

@@ -1,0 +1,168 @@
+"""Runs rows as processes: speed rows alone and first, then accuracy rows, some at a time; a log file each.
+
+The commands are those a user types, with this interpreter in place of `python` and this code in place of `echelon`, so
+that nothing needs to be installed. A row that fails or overruns its limit is a record with an error, and the next one
+goes on. When this process leaves, whatever the reason, nothing of it goes on running.
+"""
+
+from __future__ import annotations
+
+import selectors
+import shlex
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks.gpu.log import read_log
+from benchmarks.gpu.results import Origin, Record, make_record
+from benchmarks.gpu.rows import Row
+from echelon.bench.harness.process import Member, ProcessSpec
+from echelon.errors import UsageError
+
+REPORT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How rows are run. `examples` has the training scripts, `log_dir` gets a file a row."""
+
+    examples: Path
+    log_dir: Path
+    origin: Origin
+    data_dir: str | None = None
+    jobs: int = 1
+    budget_s: float = float("inf")
+    limit_s: float = 1800.0
+
+
+def command_of(row: Row, plan: Plan) -> list[str]:
+    """The process to start."""
+    script = plan.examples / row.script
+    if not script.exists():
+        raise UsageError(f"{row.name}: there is no {script}; say with --examples where the training scripts are")
+    trainer = [sys.executable, str(script), *_arguments(row, plan.origin.extra, plan.data_dir)]
+    if not row.launch:
+        return trainer
+    return [sys.executable, "-m", "echelon.cli.main", "launch", *shlex.split(row.launch), *trainer]
+
+
+def shown_command(row: Row, extra: str, data_dir: str | None = None) -> str:
+    """The same as a user types it, without this machine's folders."""
+    launch = f"echelon launch {row.launch} " if row.launch else ""
+    return f"{launch}python {row.script} {shlex.join(_arguments(row, extra, data_dir and 'DIR'))}"
+
+
+def _arguments(row: Row, extra: str, data_dir: str | None) -> list[str]:
+    where = ["--data-dir", data_dir] if data_dir and row.reads_data else []
+    return [*shlex.split(row.arguments), *where, *shlex.split(extra)]
+
+
+class Running:
+    """A row under way."""
+
+    def __init__(self, row: Row, plan: Plan) -> None:
+        self.row = row
+        self.began = time.monotonic()
+        self.date = datetime.now(UTC).isoformat(timespec="seconds")
+        log_path = plan.log_dir / f"{row.name}.log"
+        log_path.unlink(missing_ok=True)  # a process appends; an earlier run's lines are not this one's
+        self.member = Member(ProcessSpec(row.name, command_of(row, plan)), log_path)
+
+    @property
+    def seconds(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self.began
+
+    def last_line(self) -> str:
+        """What its log ends with."""
+        lines = self._text().splitlines()
+        return lines[-1] if lines else "(nothing said yet)"
+
+    def finish(self, plan: Plan, jobs: int) -> Record:
+        """End what is left of it and read its log."""
+        status, wall_s = self.member.exit_status(), self.seconds
+        ended = f"exit status {status}" if status is not None else f"ended after its limit of {plan.limit_s:g} s"
+        error = "" if status == 0 else f"{ended}; {self.last_line()}"
+        self.member.kill()
+        return make_record(
+            self.row,
+            read_log(self._text()),
+            command=shown_command(self.row, plan.origin.extra, plan.data_dir),
+            date=self.date,
+            origin=plan.origin,
+            jobs=jobs,
+            wall_s=wall_s,
+            error=error,
+        )
+
+    def _text(self) -> str:
+        return self.member.log_path.read_text(encoding="utf-8", errors="replace")
+
+
+class Runner:
+    """Takes rows through. `done` gets each record at once; `say` gets lines about how it goes."""
+
+    def __init__(self, plan: Plan, done: Callable[[Record], None], say: Callable[[str], None]) -> None:
+        if plan.jobs < 1:
+            raise UsageError(f"--jobs must be 1 or more, not {plan.jobs}")
+        self._plan = plan
+        self._done = done
+        self._say = say
+        self._began = time.monotonic()
+        self._running: list[Running] = []
+
+    def run(self, rows: Sequence[Row]) -> list[Row]:
+        """Run them; returns those for which the time was not enough."""
+        for row in rows:
+            command_of(row, self._plan)  # what cannot be started is said before the first one runs
+        self._plan.log_dir.mkdir(parents=True, exist_ok=True)
+        missing: list[Row] = []
+        for kind, jobs in (("speed", 1), ("accuracy", self._plan.jobs)):
+            missing += self._run_some([row for row in rows if row.kind == kind], jobs)
+        return missing
+
+    def _run_some(self, rows: Sequence[Row], jobs: int) -> list[Row]:
+        waiting = deque(rows)
+        try:
+            while waiting or self._running:
+                while waiting and len(self._running) < jobs and not self._spent():
+                    self._start(waiting.popleft())
+                if not self._running:
+                    break
+                self._wait()
+                self._collect(jobs)
+        finally:
+            while self._running:
+                self._running.pop().member.kill()
+        return list(waiting)
+
+    def _spent(self) -> bool:
+        return time.monotonic() - self._began >= self._plan.budget_s
+
+    def _start(self, row: Row) -> None:
+        self._say(f"{row.name}: {shown_command(row, self._plan.origin.extra, self._plan.data_dir)}")
+        self._running.append(Running(row, self._plan))
+
+    def _wait(self) -> None:
+        """Until one ends or is over its limit; say now and then where they are."""
+        with selectors.DefaultSelector() as selector:
+            for one in self._running:
+                selector.register(one.member.pidfd, selectors.EVENT_READ)
+            left_s = min(self._plan.limit_s - one.seconds for one in self._running)
+            while left_s > 0 and not selector.select(min(left_s, REPORT_S)):
+                for one in self._running:
+                    self._say(f"  {one.row.name}, {one.seconds:.0f} s: {one.last_line()}")
+                left_s = min(self._plan.limit_s - one.seconds for one in self._running)
+
+    def _collect(self, jobs: int) -> None:
+        for one in list(self._running):
+            if one.member.exit_status() is not None or one.seconds >= self._plan.limit_s:
+                record = one.finish(self._plan, jobs)
+                self._running.remove(one)
+                if record.error:
+                    self._say(one.member.last_lines())
+                self._done(record)

@@ -1,0 +1,128 @@
+"""Records of `python -m benchmarks.gpu` as Markdown: what was asked for, what came out, and whether it is enough.
+
+`rewrite_block` puts the tables between two marks of a document, so that no figure is ever typed in by hand.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from benchmarks.gpu.results import Record
+from benchmarks.gpu.rows import Bar, Row
+from benchmarks.gpu.run import shown_command
+from echelon.errors import DataError
+
+BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
+Records = Mapping[str, Record]
+Cells = Sequence[str]
+
+
+def markdown(rows: Sequence[Row], records: Records) -> str:
+    """All tables, with what is missing and what failed said below them."""
+    ours = [records[row.name] for row in rows if row.name in records]
+    parts = [origins(ours), speed_table(rows, records), accuracy_table(rows, records), gaps(rows, records)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def origins(records: Sequence[Record]) -> str:
+    """What the figures were measured on and with; one line for each that differs."""
+    told = dict.fromkeys(record.origin for record in records)
+    lines = []
+    for origin in told:
+        count = sum(record.origin == origin for record in records)
+        commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]+", r"\1", origin.commit)
+        extra = f"; added to every command: `{origin.extra}`" if origin.extra else ""
+        lines.append(
+            f"- {count} row{'s' * (count != 1)}: {origin.gpu}, torch {origin.torch}, commit {commit}; "
+            f"data: {origin.data}{extra}"
+        )
+    return "\n".join(lines)
+
+
+def speed_table(rows: Sequence[Row], records: Records) -> str:
+    """Samples a second beside the target and the published figure."""
+    cells = [_speed_cells(row, records) for row in rows if row.kind == "speed" and _good(row, records)]
+    heads = ("command", "samples/s", "10th – 90th percentile", "lines", "target", "met", "published", "as")
+    return _table(heads, "lrrrrlrl", cells)
+
+
+def _speed_cells(row: Row, records: Records) -> Cells:
+    record = records[row.name]
+    speed = record.speed
+    assert speed is not None  # else the record has an error
+    target, met = _target(row, records, speed.median)
+    spread = f"{speed.p10:,.0f} – {speed.p90:,.0f}"
+    how = "; ".join(text.partition(":")[0] for text in (record.precision, record.engine) if text)
+    command = f"`{shown_command(row, record.origin.extra)}`"
+    return command, f"**{speed.median:,.0f}**", spread, str(speed.lines), target, met, row.published, how
+
+
+def _target(row: Row, records: Records, value: float) -> tuple[str, str]:
+    """The target as shown, and whether the speed reaches it."""
+    if row.target is None:
+        return "", ""
+    if row.against is None:
+        return f"{row.target:,.0f}", _yes(value >= row.target)
+    other = records.get(row.against)
+    if other is None or other.error or other.speed is None:
+        return f"{row.target:.0%} of {row.against}", "not measured"
+    share = value / other.speed.median
+    return f"{row.target:.0%} of {row.against}", f"{_yes(share >= row.target)} ({share:.1%})"
+
+
+def accuracy_table(rows: Sequence[Row], records: Records) -> str:
+    """Validation accuracies beside the published ones; the one after the last epoch counts."""
+    cells = [
+        (row.name, str(bar.epochs), f"{bar.accuracy:g}", bar.source, *_reached(records[row.name], bar))
+        for row in rows
+        if row.kind == "accuracy" and _good(row, records)
+        for bar in row.bars
+    ]
+    heads = ("row", "epochs", "published", "on", "after the last epoch", "met", "best epoch until then", "s/epoch")
+    table = _table(heads, "lrrlrlrr", cells)
+    met = sum(cell[5] == _yes(True) for cell in cells)
+    return f"{table}\n\n{met} of {len(cells)} published accuracies are reached." if table else ""
+
+
+def _reached(record: Record, bar: Bar) -> tuple[str, str, str, str]:
+    last, best = record.accuracy_after(bar.epochs), record.best_within(bar.epochs)
+    assert last is not None  # else the record has an error
+    assert best is not None
+    middle = f"{statistics.median_low(record.epoch_s.values()):.1f}" if record.epoch_s else ""
+    return f"**{last:.4f}**", _yes(last >= bar.accuracy), f"{best:.4f}", middle
+
+
+def gaps(rows: Sequence[Row], records: Records) -> str:
+    """What has no figures, and why."""
+    failed = [f"- {row.name} failed: {records[row.name].error}" for row in rows if _failed(row, records)]
+    missing = [row.name for row in rows if row.name not in records]
+    return "\n".join([*failed, *([f"- not run: {', '.join(missing)}"] if missing else [])])
+
+
+def rewrite_block(text: str, block: str) -> str:
+    """The document with that between its marks."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise DataError(f"the document needs one {BEGIN} and, after it, one {END}; write them where the tables go")
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    return f"{before}{BEGIN}\n{block}\n{END}{after}"
+
+
+def _good(row: Row, records: Records) -> bool:
+    return row.name in records and not records[row.name].error
+
+
+def _failed(row: Row, records: Records) -> bool:
+    return row.name in records and bool(records[row.name].error)
+
+
+def _yes(met: bool) -> str:
+    return "yes" if met else "**no**"
+
+
+def _table(heads: Cells, sides: str, cells: Iterable[Cells]) -> str:
+    """Markdown; `sides` has l or r for each column. Nothing at all without cells."""
+    rules = [{"l": "---", "r": "---:"}[side] for side in sides]
+    lines = [f"| {' | '.join(line)} |" for line in (heads, rules, *cells)]
+    return "\n".join(lines) if len(lines) > 2 else ""

@@ -1,0 +1,1 @@
+"""Shared by benchmarks: `alternate` (taking turns), `process`, `protocol`, `job`, `results`, `mxnet_environment`."""

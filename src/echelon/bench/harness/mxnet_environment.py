@@ -1,0 +1,93 @@
+"""The peers Echelon is measured against, and how they are started at their best.
+
+The environment of MXNet 1.9.1 is made on first use under `.peers/`, because it needs an old NumPy. The contenders here
+all do a `pushpull` step; the processes they start are the `worker_*` programs. All traffic stays on loopback.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from echelon.errors import JobError, UsageError
+
+MXNET_REQUIREMENTS = ("mxnet==1.9.1", "numpy<1.24")
+MXNET_PYTHON_VARIABLE = "ECHELON_MXNET_PYTHON"
+NEWEST_PYTHON = (3, 11)  # the last for which NumPy below 1.24 has wheels
+INSTALL_TIMEOUT_S = 900.0
+MXNET_STORES = ("dist_sync", "dist_async")
+MXNET_DEFAULTS = {"PS_HEARTBEAT_TIMEOUT": "0"}  # its default; Echelon's jobs set the variable
+
+
+def mxnet_python(root: Path | None = None) -> Path:
+    """The Python that can import MXNet 1.9.1, made under `.peers/` of this repository if it is not there yet."""
+    given = os.environ.get(MXNET_PYTHON_VARIABLE)
+    if given:
+        if not Path(given).is_file():
+            raise UsageError(f"{MXNET_PYTHON_VARIABLE} is {given!r}, which is no file; give a Python that has MXNet")
+        return Path(given)
+    folder = (root or repository()) / ".peers" / "mxnet"
+    with _locked(folder.with_name("mxnet.lock")):
+        if not _complete(folder, MXNET_REQUIREMENTS):
+            _make_environment(folder, MXNET_REQUIREMENTS)
+    return folder / "bin" / "python"
+
+
+def repository() -> Path:
+    """The checkout around the current folder; outside of one, the current folder."""
+    here = Path.cwd()
+    return next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
+
+
+def _complete(folder: Path, requirements: Sequence[str]) -> bool:
+    stamp = _stamp(folder)
+    return stamp.is_file() and stamp.read_text(encoding="utf-8").split() == list(requirements)
+
+
+def _stamp(folder: Path) -> Path:
+    """Written last. An environment cannot be renamed into place, because its scripts have its path in them."""
+    return folder / ".complete"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _make_environment(folder: Path, requirements: Sequence[str]) -> None:
+    if sys.version_info[:2] > NEWEST_PYTHON:
+        newest = ".".join(map(str, NEWEST_PYTHON))
+        raise UsageError(
+            f"MXNet 1.9.1 needs Python {newest} or older and this is {sys.version.split()[0]}; "
+            f"set {MXNET_PYTHON_VARIABLE} to a Python that has {' and '.join(requirements)}"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    with Console(stderr=True).status(f"making {folder.parent.name}/{folder.name} (about 300 MB, once)"):
+        _install_step([sys.executable, "-m", "venv", str(folder)])
+        _install_step([*pip, *requirements])
+    _stamp(folder).write_text("\n".join(requirements) + "\n", encoding="utf-8")
+
+
+def _install_step(argv: Sequence[str]) -> None:
+    """Run one command of an installation; if it fails, its last lines are the error."""
+    try:
+        done = subprocess.run(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=INSTALL_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise JobError(f"{' '.join(argv)} did not end within {INSTALL_TIMEOUT_S:g} s") from error
+    if done.returncode:
+        last = "\n".join(done.stdout.splitlines()[-12:])
+        raise JobError(f"{' '.join(argv)} ended with status {done.returncode}:\n{last}")

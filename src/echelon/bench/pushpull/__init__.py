@@ -1,0 +1,1 @@
+"""`echelon bench pushpull`. Read `command`, then `contenders` (add a peer there) and the `worker_*` programs."""

@@ -1,0 +1,78 @@
+"""One process of the Echelon contender: a worker that steps with the gradients where the Trainer has them.
+
+Gradients lie in the store's own memory and weights arrive there, as in training (`KVStore.views`); backward's writing
+of the gradients is stood in for by a copy that is not timed, the same as for the peers. With `--copy`, the plain API is
+measured instead: gradients and weights are tensors of the caller's, copied in and out within the step.
+
+Started in the role of server or scheduler it serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from echelon import kvstore
+from echelon.bench.harness.protocol import serve, timed
+from echelon.bench.pushpull.shapes import read_shapes
+from echelon.kvstore.servers.store import ServerStore
+
+SETTINGS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
+
+
+class Model:
+    """A model's tensors in a store."""
+
+    def __init__(self, store: ServerStore, shapes: list[tuple[int, ...]], copy: bool) -> None:
+        self._store = store
+        self._copy = copy
+        generator = torch.Generator().manual_seed(store.rank)
+        self._fresh = [torch.randn(shape, generator=generator).mul_(1e-3) for shape in shapes]
+        self._names = [str(index) for index in range(len(shapes))]
+        self._weights = [torch.ones(shape) for shape in shapes]
+        store.init(self._names, self._weights)
+        store.set_optimizer("sgd", **SETTINGS)
+        self._keys = [store.key_number(name) for name in self._names]
+        self._gradients = self._fresh if copy else [store.views(name)[1] for name in self._names]
+        if not copy:
+            self._weights = []
+
+    def step(self) -> None:
+        """Push everything, wait for everything."""
+        if self._copy:
+            self._store.pushpull(self._names, self._gradients, self._weights)
+        else:
+            self._store.wait(self._store.exchange(self._keys, 1.0, []))
+
+    def timed_step(self) -> float:
+        """Seconds of a step with fresh gradients."""
+        if not self._copy:
+            for place, fresh in zip(self._gradients, self._fresh, strict=True):
+                place.copy_(fresh)
+        return timed(self.step)
+
+
+def main() -> None:
+    """Join the job, then serve rounds until told to quit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", type=Path, required=True, help="JSON list of tensor shapes")
+    parser.add_argument("--kv-store", default="dist_sync")
+    parser.add_argument("--copy", action="store_true", help="measure the plain API with the caller's own tensors")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    staleness = 3 if args.kv_store == "dist_ssync" else None
+    with kvstore.create(args.kv_store, staleness=staleness) as store:
+        assert isinstance(store, ServerStore)
+        model = Model(store, [tuple(shape) for shape in read_shapes(args.shapes)], args.copy)
+
+        def run_round(num_steps: int) -> list[float]:
+            store.barrier()
+            return [model.timed_step() for _ in range(num_steps)]
+
+        serve(run_round)
+
+
+if __name__ == "__main__":
+    main()

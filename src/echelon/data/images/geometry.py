@@ -1,0 +1,233 @@
+"""Where the pixels of one augmented image come from: pure arithmetic, no pixels.
+
+MXNet resizes, warps, pads, crops and resizes again, each on the whole image. Here the steps are multiplied together
+first, and only the crop is ever resampled, once, straight from the decoded image. Most settings come down to an upright
+box of the source; only rotation and shear need a matrix.
+
+Coordinates are continuous (a pixel is a square of side 1, its centre at .5), so scaling needs no half-pixel care.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.data.images.config import AugmentConfig
+
+Draws: TypeAlias = Sequence[float]
+"""One sample's numbers in [0, 1), by Lane."""
+
+_TRIES = 10
+_LANES_A_TRY = 5
+_MAX_SHRINK = 8
+_MIRRORED_BELOW = 0.5
+
+
+class Lane(IntEnum):
+    """Which number decides what. Fixed, so that switching one augmentation on leaves the others as they were."""
+
+    MIRROR = 0
+    CROP_X = 1
+    CROP_Y = 2
+    SHEAR = 3
+    ANGLE = 4
+    SCALE = 5
+    RATIO = 6
+    CROP_SIZE = 7
+    BRIGHTNESS = 8
+    CONTRAST = 9
+    SATURATION = 10
+    HLS = 11  # two for each of hue, lightness, saturation
+    PCA = 17  # two for each of three normal numbers
+    TRIES = 23  # five for each try of a random resized crop
+
+
+def num_lanes(config: AugmentConfig) -> int:
+    """Return how many numbers a sample needs."""
+    return Lane.TRIES + (_TRIES * _LANES_A_TRY if config.random_resized_crop else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The source box (left, top, right, bottom) that fills the output; it may reach beyond the image.
+
+    With a matrix (a, b, c, d, e, f) an output point (x, y) comes from (ax + by + c, dx + ey + f) instead, and the box
+    is only what surrounds all of those. With a window (left, top, right, bottom) of the output, what is outside of it
+    is filled, though the source may have pixels there: an image is warped to its own size before it is padded.
+    """
+
+    box: tuple[float, float, float, float]
+    mirror: bool = False
+    matrix: tuple[float, float, float, float, float, float] | None = None
+    window: tuple[int, int, int, int] | None = None
+
+    def shrink(self, height: int, width: int) -> int:
+        """Return the largest power of two, up to 8, by which the source may shrink and still be sampled downwards."""
+        left, top, right, bottom = self.box
+        if self.matrix is None:
+            room = min((right - left) / width, (bottom - top) / height)
+        else:
+            a, b, _, d, e, _ = self.matrix
+            room = min(math.hypot(a, d), math.hypot(b, e))
+        shrink = 1
+        while shrink < _MAX_SHRINK and shrink * 2 <= room + 1e-9:
+            shrink *= 2
+        return shrink
+
+    def reach(self, shrink: int) -> tuple[int, int, int, int]:
+        """Return the whole pixels of the source that are looked at when it is sampled at 1/shrink."""
+        left, top, right, bottom = self.box
+        beyond = shrink if self.matrix is not None else 0  # what bilinear interpolation looks at
+        first = math.floor(left) - beyond, math.floor(top) - beyond
+        return *first, math.floor(right) + 1 + beyond, math.floor(bottom) + 1 + beyond
+
+
+class _Canvas:
+    """An image that exists only as its size and the map from its points to the source's."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self.width, self.height = width, height
+        self.a, self.b, self.c = 1.0, 0.0, 0.0
+        self.d, self.e, self.f = 0.0, 1.0, 0.0
+        self.window: tuple[float, float, float, float] | None = None  # where the image is, once it is padded
+
+    def shift(self, x: float, y: float) -> None:
+        """Let the point that was (x, y) be the origin."""
+        self.c += self.a * x + self.b * y
+        self.f += self.d * x + self.e * y
+        if self.window is not None:
+            left, top, right, bottom = self.window
+            self.window = left - x, top - y, right - x, bottom - y
+
+    def transform(self, p: float, q: float, r: float, s: float) -> None:
+        """Let the new point (x, y) show what was at (px + qy, rx + sy)."""
+        self.a, self.b = self.a * p + self.b * r, self.a * q + self.b * s
+        self.d, self.e = self.d * p + self.e * r, self.d * q + self.e * s
+
+    def resize(self, width: int, height: int) -> None:
+        """Stretch to another size."""
+        self.transform(self.width / width, 0, 0, self.height / height)
+        if self.window is not None:
+            wide, high = width / self.width, height / self.height
+            left, top, right, bottom = self.window
+            self.window = left * wide, top * high, right * wide, bottom * high
+        self.width, self.height = width, height
+
+    def pad(self, size: int) -> None:
+        """Put a border around it."""
+        self.shift(-size, -size)
+        self.window = size, size, size + self.width, size + self.height
+        self.width, self.height = self.width + 2 * size, self.height + 2 * size
+
+
+def plan(height: int, width: int, config: AugmentConfig, draws: Draws) -> Geometry:
+    """Decide the geometry of one sample from a source of that size."""
+    canvas = _Canvas(width, height)
+    if config.resize > 0:
+        _resize_shorter(canvas, config.resize)
+    if config.warps:
+        _warp(canvas, config, draws)
+    if config.pad_size:
+        canvas.pad(config.pad_size)
+    _crop(canvas, config, draws)
+    if not config.warps:
+        canvas.window = None  # outside of it there is nothing anyway
+    return _finish(canvas, config.random_mirror and draws[Lane.MIRROR] < _MIRRORED_BELOW)
+
+
+def mirrors_of(draws: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Say of many samples, by the rows of their numbers, which are mirrored where that is asked for."""
+    mirrors: NDArray[np.bool_] = draws[:, Lane.MIRROR] < _MIRRORED_BELOW
+    return mirrors
+
+
+def _resize_shorter(canvas: _Canvas, edge: int) -> None:
+    shorter = min(canvas.width, canvas.height)
+    canvas.resize(canvas.width * edge // shorter, canvas.height * edge // shorter)
+
+
+def _warp(canvas: _Canvas, config: AugmentConfig, draws: Draws) -> None:
+    """Shear, rotate, scale and change the aspect about the centre; the canvas grows with the scale."""
+    shear = _between(-config.max_random_shear_ratio, config.max_random_shear_ratio, draws[Lane.SHEAR])
+    limit = config.max_random_rotate_angle
+    angle = math.radians(int(draws[Lane.ANGLE] * (2 * limit + 1)) - limit)
+    scale, ratio = 1.0, 1.0
+    if not config.random_resized_crop:
+        scale = _between(config.min_random_scale, config.max_random_scale, draws[Lane.SCALE])
+        ratio = _between(*config.aspect_range, draws[Lane.RATIO])
+    high = 2 * scale / (1 + ratio)
+    wide = ratio * high
+    cos, sin = math.cos(angle), math.sin(angle)
+    p, q = high * cos - shear * sin * wide, high * sin + shear * cos * wide
+    r, s = -sin * wide, cos * wide
+    det = p * s - q * r
+    new_width, new_height = max(1, int(scale * canvas.width)), max(1, int(scale * canvas.height))
+    canvas.shift(canvas.width / 2, canvas.height / 2)
+    canvas.transform(s / det, -q / det, -r / det, p / det)
+    canvas.shift(-new_width / 2, -new_height / 2)
+    canvas.width, canvas.height = new_width, new_height
+
+
+def _crop(canvas: _Canvas, config: AugmentConfig, draws: Draws) -> None:
+    height, width = config.shape[1:]
+    if config.resizes_at_random and _random_resized(canvas, config, draws):
+        return
+    if config.max_crop_size > 0:
+        side = int(_between(config.min_crop_size, config.max_crop_size + 1, draws[Lane.CROP_SIZE]))
+        side = min(side, canvas.width, canvas.height)
+        _cut(canvas, side, side, config.random_crop, draws[Lane.CROP_X], draws[Lane.CROP_Y])
+        canvas.resize(width, height)
+        return
+    if canvas.width < width or canvas.height < height:
+        grow = max(width / canvas.width, height / canvas.height)
+        canvas.resize(max(width, round(canvas.width * grow)), max(height, round(canvas.height * grow)))
+    _cut(canvas, width, height, config.random_crop, draws[Lane.CROP_X], draws[Lane.CROP_Y])
+
+
+def _random_resized(canvas: _Canvas, config: AugmentConfig, draws: Draws) -> bool:
+    """Try random areas and aspects until one fits; False if none of ten does."""
+    whole = canvas.width * canvas.height
+    for first in range(Lane.TRIES, Lane.TRIES + _TRIES * _LANES_A_TRY, _LANES_A_TRY):
+        by_area, by_ratio, by_swap, x, y = draws[first : first + _LANES_A_TRY]
+        area = whole * _between(config.min_random_area, config.max_random_area, by_area)
+        ratio = _between(*config.aspect_range, by_ratio)
+        width, height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if by_swap < 0.5:
+            width, height = height, width
+        if 0 < width <= canvas.width and 0 < height <= canvas.height:
+            _cut(canvas, width, height, True, x, y)
+            canvas.resize(config.shape[2], config.shape[1])
+            return True
+    return False
+
+
+def _cut(canvas: _Canvas, width: int, height: int, random: bool, x: float, y: float) -> None:
+    room_x, room_y = canvas.width - width, canvas.height - height
+    canvas.shift(*((int(x * (room_x + 1)), int(y * (room_y + 1))) if random else (room_x // 2, room_y // 2)))
+    canvas.width, canvas.height = width, height
+
+
+def _between(low: float, high: float, draw: float) -> float:
+    return low + (high - low) * draw
+
+
+def _finish(canvas: _Canvas, mirror: bool) -> Geometry:
+    a, b, c, d, e, f = canvas.a, canvas.b, canvas.c, canvas.d, canvas.e, canvas.f
+    width, height = canvas.width, canvas.height
+    window = None if canvas.window is None else _in_pixels(canvas.window, width, height)
+    if abs(b) < 1e-12 and abs(d) < 1e-12:
+        return Geometry((c, f, c + a * width, f + e * height), mirror, window=window)
+    xs = [a * x + b * y + c for x in (0, width) for y in (0, height)]
+    ys = [d * x + e * y + f for x in (0, width) for y in (0, height)]
+    return Geometry((min(xs), min(ys), max(xs), max(ys)), mirror, (a, b, c, d, e, f), window)
+
+
+def _in_pixels(window: tuple[float, float, float, float], width: int, height: int) -> tuple[int, int, int, int]:
+    left, top, right, bottom = (round(edge) for edge in window)
+    return max(left, 0), max(top, 0), min(right, width), min(bottom, height)

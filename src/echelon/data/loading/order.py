@@ -1,0 +1,154 @@
+"""The order of samples, and every sample's random numbers, as pure functions of (seed, epoch, sample counter).
+
+A sample's counter is its position in the epoch's order over all workers. Nothing here depends on the number of workers,
+threads or batches, on time, or on what was drawn before; so any point of any epoch can be computed directly, which is
+all that resuming needs, and two workers agree without talking.
+
+The numbers come from a 64-bit mixing function rather than from NumPy's generators, whose streams may change between
+versions: two machines that disagree about the order would drop some samples and repeat others. Cost: an order of
+1.28 million samples takes about 0.2 s and 10 MB, once an epoch; random numbers about 10 ns each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.data.loading.sharding import ByFraction, ByPart, Indices, Sharding
+from echelon.errors import UsageError
+
+LastBatch: TypeAlias = Literal["keep", "drop", "wrap"]
+
+_MASK = 2**64 - 1
+_STEP = 0x9E3779B97F4A7C15
+_ORDER, _DRAWS = 1, 2  # separate streams of one seed
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where a worker stands: `position` of its own samples of `epoch` have been handed out."""
+
+    epoch: int = 0
+    position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples to load together: which records, and their counters. `after` is the state once it is handed out."""
+
+    epoch: int
+    records: Indices
+    counters: Indices
+    after: State
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Everything that decides which sample comes when.
+
+    `last_batch`: a shorter last batch is kept, dropped, or filled up from the beginning of the worker's part ("wrap",
+    MXNet's round_batch). `num_batches` makes an epoch exactly that many full batches, beginning again where the part
+    is too short: lock-step workers with unequal parts need the same number of steps.
+    """
+
+    num_samples: int
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    sharding: Sharding = field(default_factory=ByPart)
+    last_batch: LastBatch = "keep"
+    num_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1 or self.batch_size < 1:
+            raise UsageError(f"needs samples and a batch size, got {self.num_samples} and {self.batch_size}")
+        if self.last_batch not in ("keep", "drop", "wrap"):
+            raise UsageError(f"last_batch must be keep, drop or wrap, got {self.last_batch!r}")
+        if not self.batches_per_epoch:
+            raise UsageError(self._no_batch())
+
+    def _no_batch(self) -> str:
+        """Say why there is no batch: there are no samples, or too few of those that make a whole one."""
+        have = len(self.sharding.positions(np.arange(self.num_samples, dtype=np.int64)))
+        advice = "use fewer workers"
+        if isinstance(self.sharding, ByFraction):
+            one = f"a sample is 1/{self.num_samples} of the data"
+            advice = f"give it a larger share in the data_sharding file ({one})"
+        of_them = f"{self.sharding} has {have} of {self.num_samples} samples"
+        if have:
+            of_them, advice = f"{of_them}, and a shorter last batch is dropped", f"{advice} or use a smaller batch"
+        return f"no batch of {self.batch_size} for this worker: {of_them}; {advice}"
+
+    def order(self, epoch: int) -> Indices:
+        """Return all samples in the epoch's order."""
+        if not self.shuffle:
+            return np.arange(self.num_samples, dtype=np.int64)
+        return permutation(self.seed, epoch, self.num_samples)
+
+    def counters(self, order: Indices) -> Indices:
+        """Return this worker's positions in an epoch's order, cut or repeated to make up its batches."""
+        mine = self.sharding.positions(order)
+        if self.num_batches is not None:
+            return np.resize(mine, self.num_batches * self.batch_size if len(mine) else 0)
+        rest = len(mine) % self.batch_size
+        if not rest or self.last_batch == "keep":
+            return mine
+        if self.last_batch == "drop":
+            return mine[: len(mine) - rest]
+        return np.resize(mine, len(mine) - rest + self.batch_size)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of this worker in an epoch; the same in every one."""
+        return -(-len(self.counters(np.arange(self.num_samples, dtype=np.int64))) // self.batch_size)
+
+    def batches(self, state: State) -> Iterator[Batch]:
+        """Yield this worker's batches from `state` on, epoch after epoch, without end."""
+        epoch, position = state.epoch, state.position
+        while True:
+            order = self.order(epoch)
+            counters = self.counters(order)
+            for start in range(position, len(counters), self.batch_size):
+                part = counters[start : start + self.batch_size]
+                end = start + len(part)
+                after = State(epoch, end) if end < len(counters) else State(epoch + 1, 0)
+                yield Batch(epoch, order[part], part, after)
+            epoch, position = epoch + 1, 0
+
+    def position_after(self, epoch: int, num_done: int) -> int:
+        """Return how many of this worker's samples are among an epoch's first `num_done` over all workers.
+
+        This is how a job goes on with another number of workers than it stopped with.
+        """
+        return int(np.searchsorted(self.sharding.positions(self.order(epoch)), num_done))
+
+
+def permutation(seed: int, epoch: int, num_samples: int) -> Indices:
+    """Return the epoch's order of samples 0 ... num_samples-1."""
+    keys = _mix(_key(seed, epoch, _ORDER) + np.arange(num_samples, dtype=np.uint64) * np.uint64(_STEP))
+    return np.argsort(keys).astype(np.int64, copy=False)  # the keys are all different, so any sort gives one order
+
+
+def uniforms(seed: int, epoch: int, counters: Indices, num: int) -> NDArray[np.float64]:
+    """Return `num` numbers in [0, 1) for each sample counter, as rows."""
+    rows = _mix(_key(seed, epoch, _DRAWS) + counters.astype(np.uint64) * np.uint64(_STEP))
+    bits = _mix(rows[:, None] + np.arange(1, num + 1, dtype=np.uint64) * np.uint64(_STEP))
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _key(seed: int, epoch: int, stream: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    key = np.array([seed & _MASK], np.uint64)
+    for word in (epoch, stream):
+        key = _mix(key + np.uint64((word + 1) * _STEP & _MASK))
+    return key
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scramble 64-bit words, one to one: the output step of the splitmix64 generator."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

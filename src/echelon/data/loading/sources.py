@@ -1,0 +1,184 @@
+"""Where encoded samples come from: record files and folders of images, behind one small interface.
+
+A source is random access by number, safe from any number of threads, and can say where a sample is for an error.
+What is decoded already lives in `memory`.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.data.images.decode import Bytes, Pixels
+from echelon.data.records.io import IndexedReader, Offsets, Reader, RecordError, RecordFile, index_files, split_paths
+from echelon.data.records.io import unpack as unpack_record
+from echelon.errors import DataError, UsageError
+
+_MOST_CLASSES = 1 << 24  # a record's label is a float32, which has every whole number up to this one
+MANY = 1000  # images, from which on it pays to start processes: see is_work_for_processes
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+
+
+class Sample(NamedTuple):
+    """One image, encoded or as pixels, and its label, or labels."""
+
+    payload: Bytes | Pixels
+    label: float | NDArray[np.float32]
+
+
+class Source(Protocol):
+    """Random access to images. Threads share one."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, number: int) -> Sample:
+        """Return a sample; DataError, with its place, if it cannot be read."""
+
+    def where(self, number: int) -> str:
+        """Say where a sample is: file, record, byte."""
+
+
+def class_number(label: float | NDArray[np.float32]) -> int:
+    """Return a sample's class; DataError if it has several labels, or one that no class can have."""
+    if isinstance(label, np.ndarray):
+        raise DataError(f"it has {label.size} labels, and a class is one")
+    if not label.is_integer() or abs(label) > _MOST_CLASSES:
+        raise DataError(f"its label {label:g} is no class number")
+    return int(label)
+
+
+def _check_class(label: float | NDArray[np.float32], num_classes: int) -> None:
+    if not 0 <= class_number(label) < num_classes:
+        raise DataError(f"its label is {label:g}, but --num-classes {num_classes} allows 0 ... {num_classes - 1}")
+
+
+class RecordSource:
+    """The images of record files: `a.rec`, `a.rec;b.rec`, or a folder of them.
+
+    An index is used where given, or beside the file; without one, the heads are scanned. With `on_bad`, such a scan
+    reports damaged records and goes on behind them. Where `num_classes` is known, each must have one label below it.
+    """
+
+    num_classes: int | None = None
+
+    def __init__(
+        self, rec: str | Path, idx: str | Path | None = None, on_bad: Callable[[RecordError], None] | None = None
+    ) -> None:
+        recs = _record_files(rec)
+        idxs = index_files(recs, idx or None)
+        parts = [_open(one, index, on_bad) for one, index in zip(recs, idxs, strict=True)]
+        self._files = [file for file, _ in parts]
+        self._offsets = [offsets for _, offsets in parts]
+        self._ends = list(accumulate(len(offsets) for offsets in self._offsets))
+        if not len(self):
+            raise DataError(f"{rec} has no records; make it anew: echelon data im2rec PREFIX FOLDER")
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def read(self, number: int) -> Sample:
+        """See Source."""
+        file, record, offset = self._locate(number)
+        payload = file.read(offset, record)[0]
+        try:
+            header, image = unpack_record(payload)
+        except DataError as error:
+            raise RecordError(file.path, offset, record, str(error)) from None
+        labels = header.labels
+        label = float(labels[0]) if len(labels) == 1 else labels
+        if self.num_classes is not None:
+            try:
+                _check_class(label, self.num_classes)
+            except DataError as error:
+                raise RecordError(file.path, offset, record, str(error)) from None
+        return Sample(image, label)
+
+    def where(self, number: int) -> str:
+        """See Source."""
+        file, record, offset = self._locate(number)
+        return f"{file.path}: record {record} at byte {offset}"
+
+    def _locate(self, number: int) -> tuple[RecordFile, int, int]:
+        part = bisect_right(self._ends, number)
+        record = number - (self._ends[part - 1] if part else 0)
+        return self._files[part], record, int(self._offsets[part][record])
+
+
+def _record_files(rec: str | Path) -> list[Path]:
+    if Path(rec).is_dir():
+        found = sorted(Path(rec).glob("*.rec"))
+        if not found:
+            raise DataError(f"no *.rec in the folder {rec}; make one: echelon data im2rec PREFIX FOLDER")
+        return found
+    return split_paths(rec)
+
+
+def _open(rec: Path, idx: Path | None, on_bad: Callable[[RecordError], None] | None) -> tuple[RecordFile, Offsets]:
+    if idx is None and on_bad is not None:
+        offsets = [offset for _, _, offset, _ in Reader(rec, on_bad).located()]
+        return RecordFile(rec), np.array(offsets, np.int64)
+    reader = IndexedReader(rec, idx) if idx else IndexedReader.from_scan(rec)
+    return reader.files[0], reader.offsets
+
+
+class FolderSource:
+    """Image files with labels, read whole when asked for.
+
+    Names are strings, of which a million goes to another process at once, unlike Paths; and they hold for the folder
+    this process was in.
+    """
+
+    def __init__(self, files: Sequence[str | Path], labels: Sequence[float], classes: Sequence[str] = ()) -> None:
+        if len(files) != len(labels):
+            raise UsageError(f"{len(files)} files but {len(labels)} labels")
+        self.files, self.labels, self.classes = [str(file) for file in files], list(labels), tuple(classes)
+        self._base = os.getcwd()
+
+    @classmethod
+    def from_classes(cls, root: str | Path, classes: Sequence[str] = ()) -> FolderSource:
+        """One class a subfolder, numbered in the order of their names, or of `classes` where those are known."""
+        root = Path(root)
+        folders = sorted(entry for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
+        names = list(classes) or [folder.name for folder in folders]
+        unknown = [folder.name for folder in folders if folder.name not in names]
+        if unknown:
+            raise DataError(
+                f"{root} has the class {unknown[0]!r}, which the training images have not: {', '.join(names)}"
+            )
+        found = [(path, float(names.index(folder.name))) for folder in folders for path in _image_files(folder)]
+        if not found:
+            raise DataError(
+                f"no images in class folders under {root}: looked for {root.absolute()}/CLASS/ with "
+                f"{', '.join(IMAGE_SUFFIXES)}; put each class in a folder of its own"
+            )
+        return cls([path for path, _ in found], [label for _, label in found], names)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, number: int) -> Sample:
+        """See Source."""
+        try:
+            return Sample(Path(self._base, self.files[number]).read_bytes(), self.labels[number])
+        except OSError as error:
+            raise DataError(f"{self.where(number)}: {error.strerror}") from error
+
+    def where(self, number: int) -> str:
+        """See Source."""
+        return f"{self.files[number]} (image {number})"
+
+
+def is_work_for_processes(source: Source) -> bool:
+    """Whether there is enough to decode that processes pay, which take some time to start; these can be pickled."""
+    return type(source) in (RecordSource, FolderSource) and len(source) >= MANY
+
+
+def _image_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())

@@ -1,0 +1,82 @@
+"""CIFAR and MNIST as they are published, into .rec and .idx: PREFIX_train and PREFIX_val.
+
+Owns the walk from a layout's blocks to records; ids and keys count from 0 in the published order. Images are stored
+as PNG unless asked otherwise, so nothing of them is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image
+
+from echelon.atomic_file import check_writable
+from echelon.data.pack.im2rec import Encoding, ordered_map, save
+from echelon.data.records.image_header import Header, pack
+from echelon.data.records.io import IndexedWriter, RecordError
+from echelon.data.sets.layouts import Block, Layout, OnBad
+from echelon.errors import DataError
+
+PNG = Encoding(".png", 6)
+_BLOCK_IMAGES = 200
+
+
+class Converted(NamedTuple):
+    """One record file that was written."""
+
+    path: Path
+    num_records: int
+    num_bytes: int
+
+
+def record_path(prefix: Path, part: str) -> Path:
+    """Return the name of a part's record file: PREFIX_train.rec."""
+    return prefix.with_name(f"{prefix.name}_{part}.rec")
+
+
+def convert_part(
+    layout: Layout,
+    files: list[Path],
+    rec: Path,
+    *,
+    encoding: Encoding = PNG,
+    threads: int = 1,
+    on_bad: OnBad = None,
+    on_done: Callable[[int], None] = lambda amount: None,
+) -> Converted:
+    """Write the images of some files to `rec` and its .idx."""
+    check_writable(rec)
+    num_records = 0
+    with IndexedWriter(rec) as writer:
+        blocks = _good_blocks(layout, files, on_bad)
+        for block, payloads in ordered_map(lambda block: _encode(block, encoding), blocks, threads):
+            for label, payload in zip(block.labels.tolist(), payloads, strict=True):
+                writer.write(num_records, pack(Header(label, num_records), payload))
+                num_records += 1
+            on_done(len(payloads))
+        if not num_records:
+            names = " ".join(map(str, files))
+            raise DataError(f"{rec} was not written: there is not one good image in {names}; get what is wrong anew")
+        return Converted(rec, num_records, writer.tell())
+
+
+def _encode(block: Block, encoding: Encoding) -> list[bytes]:
+    return [save(Image.fromarray(image), encoding) for image in block.images]
+
+
+def _good_blocks(layout: Layout, files: list[Path], on_bad: OnBad) -> Iterator[Block]:
+    """Yield small blocks, images with an impossible label reported and left out."""
+    for block in layout.read(files, layout.num_classes, on_bad):
+        good = (block.labels >= 0) & (block.labels < layout.num_classes)
+        for number in (~good).nonzero()[0].tolist():
+            reason = f"its label is {block.labels[number]}, expected 0 ... {layout.num_classes - 1} of {layout.name}"
+            fault = RecordError(block.path, block.head_bytes + number * block.record_bytes, number, reason)
+            if on_bad is None:
+                raise fault
+            on_bad(fault)
+        images, labels = (block.images, block.labels) if good.all() else (block.images[good], block.labels[good])
+        for start in range(0, len(labels), _BLOCK_IMAGES):
+            stop = start + _BLOCK_IMAGES
+            yield Block(images[start:stop], labels[start:stop], block.path)

@@ -1,0 +1,90 @@
+"""Record files back into folders: OUT/LABEL/NUMBER.jpg, and OUT/extract.lst with every label and id.
+
+Owns the names. The folder appears when all is written, so an error or Ctrl-C leaves nothing behind.
+
+Packing OUT/extract.lst with pass-through and all labels gives the same images, labels and ids in the same order again.
+Three things a list cannot say: an id that several records have (all get new ones, and `Extracted` says so), a second id
+(it becomes 0), and that a single label was written as a list of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from echelon.atomic_file import check_writable, partial_folder
+from echelon.data.pack.lists import Entry, write_list
+from echelon.data.pack.tools import OnBad, OnDone, ignore, report
+from echelon.data.records.image_header import Header, image_suffix, unpack
+from echelon.data.records.io import Reader, RecordError
+from echelon.errors import DataError, UsageError
+
+LIST_NAME = "extract.lst"
+
+
+class Extracted(NamedTuple):
+    """How many files were written, and how many different ids they had if the list has new ones: 0, 1, 2 ..."""
+
+    num_files: int
+    num_old_ids: int | None = None
+
+
+def extract(
+    rec: Path,
+    out: Path,
+    *,
+    raw: bool = False,
+    limit: int | None = None,
+    on_bad: OnBad = None,
+    on_done: OnDone = ignore,
+) -> Extracted:
+    """Write all records, or the first `limit`, to a new folder. `raw` writes whole payloads, and no list."""
+    if out.is_dir() and any(out.iterdir()):
+        raise UsageError(f"{out} is a folder that is not empty; name a new one")
+    if limit is not None and limit < 1:
+        raise UsageError(f"a limit of {limit} records: expected 1 or more")
+    if not out.is_dir():
+        check_writable(out)
+    if out.is_file():
+        raise UsageError(f"{out} is a file; name a new folder")
+    with partial_folder(out) as partial:
+        with Reader(rec, on_bad) as reader:
+            extracted = _extract(reader, partial, raw, limit, on_bad, on_done)
+        partial.replace(out)
+    return extracted
+
+
+def _extract(reader: Reader, folder: Path, raw: bool, limit: int | None, on_bad: OnBad, on_done: OnDone) -> Extracted:
+    num_written = 0
+    entries: list[Entry] = []
+    for position, (file, number, offset, payload) in enumerate(islice(reader.located(), limit)):
+        try:
+            if raw:
+                (folder / f"{position:08d}.bin").write_bytes(payload)
+            else:
+                header, image = unpack(payload)
+                entries.append(_write_image(folder, position, header, image))
+            num_written += 1
+        except DataError as error:
+            report(RecordError(file.path, offset, number, f"{error}; --raw extracts other payloads"), on_bad)
+        on_done(1)
+    if raw:
+        return Extracted(num_written)
+    num_ids = len({entry.index for entry in entries})
+    if num_ids == len(entries):
+        write_list(folder / LIST_NAME, entries)
+        return Extracted(num_written)
+    write_list(folder / LIST_NAME, (replace(entry, index=number) for number, entry in enumerate(entries)))
+    return Extracted(num_written, num_ids)
+
+
+def _write_image(folder: Path, position: int, header: Header, image: memoryview) -> Entry:
+    labels = tuple(header.labels.tolist())
+    first = labels[0]
+    name = f"{int(first):04d}" if first == first // 1 and first >= 0 else str(first)
+    (folder / name).mkdir(exist_ok=True)
+    path = f"{name}/{position:08d}{image_suffix(image)}"
+    (folder / path).write_bytes(image)
+    return Entry(header.id, labels, path)

@@ -1,0 +1,137 @@
+"""One RecordIO file, mapped into memory: records by byte offset, and errors that say file, record and byte.
+
+Owns opening, mapping and letting go. The bytes of the container are in `recordframe`; order and keys are the readers'.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.data.records import frame as recordframe
+from echelon.data.records.frame import FrameError
+from echelon.errors import DataError, UsageError
+
+PathLike: TypeAlias = str | os.PathLike[str]
+Offsets: TypeAlias = NDArray[np.int64]
+
+
+class RecordError(DataError):
+    """One record is truncated or corrupt. `offset` is the byte where the record begins, `record` counts from 0."""
+
+    def __init__(self, path: PathLike, offset: int, record: int, reason: str) -> None:
+        super().__init__(f"{os.fspath(path)}: record {record} at byte {offset}: {reason}")
+        self.path = Path(path)
+        self.offset = offset
+        self.record = record
+        self.reason = reason
+
+
+def split_paths(paths: PathLike) -> list[Path]:
+    """Split `a.rec;b.rec` into its files."""
+    parts = [Path(part.strip()) for part in os.fspath(paths).split(";") if part.strip()]
+    if not parts:
+        raise UsageError(f"expected a record file, or several joined by ';', got {os.fspath(paths)!r}")
+    return parts
+
+
+def index_path(rec: PathLike) -> Path:
+    """Return the usual name of a record file's index: the same with .idx."""
+    return Path(rec).with_suffix(".idx")
+
+
+class RecordFile:
+    """One mapped file. Reads by byte offset; keeps no position, so threads may share it."""
+
+    def __init__(self, path: PathLike) -> None:
+        self.path = Path(path)
+        self._located = self.path.absolute()
+        self._map = _map_file(self.path)
+        self._identity = _identity(self._located)
+        self.data = memoryview(self._map)
+
+    def __reduce__(self) -> tuple[Callable[..., RecordFile], tuple[Path, Path, tuple[int, ...]]]:
+        """Another process maps the file for itself."""
+        return _mapped_again, (self.path, self._located, self._identity)
+
+    def read(self, offset: int, number: int, strict: bool = False) -> tuple[memoryview, int]:
+        """Return the payload at `offset` and the next offset; `number` is the record's, for the error."""
+        try:
+            payload, after = recordframe.decode(self.data, offset)
+            if strict:
+                recordframe.check_no_head_inside(self.data, offset, after)
+        except FrameError as error:
+            raise self.error(error, number) from None
+        return payload, after
+
+    def scan(self) -> Offsets:
+        """Return the offsets of all records, from their heads alone."""
+        offsets, fault = recordframe.scan(self.data)
+        if fault is not None:
+            raise self.error(fault, len(offsets))
+        return np.array(offsets, np.int64)
+
+    def error(self, fault: FrameError, number: int) -> RecordError:
+        """Say where in this file a fault is."""
+        part = f" (in its part at byte {fault.part_offset})" if fault.part_offset != fault.offset else ""
+        return RecordError(self.path, fault.offset, number, fault.reason + part)
+
+    def close(self) -> None:
+        """Let the file go; views handed out keep the map alive until they are gone."""
+        self.data.release()
+        if isinstance(self._map, mmap.mmap):
+            try:
+                self._map.close()
+            except BufferError:
+                pass
+
+
+def _mapped_again(path: Path, located: Path, identity: tuple[int, ...]) -> RecordFile:
+    """The file that was mapped elsewhere, by the name it had there, wherever this process is."""
+    file = RecordFile(located)
+    if file._identity != identity:
+        raise DataError(f"{path} is not the file any more that it was when it was opened; open it anew")
+    file.path = path
+    return file
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    stat = os.stat(path)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _map_file(path: Path) -> mmap.mmap | bytes:
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; expected a record file. Pack a folder of images: echelon data im2rec")
+    try:
+        with open(path, "rb") as stream:
+            if path.suffix == ".lst":
+                raise UsageError(
+                    f"{path} is a list of images, not a record file; pack it: echelon data im2rec {path} FOLDER "
+                    f"(where its paths start), and use {path.with_suffix('.rec')}"
+                )
+            if not os.fstat(stream.fileno()).st_size:  # An empty file is a file of no records, but cannot be mapped.
+                return b""
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise DataError(
+            f"no record file {path} (looked in {path.parent.absolute()}); "
+            "make one: echelon data im2rec PREFIX FOLDER, or echelon data convert"
+        ) from None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def scan_offsets(path: PathLike) -> Offsets:
+    """Return the byte offset of every record of one file; reads heads only, one to two million a second when cached."""
+    file = RecordFile(path)
+    try:
+        return file.scan()
+    finally:
+        file.close()

@@ -1,0 +1,247 @@
+"""The files CIFAR and MNIST come in, read into blocks of pixels and labels.
+
+Owns names and byte layouts: CIFAR-10 and -100 in the binary and the python version, MNIST's idx, plain or gzipped.
+A truncated file gives a RecordError, or with `on_bad` all images before the cut. Knows nothing of RecordIO.
+
+CIFAR's files do not say how many records they have. One that is cut between two is told by those beside it: if any of
+them is of its published size, all must be. Sets made by hand may have any number, but 0.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+import pickle
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from echelon.data.records.file import RecordError
+from echelon.errors import DataError, UsageError
+
+Pixels: TypeAlias = NDArray[np.uint8]
+OnBad: TypeAlias = Callable[[DataError], None] | None
+
+_SIDE = 32
+_PIXEL_BYTES = 3 * _SIDE * _SIDE
+_IDX_IMAGES, _IDX_LABELS = 0x803, 0x801
+_CIFAR_RECORDS, _CIFAR100_TRAIN = 10_000, ("train.bin", 50_000)
+
+
+class Block(NamedTuple):
+    """Images of one file, uint8 n x h x w (grey) or n x h x w x 3, and a class number for each.
+
+    Record k of the file at `path` begins at byte `head_bytes + k * record_bytes`.
+    """
+
+    images: Pixels
+    labels: NDArray[np.int64]
+    path: Path
+    head_bytes: int = 0
+    record_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way a dataset lies in a folder; a name may end in .gz on the disk."""
+
+    name: str
+    folder: str
+    train: tuple[str, ...]
+    val: tuple[str, ...]
+    num_classes: int
+    read: Callable[[list[Path], int, OnBad], Iterator[Block]]
+
+
+def read_cifar_binary(paths: list[Path], num_classes: int, on_bad: OnBad) -> Iterator[Block]:
+    """Read records of label byte(s), then 3 x 32 x 32 pixels; CIFAR-100 has the coarse label before the fine one."""
+    label_bytes = 1 if num_classes == 10 else 2
+    size = label_bytes + _PIXEL_BYTES
+    for path in paths:
+        rows = _rows(path, read_unpacked(path), 0, size, on_bad, _promised(path, size))
+        labels = rows[:, label_bytes - 1].astype(np.int64)
+        yield Block(_planes_last(rows[:, label_bytes:]), labels, path, record_bytes=rows.shape[1])
+
+
+def _promised(path: Path, size: int) -> int | None:
+    """Return how many records of `size` bytes a file should have, where those beside it tell; see above."""
+    if path.stat().st_size >= _published(path) * size:
+        return None
+    is_whole = any(file.stat().st_size == _published(file) * size for file in path.parent.glob("*.bin"))
+    return _published(path) if is_whole else None
+
+
+def _published(path: Path) -> int:
+    name, count = _CIFAR100_TRAIN
+    return count if path.name.removesuffix(".gz") == name else _CIFAR_RECORDS
+
+
+def read_cifar_python(paths: list[Path], num_classes: int, on_bad: OnBad) -> Iterator[Block]:
+    """Read pickled dicts of `data` n x 3072 and `labels` or `fine_labels`; the pickle can name nothing but arrays."""
+    for path in paths:
+        try:
+            table = _ArraysOnly(io.BytesIO(read_unpacked(path)), encoding="bytes").load()
+            pixels = np.asarray(table[b"data"])
+            labels = np.asarray(table[b"labels" if num_classes == 10 else b"fine_labels"], np.int64)
+        except Exception as error:  # a damaged pickle may raise anything
+            raise DataError(f"{path}: not a CIFAR batch of the python version ({error})") from error
+        if pixels.dtype != np.uint8 or pixels.shape != (len(labels), _PIXEL_BYTES):
+            raise DataError(
+                f"{path}: expected {len(labels)} x {_PIXEL_BYTES} bytes, one row a label, "
+                f"got {' x '.join(map(str, pixels.shape))} of {pixels.dtype}"
+            )
+        if not len(labels):
+            raise DataError(f"{path}: a CIFAR batch without an image; get the file anew")
+        yield Block(_planes_last(pixels), labels, path)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Loads plain values and numpy arrays, so that a downloaded file cannot run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "_reconstruct" and module.endswith(".multiarray"):
+            return np.ndarray.__reduce__(np.empty(0))[0]
+        if (module, name) in {("numpy", "ndarray"), ("numpy", "dtype")}:
+            return getattr(np, name)
+        if (module, name) == ("_codecs", "encode"):
+            return lambda text, encoding: text.encode(encoding)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no CIFAR file does")
+
+
+def read_idx(paths: list[Path], num_classes: int, on_bad: OnBad) -> Iterator[Block]:
+    """Read a file of images and a file of labels: big-endian magic, sizes, then bytes."""
+    images, num_images = _idx_array(paths[0], _IDX_IMAGES, 3, on_bad)
+    labels, num_labels = _idx_array(paths[1], _IDX_LABELS, 1, on_bad)
+    if num_images != num_labels:
+        raise DataError(
+            f"{paths[0]} is of {num_images} images, {paths[1]} of {num_labels} labels; they do not belong together"
+        )
+    both = min(len(images), len(labels))
+    yield Block(images[:both], labels[:both].astype(np.int64), paths[1], head_bytes=8, record_bytes=1)
+
+
+def _idx_array(path: Path, magic: int, num_sizes: int, on_bad: OnBad) -> tuple[Pixels, int]:
+    """Return the records that are there, and the number the head promises."""
+    data = read_unpacked(path)
+    head = 4 + 4 * num_sizes
+    if len(data) < head or struct.unpack_from(">I", data)[0] != magic:
+        raise DataError(
+            f"{path}: expected an idx file that begins {magic:08x}, got {data[:4].hex() or 'an empty file'}"
+        )
+    count, *shape = struct.unpack_from(f">{num_sizes}I", data, 4)
+    size, follow = math.prod(shape), len(data) - head
+    if not count or not 0 < size <= follow:
+        sizes = " x ".join(map(str, (count, *shape)))
+        raise DataError(f"{path}: its head says {sizes} bytes, and {follow} follow; get the file anew")
+    return _rows(path, data, head, size, on_bad, count).reshape(-1, *shape), count
+
+
+def _rows(path: Path, data: bytes, head: int, size: int, on_bad: OnBad, expected: int | None = None) -> Pixels:
+    """Return the bytes after `head` as rows of `size`; where the file is cut short, that is an error or the end."""
+    count, rest = divmod(len(data) - head, size)
+    if rest or count < (expected or 1):
+        place = f"after {rest} of the record's {size} bytes" if rest else "here"
+        should = "" if expected is None else f", and should have {expected} records, {head + expected * size} bytes"
+        reason = f"the file ends {place}: it has {len(data)} bytes{should}; get it anew"
+        fault = RecordError(path, head + count * size, count, reason)
+        if on_bad is None:
+            raise fault
+        on_bad(fault)
+    count = count if expected is None else min(count, expected)
+    return np.frombuffer(data, np.uint8, count * size, head).reshape(count, size)
+
+
+def _planes_last(rows: Pixels) -> Pixels:
+    return np.ascontiguousarray(rows.reshape(-1, 3, _SIDE, _SIDE).transpose(0, 2, 3, 1))
+
+
+def read_unpacked(path: Path) -> bytes:
+    """Return the bytes of a file, or of what is gzipped in it."""
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if path.suffix == ".gz" else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {error}; get it anew") from error
+
+
+_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
+_MNIST = Layout(
+    "mnist (idx)",
+    "MNIST/raw",
+    ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+    10,
+    read_idx,
+)
+LAYOUTS = (
+    Layout(
+        "cifar10 (binary)",
+        "cifar-10-batches-bin",
+        tuple(f"{name}.bin" for name in _BATCHES),
+        ("test_batch.bin",),
+        10,
+        read_cifar_binary,
+    ),
+    Layout("cifar10 (python)", "cifar-10-batches-py", _BATCHES, ("test_batch",), 10, read_cifar_python),
+    Layout("cifar100 (binary)", "cifar-100-binary", ("train.bin",), ("test.bin",), 100, read_cifar_binary),
+    Layout("cifar100 (python)", "cifar-100-python", ("train",), ("test",), 100, read_cifar_python),
+    _MNIST,
+    replace(_MNIST, name="fashion-mnist (idx)", folder="FashionMNIST/raw"),
+)
+
+
+class Found(NamedTuple):
+    """A layout, and the files of its parts that are there: train, val, or both."""
+
+    layout: Layout
+    parts: dict[str, list[Path]]
+
+
+def find_layout(source: Path) -> Found:
+    """Recognise the dataset in a folder by its file names."""
+    if source.is_file():
+        raise UsageError(
+            f"{source} is a file; expected the folder with the dataset. An archive: unpack it (tar xf) first"
+        )
+    if not source.is_dir():
+        raise UsageError(f"no folder {source}; expected the folder with the dataset's files; echelon data get has some")
+    for layout in LAYOUTS:
+        for folder in (source, source / layout.folder):
+            if parts := find_parts(folder, layout):
+                return Found(layout, parts)
+    known = "\n".join(f"  {layout.name}: {' '.join(layout.train + layout.val)}" for layout in LAYOUTS)
+    raise DataError(f"no known dataset in {source}; looked there for any of\n{known}")
+
+
+def find_parts(folder: Path, layout: Layout) -> dict[str, list[Path]]:
+    """Return the files of train, val, or both, that lie in a folder; one that lacks some is an error."""
+    parts = {"train": _present(folder, layout.train), "val": _present(folder, layout.val)}
+    _check_complete(folder, layout, parts)
+    return {name: files for name, files in parts.items() if files}
+
+
+def _present(folder: Path, names: tuple[str, ...]) -> list[Path]:
+    files = (find_file(folder, name) for name in names)
+    return [file for file in files if file is not None]
+
+
+def find_file(folder: Path, name: str) -> Path | None:
+    """Return the file under its name, gzipped, or with the dot some copies have (train-images.idx3-ubyte)."""
+    names = (name, name + ".gz", name.replace("-idx", ".idx"), name.replace("-idx", ".idx") + ".gz")
+    return next((folder / each for each in names if (folder / each).is_file()), None)
+
+
+def _check_complete(folder: Path, layout: Layout, parts: dict[str, list[Path]]) -> None:
+    for part, names in (("train", layout.train), ("val", layout.val)):
+        missing = [name for name in names if parts[part] and find_file(folder, name) is None]
+        if missing:
+            raise DataError(
+                f"{folder} looks like {layout.name}, but lacks {' '.join(missing)}; get what is missing and try again"
+            )

@@ -1,0 +1,205 @@
+"""The small sets as their authors publish them: addresses, files, digests; and getting them, whole and checked.
+
+A digest is that of the unpacked file, so that any mirror will do, however it packed them. A file gets its name only
+when its digest is right; until then everything lies in a hidden folder beside, which goes away whatever happens.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import tarfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path, PurePosixPath
+from typing import IO, TypeAlias
+
+from echelon.atomic_file import partial_folder, remove_abandoned
+from echelon.data.sets.download import NO_ROOM, check_address, fetch
+from echelon.errors import DataError, UsageError
+
+_Readable: TypeAlias = IO[bytes] | gzip.GzipFile
+
+_CHUNK_BYTES = 1 << 20
+_BROKEN = (OSError, EOFError, zlib.error, tarfile.TarError)
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A file on the server, .gz or .tar.gz, and the SHA-256 of what is wanted out of it."""
+
+    name: str
+    files: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A set: where its archives are, and the folder below the data folder that their files go to."""
+
+    name: str
+    address: str
+    folder: str
+    archives: tuple[Archive, ...]
+
+
+def _gzips(digests: dict[str, str]) -> tuple[Archive, ...]:
+    return tuple(Archive(f"{name}.gz", {name: digest}) for name, digest in digests.items())
+
+
+PUBLISHED = {
+    "mnist": Published(
+        "mnist",
+        "https://ossci-datasets.s3.amazonaws.com/mnist",
+        "mnist",
+        _gzips(
+            {
+                "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+                "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+                "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+                "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+            }
+        ),
+    ),
+    "fashion-mnist": Published(
+        "fashion-mnist",
+        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+        "fashion-mnist",
+        _gzips(
+            {
+                "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+                "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+                "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+                "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+            }
+        ),
+    ),
+    "cifar10": Published(
+        "cifar10",
+        "https://www.cs.toronto.edu/~kriz",
+        "cifar-10-batches-bin",
+        (
+            Archive(
+                "cifar-10-binary.tar.gz",
+                {
+                    "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+                    "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+                    "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+                    "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+                    "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+                    "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+                },
+            ),
+        ),
+    ),
+}
+
+
+def find_published(name: str) -> Published:
+    """The set of that name."""
+    if name in PUBLISHED:
+        return PUBLISHED[name]
+    near = get_close_matches(name, PUBLISHED, 1)
+    hint = f"did you mean {near[0]!r}?" if near else "pack images of your own: echelon data im2rec PREFIX FOLDER"
+    raise UsageError(f"cannot get {name!r}: only {', '.join(PUBLISHED)} are free for all to download; {hint}")
+
+
+def published_as(data: bytes) -> str | None:
+    """The set that has a file of these bytes: files of several sets have the same name."""
+    digest = hashlib.sha256(data).hexdigest()
+    sets = PUBLISHED.values()
+    return next((one.name for one in sets for archive in one.archives if digest in archive.files.values()), None)
+
+
+def get_command(name: str, data_dir: str | Path) -> str:
+    """What to type to get a set."""
+    return f"echelon data get {name}" + (f" --data-dir {data_dir}" if str(data_dir) != "data" else "")
+
+
+def get(published: Published, data_dir: Path, mirror: str | None = None) -> Iterator[tuple[Path, bool]]:
+    """Get what is missing or wrong of a set; yields every file, and whether it had to be got."""
+    address = (mirror or published.address).rstrip("/")
+    check_address(address)
+    folder = data_dir / published.folder
+    _make_folder(data_dir)
+    remove_abandoned(folder)
+    for archive in published.archives:
+        is_wrong = any(not _has_digest(folder / name, digest) for name, digest in archive.files.items())
+        if is_wrong:
+            _get_archive(archive, f"{address}/{archive.name}", folder)
+        yield from ((folder / name, is_wrong) for name in archive.files)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the folder {folder.absolute()}: {error.strerror}; choose --data-dir") from error
+
+
+def _has_digest(path: Path, digest: str) -> bool:
+    if not path.is_file():
+        return False
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest() == digest
+
+
+def _get_archive(archive: Archive, url: str, folder: Path) -> None:
+    first = folder.absolute() / next(iter(archive.files))
+    by_hand = f"by hand, get that file elsewhere and unpack it to be {first}, or name a mirror: --mirror ADDRESS"
+    with partial_folder(folder) as hidden:
+        fetch(url, hidden / archive.name, by_hand)
+        _unpack(archive, url, hidden, folder)
+        _make_folder(folder)
+        for wanted in archive.files:
+            os.replace(hidden / wanted, folder / wanted)
+
+
+def _unpack(archive: Archive, url: str, hidden: Path, folder: Path) -> None:
+    """Unpack and check what is wanted, beside the archive."""
+    missing = dict(archive.files)
+    try:
+        for name, stream in _members(hidden / archive.name):
+            if name in missing:
+                _check(url, name, _write(stream, hidden / name), missing.pop(name))
+    except _BROKEN as error:
+        if isinstance(error, OSError) and error.errno is not None:  # the disk's fault; broken archives have no number
+            where = f"cannot unpack {url} in {folder.absolute()}: {error.strerror}"
+            room = "; make room there and try again" if error.errno in NO_ROOM else ""
+            raise DataError(f"{where}; nothing was kept{room}") from error
+        raise DataError(f"{url} is no whole archive: {error}; nothing was kept, try another --mirror") from error
+    if missing:
+        raise DataError(f"{url} has no {', '.join(missing)} in it; nothing was kept, try another --mirror")
+
+
+def _members(path: Path) -> Iterator[tuple[str, _Readable]]:
+    """What is in an archive, by the last part of its name: no path of the archive's own is ever written to."""
+    if not path.name.endswith(".tar.gz"):
+        with gzip.open(path) as unpacked:
+            yield path.stem, unpacked
+        return
+    with tarfile.open(path, "r|gz") as tar:
+        for member in tar:
+            if (stream := tar.extractfile(member)) is not None:
+                yield PurePosixPath(member.name).name, stream
+
+
+def _write(stream: _Readable, path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+        while chunk := stream.read(_CHUNK_BYTES):
+            file.write(chunk)
+            digest.update(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _check(url: str, name: str, digest: str, expected: str) -> None:
+    if digest != expected:
+        raise DataError(
+            f"{name} from {url} is not the published file: its SHA-256 is {digest}, expected {expected}; "
+            "nothing was kept. The server has another file, or something between altered it: try another --mirror"
+        )

@@ -1,0 +1,263 @@
+"""A store without servers: every process has all values, and what is pushed is summed by collectives.
+
+All workers make the same calls in the same order: a push is a sum over all of them, done when it returns. With `nccl` a
+rank updates its part of each key only, and keeps the optimizer's state of that part only; with the others everybody
+updates everything. `halted` changes in `barrier` and in a Trainer's step, and so at the same step everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.optim import Optimizer
+
+from echelon.cluster.messages import OptimizerSpec
+from echelon.cluster.placement import ITEM_BYTES, KeySpec
+from echelon.errors import UsageError
+from echelon.kvstore import state_files
+from echelon.kvstore.arguments import Key, Keys, Values, as_keys
+from echelon.kvstore.collective.process_group import Group, wide
+from echelon.kvstore.optimizer_spec import make_optimizer
+from echelon.kvstore.store import KVStore
+from echelon.observe.events import EventLog
+from echelon.optim import RULES
+
+SHARDED = "nccl"
+
+
+@dataclass(slots=True, eq=False)
+class _Value:
+    """A key: all of it, padded so that every rank has an equal part, and what this rank updates of it."""
+
+    spec: KeySpec
+    rows: Tensor  # a row a rank
+    own: nn.Parameter  # the value itself, or this rank's row
+    optimizer: Optimizer | None = None
+
+    @property
+    def whole(self) -> Tensor:
+        """The value in its shape."""
+        return self.rows.view(-1)[: self.spec.length].view(self.spec.shape)
+
+
+class CollectiveStore(KVStore):
+    """Made by `echelon.kvstore.create`."""
+
+    def __init__(self, name: str, group: Group, events: EventLog, *, check_finite: bool = False) -> None:
+        super().__init__(name, events, check_finite=check_finite, sums_replace=True)
+        self.group = group
+        self.sharded = name == SHARDED
+        self.on_retire: Callable[[], None] = lambda: None
+        self.on_closed: Callable[[], None] = lambda: None
+        self._values: dict[Key, _Value] = {}
+        self._asked: str | None = None
+        self._halted: str | None = None
+
+    # --- who and where
+
+    @property
+    def rank(self) -> int:
+        """This process's number among those that reduce together."""
+        return self.group.rank
+
+    @property
+    def workers(self) -> list[int]:
+        """All ranks: a group that loses one is broken."""
+        return list(range(self.group.size))
+
+    @property
+    def halted(self) -> str | None:
+        """Why a worker asked everybody to stop training, or None."""
+        return self._halted
+
+    @property
+    def halt_flag(self) -> float:
+        """1 if this worker asked everybody to stop: to be summed over all."""
+        return float(self._asked is not None)
+
+    def hear_flags(self, total: float) -> None:
+        """The sum of all workers' `halt_flag`, which all hear at the same step."""
+        if total and self._halted is None:
+            self._halted = self._asked if self.group.size == 1 else self.group.told("halt")
+
+    # --- the calls
+
+    def push(self, key: Keys, value: Values, priority: int = 0) -> None:
+        """Sum over all workers, and update."""
+        values = self._checked(key, value)
+        chosen = [self._values[name] for name in as_keys(key)]
+        for dtype in dict.fromkeys(tensor.dtype for tensor in values):
+            some = [(kept, tensor) for kept, tensor in zip(chosen, values, strict=True) if tensor.dtype == dtype]
+            self._apply([kept for kept, _ in some], [tensor for _, tensor in some])
+
+    def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
+        """Copy the values into `out` (every tensor of a list)."""
+        for name, tensors in zip(as_keys(key), self._targets(key, out), strict=True):
+            for tensor in tensors:
+                tensor.detach().copy_(self._values[name].whole)
+
+    def pushpull(self, key: Keys, value: Values, out: Values | None = None, priority: int = 0) -> None:
+        """Push, then pull; without `out`, the weights replace the pushed values."""
+        target = value if out is None else out
+        self._targets(key, target)
+        self.push(key, value, priority)
+        self.pull(key, target, priority)
+
+    def _use_optimizer(self, spec: OptimizerSpec) -> None:
+        """Update the stored values by this optimizer from now on."""
+        if self.optimizer_spec not in (None, spec):
+            raise UsageError(f"worker {self.rank}: the store runs {self.optimizer_spec}, but this worker set {spec}")
+        if self.sharded and spec.name in RULES and RULES[spec.name].whole:
+            raise UsageError(f"{spec.name} needs the norm of whole values, which nccl divides: use nccl_allreduce")
+        self.group.agree("the optimizer", str(spec))
+        self.optimizer_spec = spec
+
+    def _retire(self) -> None:
+        """Push no more; returns when all have come to that, and until then takes part with nothing."""
+        self.on_retire()
+
+    def _barrier(self) -> None:
+        """Wait until all workers are here."""
+        self.hear_flags(self.group.meet(self.halt_flag))
+
+    def _halt(self, reason: str) -> None:
+        """Ask every worker to stop training: they hear it in the next barrier or step."""
+        if self._asked is None:
+            self._asked = reason
+            self.group.tell("halt", reason)
+        if self.group.size == 1:
+            self.hear_flags(1.0)
+
+    def save_optimizer_states(self, path: str | Path) -> None:
+        """Write the state to a safetensors file. All workers call it, and rank 0 writes."""
+        found = self.optimizer_states()
+        try:
+            if self.rank == 0:
+                state_files.save(Path(path), found, self._optimizer())
+        finally:  # a file that cannot be written is rank 0's error; nobody waits for it in vain
+            self.group.meet()
+
+    def load_optimizer_states(self, path: str | Path) -> None:
+        """Take up a state. All workers call it, and every one reads the file."""
+        self.put_optimizer_states(state_files.load(Path(path), self._optimizer()), str(path))
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the group. Harmless when done twice."""
+        if not self._closed:
+            self._closed = True
+            self.group.close(failed=failed)
+            self.events.close()
+            self.on_closed()
+
+    # --- optimizer states by name
+
+    def optimizer_states(self) -> dict[str, Tensor]:
+        """Every key's state, `<key>/<state>`, whole. All workers call it."""
+        self._optimizer()
+        found: dict[str, Tensor] = {}
+        for name, value in self._values.items():
+            state = value.optimizer.state.get(value.own, {}) if value.optimizer is not None else {}
+            for kind, tensor in state.items():
+                found[f"{name}/{kind}"] = self._gathered(value, kind, tensor)
+        return found
+
+    def put_optimizer_states(self, states: dict[str, Tensor], source: str) -> None:
+        """The other way round: each takes its part of the whole states."""
+        spec = self._optimizer()
+        by_key = state_files.by_key(states)
+        if unknown := sorted(by_key.keys() - {str(name) for name in self._values}):
+            raise UsageError(
+                f"{source} has states for key {unknown[:1]}, which this job does not have: another model's?"
+            )
+        mine = {str(name): value for name, value in self._values.items()}
+        for name, kinds in by_key.items():
+            state_files.check_fit(source, spec, mine[name].spec, kinds)
+        for name, kinds in by_key.items():
+            state = self._optimizer_of(mine[name], spec).state[mine[name].own]
+            state.update({kind: self._own_part(mine[name], kind, tensor) for kind, tensor in kinds.items()})
+
+    # --- within
+
+    def _names(self) -> Iterable[Key]:
+        return self._values
+
+    def _find(self, key: Key) -> KeySpec | None:
+        value = self._values.get(key)
+        return None if value is None else value.spec
+
+    def _init(self, specs: Sequence[KeySpec], values: Sequence[Tensor]) -> None:
+        for spec in specs:
+            if spec.dtype not in ITEM_BYTES:
+                raise UsageError(
+                    f"worker {self.rank}: key {spec.name!r}: dtype {spec.dtype} cannot be stored; use one of "
+                    f"{', '.join(ITEM_BYTES)}"
+                )
+        self.group.agree("keys, their shapes and dtypes", ", ".join(f"{spec.name!r} {spec}" for spec in specs))
+        for spec, tensor in zip(specs, values, strict=True):
+            rows = self._rows(tensor.to(self.group.device, wide(tensor.dtype), copy=True))
+            value = _Value(spec, rows, nn.Parameter(torch.empty(0)))
+            own = rows[self.rank] if self.sharded else value.whole
+            value.own = nn.Parameter(own, requires_grad=own.is_floating_point())
+            self._values[spec.name] = value
+        self.group.broadcast([self._values[spec.name].rows for spec in specs])
+        self.barrier()
+
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """A tensor as a row a rank, the last one filled up with zeros."""
+        flat = tensor.reshape(-1)
+        missing = -flat.numel() % self.group.size
+        return (pad(flat, (0, missing)) if missing else flat).view(self.group.size, -1)
+
+    def _apply(self, values: Sequence[_Value], pushed: Sequence[Tensor]) -> None:
+        """Values of one dtype, in one message."""
+        packed = torch.cat([self._rows(tensor.to(self.group.device)) for tensor in pushed], 1)
+        widths = [value.rows.shape[1] for value in values]
+        spec = self.optimizer_spec
+        if spec is not None and self.sharded:
+            self._update(values, torch.split(self.group.reduce_scatter(packed.view(-1)).result(), widths), spec)
+            return
+        total = self.group.all_reduce(packed.view(-1)).result().view(self.group.size, -1)
+        sums = torch.split(total, widths, 1)
+        if spec is not None:
+            pairs = zip(values, sums, strict=True)
+            self._update(values, [part.reshape(-1)[: value.spec.length] for value, part in pairs], spec)
+            return
+        for value, part in zip(values, sums, strict=True):
+            value.rows.copy_(part)
+
+    def _update(self, values: Sequence[_Value], sums: Sequence[Tensor], spec: OptimizerSpec) -> None:
+        for value, total in zip(values, sums, strict=True):
+            value.own.grad = total.view(value.own.shape)
+            self._optimizer_of(value, spec).step()
+            value.own.grad = None
+        if self.sharded and self.group.size > 1:
+            mine = torch.cat([value.own.detach() for value in values])
+            everybodys = mine.new_empty(self.group.size, mine.numel())
+            widths = [value.rows.shape[1] for value in values]
+            gathered = torch.split(self.group.all_gather(mine, everybodys).result(), widths, 1)
+            for value, rows in zip(values, gathered, strict=True):
+                value.rows.copy_(rows)
+
+    def _optimizer_of(self, value: _Value, spec: OptimizerSpec) -> Optimizer:
+        if value.optimizer is None:
+            value.optimizer = make_optimizer(spec, value.own)
+        return value.optimizer
+
+    def _gathered(self, value: _Value, kind: str, tensor: Tensor) -> Tensor:
+        if not self.sharded or kind in state_files.SCALARS:
+            return tensor.detach().cpu().clone()
+        rows = tensor.new_empty(value.rows.shape)
+        whole = self.group.all_gather(tensor, rows).result().view(-1)[: value.spec.length]
+        return whole.view(value.spec.shape).cpu()
+
+    def _own_part(self, value: _Value, kind: str, tensor: Tensor) -> Tensor:
+        if kind in state_files.SCALARS:
+            return tensor.clone()  # on the CPU, as torch.optim keeps it
+        if self.sharded:
+            tensor = self._rows(tensor)[self.rank]
+        return tensor.to(self.group.device, value.own.dtype, copy=True).view(value.own.shape)

@@ -1,0 +1,108 @@
+"""Putting a training run together from its options: data, network, optimizer, store, trainer; then `Run` trains."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, replace
+
+import torch
+from torch import nn
+
+from echelon import models
+from echelon.data.sets.datasets import Dataset
+from echelon.environment import Job
+from echelon.errors import UsageError
+from echelon.kvstore import create
+from echelon.train import log_lines
+from echelon.train.flags.no_effect import check_validation, warn_of_crop
+from echelon.train.loop.inputs import open_data, read_only
+from echelon.train.loop.progress import TrainingProgress
+from echelon.train.loop.run import Run
+from echelon.train.recipe.optimizers import make_optimizer
+from echelon.train.recipe.options import TrainOptions
+from echelon.train.recipe.plan import worker_batch
+from echelon.train.step.precision import choose_precision
+from echelon.train.trainer.base import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingProgress | None = None) -> int:
+    """Train as one process of the job that the environment describes; returns the exit status."""
+    job = Job.from_environment()
+    device = torch.device(options.devices[job.device_index])
+    dataset = open_data(options)
+    if job.device_index == 0:
+        log.info(log_lines.start_line(asdict(options)))
+    batch = worker_batch(options, len(dataset.train), job.num_workers)
+    if batch != options.batch_size:
+        log.info("--batch-size %d is more than an epoch has for a worker: it is %d", options.batch_size, batch)
+        options = replace(options, batch_size=batch)
+    if options.test_io:
+        return read_only(options, dataset)
+    check_validation(options, has_validation=dataset.validation is not None)
+    warn_of_crop(dataset.augment)
+    _prepare(device)
+    torch.manual_seed(options.seed)
+    model = _network(options, dataset, device)
+    optimizer = make_optimizer(
+        options.optimizer,
+        model,
+        lr=options.lr,
+        momentum=options.momentum,
+        weight_decay=options.weight_decay,
+        warmup_strategy=options.warmup_strategy,
+        batch_size=batch * (job.num_workers if "_sync" in options.kv_store else 1),
+        seed=options.seed,
+    )
+    kvstore = create(
+        options.kv_store,
+        staleness=options.staleness,
+        groups=options.groups,
+        check_finite=options.check_finite,
+        device=device,
+    )
+    trainer = Trainer(
+        model,
+        optimizer,
+        kvstore,
+        average_buffers=options.average_buffers,
+        check_finite=options.check_finite,
+        overlap=options.dtype != "float16",  # its gradients are looked at, and unscaled, before they leave
+        push_factors=options.push_factors and options.engine != "compile" and not options.monitor,
+    )
+    return Run(options, dataset, trainer, device, run_dir, job.device_index, progress).run()
+
+
+def _network(options: TrainOptions, dataset: Dataset, device: torch.device) -> nn.Module:
+    """The network of the flags, on the device as its kernels like it, and one that can be trained on this data."""
+    model = models.build(
+        options.network,
+        num_classes=dataset.num_classes,
+        image_shape=dataset.image_shape,
+        num_layers=options.num_layers,
+        initializer=options.initializer,
+        **options.network_options,
+    ).to(device)
+    if device.type == "cuda":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with choose_precision(options.dtype, device).autocast():
+        models.check_outputs(
+            options.network,
+            model,
+            num_classes=dataset.num_classes,
+            image_shape=dataset.image_shape,
+            device=device,
+        )
+    return model
+
+
+def _prepare(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise UsageError(f"there is no GPU {device.index}; this machine has {torch.cuda.device_count()}")
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark_limit = 0  # try all algorithms, not the first ten
+    torch.set_float32_matmul_precision("high")

@@ -1,0 +1,83 @@
+"""What a run reads: its dataset with the augmentation that was asked for, and the loader that suits its device."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from echelon.data.loading.device import DeviceLoader, DeviceMemoryLoader
+from echelon.data.loading.loader import Batches, Loader, measure_io
+from echelon.data.loading.memory import MemorySource, is_plain
+from echelon.data.loading.order import Sampling, State
+from echelon.data.loading.sources import is_work_for_processes
+from echelon.data.loading.synthetic import SyntheticSource
+from echelon.data.sets.datasets import DataOptions, Dataset, make_loader, open_dataset
+from echelon.train.recipe.options import TrainOptions
+from echelon.train.recipe.plan import Place, sampling_for
+
+log = logging.getLogger(__name__)
+
+
+def open_data(options: TrainOptions) -> Dataset:
+    """The dataset that the options name, with the augmentation they ask for."""
+    told = DataOptions(
+        data_dir=options.data_dir,
+        data_train=options.data_train,
+        data_train_idx=options.data_train_idx,
+        data_val=options.data_val,
+        data_val_idx=options.data_val_idx,
+        image_shape=options.image_shape,
+        num_classes=options.num_classes,
+        num_examples=options.num_examples,
+        skip_bad_records=options.skip_bad_records,
+    )
+    dataset = open_dataset("synthetic" if options.benchmark else options.data, told)
+    given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.augment.items()}
+    return replace(dataset, augment=replace(dataset.augment, **given))
+
+
+def read_only(options: TrainOptions, dataset: Dataset) -> int:
+    """Only read the training data, and say how fast that is."""
+    sampling = sampling_for(options, len(dataset.train), Place(0, 1), fixed=False)
+    with closing(train_loader(options, dataset, sampling, torch.device("cpu"))) as loader:
+        for line in measure_io(loader, options.disp_batches):
+            log.info(line)
+    return 0
+
+
+def train_loader(
+    options: TrainOptions, dataset: Dataset, sampling: Sampling, device: torch.device, state: State | None = None
+) -> Batches:
+    """Batches for a device, from `state` on: on a GPU small sets live there, others cross as bytes."""
+    source, augment = dataset.train, dataset.augment
+    on_gpu = device.type == "cuda"
+    if on_gpu and isinstance(source, MemorySource) and is_plain(augment, *source.images.shape[1:3]):
+        return DeviceMemoryLoader(source, augment, sampling, device, state=state)
+    if on_gpu and not isinstance(source, SyntheticSource):
+        return DeviceLoader(
+            Loader(
+                source,
+                augment,
+                sampling,
+                threads=options.data_nthreads,
+                processes=is_work_for_processes(source),
+                output="uint8",
+                pin_memory=True,
+                skip_bad_records=options.skip_bad_records,
+                state=state,
+            ),
+            augment,
+            device,
+        )
+    return make_loader(
+        source,
+        augment,
+        sampling,
+        threads=options.data_nthreads,
+        skip_bad_records=options.skip_bad_records,
+        state=state,
+    )

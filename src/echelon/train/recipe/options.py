@@ -1,0 +1,80 @@
+"""What a training run is told, in one frozen value that every process of the run gets whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from echelon.train.recipe.pace import Pace
+
+ENGINES = ("auto", "eager", "compile", "graph")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """Defaults are those of the digits demo; `--help` of `echelon train` says what each is."""
+
+    # data
+    data: str = "digits"
+    data_dir: str = "data"
+    data_train: str | None = None
+    data_train_idx: str | None = None
+    data_val: str | None = None
+    data_val_idx: str | None = None
+    image_shape: tuple[int, int, int] | None = None
+    num_classes: int | None = None
+    num_examples: int | None = None  # of an epoch, over all workers; None: what the data has
+    data_nthreads: int = 4
+    skip_bad_records: bool = False
+    benchmark: bool = False
+    test_io: bool = False
+    augment: dict[str, Any] = field(default_factory=dict)  # fields of AugmentConfig that were given
+    # network
+    network: str = "digits-cnn"
+    num_layers: int | None = None
+    initializer: str = "default"
+    network_options: dict[str, Any] = field(default_factory=dict)
+    # who waits for whom
+    kv_store: str = "local"
+    staleness: int | None = None
+    groups: str | None = None
+    data_allocator: bool = False
+    data_sharding: str = "data_sharding"
+    devices: tuple[str, ...] = ("cpu",)
+    # steps
+    batch_size: int = 32  # of this worker, over all its devices
+    num_epochs: int = 10
+    optimizer: str = "sgd"
+    lr: float = 0.05
+    lr_factor: float = 0.1
+    lr_step_epochs: str = ""
+    lr_schedule: str = "step"
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    macrobatch_size: int = 0
+    warmup_epochs: float | None = None
+    warmup_strategy: str = "linear"
+    label_smoothing: float = 0.0
+    mixup: float = 0.0
+    ema_epochs: float = 0.0
+    dtype: str = "auto"
+    engine: str = "auto"
+    seed: int = 0
+    # what is shown and kept
+    disp_batches: int = 20
+    top_k: int = 0
+    loss: str = ""
+    monitor: int = 0
+    tensorboard: str | None = None
+    model_prefix: str | None = None
+    save_period: int = 1
+    save_batches: int = 0
+    load_epoch: int | None = None
+    resume: bool = False
+    eval_every: int = 0  # steps of rank 0; 0: only at the end of epochs
+    target_accuracy: float | None = None
+    average_buffers: bool = False
+    check_finite: bool = False
+    push_factors: bool = True
+    pace: Pace = field(default_factory=Pace)

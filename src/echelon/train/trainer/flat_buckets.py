@@ -1,0 +1,127 @@
+"""Buckets as memory: neighbouring parameters of one dtype end to end, so that one collective moves them all.
+
+A parameter's place has its own strides, so channels-last weights stay what they are, and begins at a multiple of ALIGN
+elements: GPU kernels read many at once and fail at odd addresses. The length is filled up so that every rank has an
+equal part that begins so, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from echelon.kvstore.collective.process_group import wide
+from echelon.train.trainer.buckets import make_buckets
+
+ALIGN = 64
+COLLECTIVE_BYTES = 16 << 20  # collectives want larger messages than servers that answer each
+
+
+@dataclass(slots=True, eq=False)
+class FlatBucket:
+    """Some parameters: where each begins, and memory for their gradients, in float32 or wider."""
+
+    index: int
+    parameters: dict[str, nn.Parameter]
+    starts: dict[str, int]
+    gradients: Tensor
+    places: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.places = {name: self.place(self.gradients, name) for name in self.parameters}
+
+    @property
+    def length(self) -> int:
+        """Elements, filled up."""
+        return self.gradients.numel()
+
+    def place(self, flat: Tensor, name: str) -> Tensor:
+        """A parameter's part of a tensor of this bucket's length, in the parameter's shape and strides."""
+        parameter = self.parameters[name]
+        start = flat.storage_offset() + self.starts[name]
+        if is_dense(parameter):
+            return flat.as_strided(parameter.shape, parameter.stride(), start)
+        return flat[self.starts[name] : self.starts[name] + parameter.numel()].view(parameter.shape)
+
+    def collect(self) -> None:
+        """Copy the gradients to their places; one that is not there counts as zero."""
+        given = [(self.places[name], p.grad) for name, p in self.parameters.items() if p.grad is not None]
+        if len(given) < len(self.parameters):
+            self.gradients.zero_()
+        if given:
+            torch._foreach_copy_([place for place, _ in given], [gradient for _, gradient in given])
+
+    def slices(self, part: range) -> dict[str, range]:
+        """What lies in a part of the bucket: for each parameter, which elements of the bucket."""
+        found = {}
+        for name, parameter in self.parameters.items():
+            start = max(part.start, self.starts[name])
+            stop = min(part.stop, self.starts[name] + parameter.numel())
+            if start < stop:
+                found[name] = range(start, stop)
+        return found
+
+
+def make_flat_buckets(
+    parameters: Mapping[str, nn.Parameter], size: int, limit: int = COLLECTIVE_BYTES
+) -> list[FlatBucket]:
+    """Cut parameters, in the order in which backward finishes them, into buckets for a group of `size`."""
+    buckets: list[FlatBucket] = []
+    for _, run in itertools.groupby(parameters.items(), lambda item: item[1].dtype):
+        members = list(run)
+        sizes = [parameter.numel() * parameter.element_size() for _, parameter in members]
+        for bucket in make_buckets(sizes, limit):
+            chosen = dict(members[i] for i in bucket.members)
+            buckets.append(_flat_bucket(len(buckets), chosen, size))
+    return buckets
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements lie end to end in some order of its dimensions."""
+    expected = 1
+    for stride, length in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _flat_bucket(index: int, parameters: dict[str, nn.Parameter], size: int) -> FlatBucket:
+    starts, length = {}, 0
+    for name, parameter in parameters.items():
+        starts[name] = length
+        length += parameter.numel() + -parameter.numel() % ALIGN
+    first = next(iter(parameters.values()))
+    gradients = torch.zeros(length + -length % (size * ALIGN), dtype=wide(first.dtype), device=first.device)
+    return FlatBucket(index, parameters, starts, gradients)
+
+
+def flat_weights(bucket: FlatBucket) -> Tensor:
+    """Move a bucket's parameters into memory of their own, end to end; returns it."""
+    first = next(iter(bucket.parameters.values()))
+    weights = torch.zeros(bucket.length, dtype=first.dtype, device=first.device)
+    for name, parameter in bucket.parameters.items():
+        place = bucket.place(weights, name)
+        place.copy_(parameter.detach())
+        parameter.data = place
+    return weights
+
+
+def part_of(length: int, rank: int, size: int) -> range:
+    """A rank's part of so many elements."""
+    share = length // size
+    return range(rank * share, (rank + 1) * share)
+
+
+def elements(flat: Tensor, chosen: range) -> Tensor:
+    """Some elements of a flat tensor, in place."""
+    return flat[chosen.start : chosen.stop]
+
+
+def names_of(buckets: Sequence[FlatBucket]) -> dict[str, FlatBucket]:
+    """Each parameter's bucket."""
+    return {name: bucket for bucket in buckets for name in bucket.parameters}
