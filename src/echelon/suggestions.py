@@ -1,4 +1,4 @@
-"""One sentence for every name that is not one of ours: what was given, the nearest known name, and all of them."""
+"""The error for an unknown name: the given name, the nearest known name, and all known names."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from echelon.errors import UsageError
 
 
 def unknown(kind: str, given: str, known: Iterable[str], advice: str = "") -> UsageError:
-    """The error for an unknown name, to be raised by the caller."""
+    """Return the error for an unknown name; the caller raises it."""
     known = tuple(known)
-    near = get_close_matches(given.lower().replace("_", "-"), known, n=1, cutoff=0.5)
-    guess = f" Did you mean {near[0]!r}?" if near else ""
+    spellings = {_normalized(name): name for name in known}
+    near = get_close_matches(_normalized(given), spellings, n=1, cutoff=0.5)
+    guess = f" Did you mean {spellings[near[0]]!r}?" if near else ""
     return UsageError(f"Unknown {kind} {given!r}.{guess} Known: {', '.join(known)}.{advice}")
+
+
+def _normalized(name: str) -> str:
+    return name.lower().replace("_", "-")

@@ -262,7 +262,13 @@ def test_rules_of_a_store(store: str, staleness: int | None, groups: list[list[i
         ("dist_gsync", -2, [[0]], "staleness must be 0 or more, not -2"),
         ("dist_sync", 0, None, "dist_sync has no staleness, but staleness=0 was given"),
         ("dist_async", None, [[0]], "dist_async has no groups"),
-        ("dist_snyc", None, None, "no scheme is behind store 'dist_snyc'; there is one behind dist_sync, dist_async"),
+        ("dist_snyc", None, None, "Unknown store 'dist_snyc'. Did you mean 'dist_sync'? Known: local, device"),
+        (
+            "dist_device_sync",
+            None,
+            None,
+            "store 'dist_device_sync' does not use servers; the stores that do are dist_sync",
+        ),
     ],
 )
 def test_a_dial_that_does_not_fit_is_refused(

@@ -156,9 +156,9 @@ class Shard:
         self._check_keys(request.keys)
         if not exchange.engine.lives(worker):
             raise UsageError("this worker has retired: it can pull, but not push")
-        scheme = exchange.engine.rules.name
-        if scheme != "BSP" and not self._optimization.chosen:
-            raise UsageError(f"{scheme} needs an optimizer on the servers: call set_optimizer before push")
+        rules = exchange.engine.rules
+        if not rules.sums_over_everybody and not self._optimization.chosen:
+            raise UsageError(f"{rules.name} needs an optimizer on the servers: call set_optimizer before push")
         self._optimization.check_keys(request.keys)
         self._optimization.check_rates(request.lrs)
         known = self._workers[worker]

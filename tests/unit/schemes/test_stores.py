@@ -1,0 +1,71 @@
+"""The table of store names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from echelon.errors import UsageError
+from echelon.schemes import SCHEMES, STORES, rules_for, store_kind
+from echelon.schemes.stores import Use
+
+GIVEN = {Use.REQUIRED: True, Use.OPTIONAL: False, Use.NEVER: False}
+
+
+def names(**wanted: bool) -> set[str]:
+    return {kind.name for kind in STORES.values() if all(getattr(kind, f) == value for f, value in wanted.items())}
+
+
+def test_each_name_is_in_the_table_once() -> None:
+    assert list(STORES) == [
+        *("local", "device", "nccl_allreduce", "nccl"),
+        *("dist_sync", "dist_async", "dist_ssync", "dist_gsync"),
+        *("dist_device_sync", "dist_sync_device"),
+    ]
+    assert all(store_kind(name).name == name for name in STORES)
+
+
+def test_what_the_names_mean() -> None:
+    assert names(spans_workers=False) == {"local", "device", "nccl_allreduce", "nccl"}
+    assert names(lock_step=False) == {"dist_async", "dist_ssync", "dist_gsync"} == names(needs_servers=True)
+    assert names(takes_staleness=True) == {"dist_ssync", "dist_gsync"}
+    assert names(takes_groups=True) == {"dist_gsync"}
+    assert SCHEMES == {"dist_sync": "BSP", "dist_async": "ASP", "dist_ssync": "SSP", "dist_gsync": "GSP"}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_dist_sync_is_a_collective_only_in_a_job_without_servers(name: str) -> None:
+    kind = store_kind(name)
+    assert kind.is_collective(2) == kind.collective == (name not in SCHEMES)
+    assert kind.is_collective(0) == (kind.collective or name == "dist_sync")
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_rules_of_a_store_agree_with_the_table(name: str) -> None:
+    kind = store_kind(name)
+    rules = rules_for(name, 3 if GIVEN[kind.staleness] else None, [[0, 1], [2]] if GIVEN[kind.groups] else None)
+    assert rules.name == kind.scheme
+    assert rules.sums_over_everybody == kind.lock_step
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("dist_synk", "dist_sync"), ("dist-async", "dist_async"), ("dist_gsynch", "dist_gsync"), ("Locla", "local")],
+)
+def test_an_unknown_name_raises_with_the_nearest_name(name: str, meant: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        store_kind(name)
+    assert str(caught.value) == f"Unknown store {name!r}. Did you mean {meant!r}? Known: {', '.join(STORES)}."
+
+
+def test_an_unknown_name_that_is_like_no_other_raises_with_the_list() -> None:
+    with pytest.raises(UsageError) as caught:
+        store_kind("zzz")
+    assert str(caught.value) == f"Unknown store 'zzz'. Known: {', '.join(STORES)}."
+
+
+@pytest.mark.parametrize("name", [None, 3, ["local"]])
+def test_a_name_that_is_not_a_string_raises(name: Any) -> None:
+    with pytest.raises(UsageError, match="the name of a store must be a string, not"):
+        store_kind(name)
