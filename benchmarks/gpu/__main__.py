@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.gpu.rows import LISTS, Row, choose
 from echelon.errors import EchelonError
-from echelon.signals import raised_by_sigterm
+from echelon.system import raised_by_sigterm
 
 if TYPE_CHECKING:
     from benchmarks.gpu.results import Origin, Record

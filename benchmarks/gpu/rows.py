@@ -7,13 +7,12 @@ not choose to compile and the full one does.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.gpu.published import EPOCHS_2017, Cell, best_cells, fastest_single, inception_runs
-from echelon.errors import UsageError
+from echelon.suggestions import unknown_name
 
 Kind = Literal["speed", "accuracy"]
 KINDS: tuple[Kind, ...] = ("speed", "accuracy")
@@ -163,11 +162,7 @@ def choose(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
     known = {*KINDS, *(row.name for row in rows)}
     for wanted in only:
         if wanted not in known:
-            near = difflib.get_close_matches(wanted, sorted(known), 1)
-            raise UsageError(
-                f"--only {wanted!r}: there is no such row"
-                + (f"; did you mean {near[0]!r}?" if near else f"; use {' or '.join(KINDS)} or a name of --show")
-            )
+            raise unknown_name("row or kind of rows", wanted, sorted(known))
     return [row for row in rows if not only or row.kind in only or row.name in only]
 
 

@@ -1,4 +1,4 @@
-"""The error for an unknown name: the given name, the nearest known name, and all known names."""
+"""The one error for an unknown name: what was given, the nearest known name, and all known names."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from difflib import get_close_matches
 from echelon.errors import UsageError
 
 
-def unknown(kind: str, given: str, known: Iterable[str], advice: str = "") -> UsageError:
-    """Return the error for an unknown name; the caller raises it."""
+def unknown_name(kind: str, given: str, known: Iterable[str], advice: str = "") -> UsageError:
+    """Return the error for an unknown name, which the caller raises. `advice` is appended after a semicolon."""
     known = tuple(known)
-    spellings = {_normalized(name): name for name in known}
-    near = get_close_matches(_normalized(given), spellings, n=1, cutoff=0.5)
-    guess = f" Did you mean {spellings[near[0]]!r}?" if near else ""
-    return UsageError(f"Unknown {kind} {given!r}.{guess} Known: {', '.join(known)}.{advice}")
+    by_folded = {_fold(name): name for name in known}
+    near = get_close_matches(_fold(given), by_folded, n=1, cutoff=0.5)
+    choose = f"did you mean {by_folded[near[0]]!r}? Choose" if near else "choose"
+    return UsageError(f"unknown {kind} {given!r}; {choose} one of {', '.join(known)}{advice and f'; {advice}'}")
 
 
-def _normalized(name: str) -> str:
+def _fold(name: str) -> str:
+    """Ignore case and the difference between `-` and `_`."""
     return name.lower().replace("_", "-")

@@ -70,7 +70,7 @@ def test_a_wrong_shape_is_the_error_of_the_worker_that_gave_it(tmp_path: Path) -
 def test_an_unknown_store_ends_the_job_with_the_names_that_there_are(tmp_path: Path) -> None:
     with launch(tmp_path, "unknown store") as job:
         assert job.wait() == 1
-    said = "there is no store 'dist_snyc'; did you mean 'dist_sync'? The stores are local, device, nccl_allreduce, "
+    said = "unknown store 'dist_snyc'; did you mean 'dist_sync'? Choose one of local, device, nccl_allreduce, "
     assert said in lines(job.out, "worker 1")[-1]
     assert lines(job.out, "scheduler 0") == ["job stopped: worker 1 exited with status 1 before it joined the job"]
     assert re.match(r"echelon: worker 1 \(pid \d+\) exited with status 1; its last lines:\n", job.err)
@@ -138,8 +138,8 @@ print(threading.active_count(), any(os.readlink(path).startswith("socket:") for 
     [
         (["-n", "0", "-s", "1", "true"], "a job needs at least one worker (-n), not 0"),
         (["-n", "1", "-s", "1"], "no command to launch"),
-        (["-n", "1", "--launcher", "nosuch", "true"], "there is no launcher 'nosuch'; there is local"),
-        (["-n", "1", "--transport", "pigeon", "true"], "there is no transport 'pigeon'; use one of auto, shm, tcp"),
+        (["-n", "1", "--launcher", "nosuch", "true"], "unknown launcher 'nosuch'; choose one of local"),
+        (["-n", "1", "--transport", "pigeon", "true"], "unknown transport 'pigeon'; choose one of auto, shm, tcp"),
         (["-n", "1", "nosuchprogram"], "cannot run 'nosuchprogram': No such file or directory"),
     ],
 )

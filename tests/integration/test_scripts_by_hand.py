@@ -50,10 +50,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("train_cifar10 --network resnt", "Unknown network 'resnt'. Did you mean 'resnet'?"),
+        ("train_cifar10 --network resnt", "unknown network 'resnt'; did you mean 'resnet'?"),
         ("train_cifar10 --devices cpu:3", "--batch-size 128 cannot be divided among 3 devices; use 126 or 129"),
         ("train_cifar10 --gpus 0,99", "--gpus 0,99 asks for GPU "),
-        ("train_mnist --kv-store dist_snyc", "there is no store 'dist_snyc'; did you mean 'dist_sync'?"),
+        ("train_mnist --kv-store dist_snyc", "unknown store 'dist_snyc'; did you mean 'dist_sync'?"),
         ("train_imagenet --data-train no/train.rec", "no record file no/train.rec"),
         ("train_imagenet --network inception-v3 --benchmark 1", "Image shape 3,224,224 is too small"),
         ("train_cifar10 --num-layers 51", "resnet has no 51 layers for images of height 28; it exists with 8, 14"),

@@ -12,13 +12,12 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from echelon.cli import data_pack, data_run
-from echelon.cores import usable_cores
 from echelon.data.pack import im2rec
 from echelon.data.pack import lists as imagelist
 from echelon.data.records.io import RecordError
 from echelon.data.sets.published import PUBLISHED
 from echelon.errors import DataError
-from echelon.signals import raised_by_sigterm
+from echelon.system import raised_by_sigterm, usable_cores
 
 Run: TypeAlias = Callable[[argparse.Namespace], int]
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"

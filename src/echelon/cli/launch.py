@@ -10,6 +10,7 @@ from pathlib import Path
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch import local
+from echelon.suggestions import unknown_name
 from echelon.transport import by_name
 
 LAUNCHERS = ("local",)
@@ -29,7 +30,7 @@ def add_job_arguments(parser: argparse.ArgumentParser, default_workers: int | No
 def job_from(options: argparse.Namespace, **more: object) -> Job:
     """The job that the arguments describe."""
     if options.launcher not in LAUNCHERS:
-        raise UsageError(f"there is no launcher {options.launcher!r}; there is {', '.join(LAUNCHERS)}")
+        raise unknown_name("launcher", options.launcher, LAUNCHERS)
     servers = options.num_workers if options.num_servers is None else options.num_servers
     told = Job.from_environment()
     transport = options.transport or told.transport

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import difflib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from echelon.kvstore.servers.store import ServerStore
 from echelon.kvstore.store import KVStore
 from echelon.observe.events import EventLog
 from echelon.schemes import SCHEMES, rules_for
+from echelon.suggestions import unknown_name
 from echelon.transport import by_name
 from echelon.transport.interface import Transport
 
@@ -137,9 +137,7 @@ def check_name(name: str) -> None:
     if not isinstance(name, str):
         raise UsageError(f"a store is named by a string, not {name!r}")
     if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, 1, 0.5)
-        hint = f"did you mean {near[0]!r}? The" if near else "the"
-        raise UsageError(f"there is no store {name!r}; {hint} stores are {', '.join(NAMES)}")
+        raise unknown_name("store", name, NAMES)
 
 
 def serve_and_exit(job: Job) -> None:

@@ -11,6 +11,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from echelon.cluster.messages import OptimizerSpec
 from echelon.errors import UsageError
 from echelon.optim import RULES
+from echelon.suggestions import unknown_name
 
 _CLASSES: dict[str, type[Optimizer]] = {
     "sgd": SGD,
@@ -48,7 +49,7 @@ def spec_by_name(name: str, settings: Mapping[str, Any]) -> OptimizerSpec:
         raise _no_optimizer(name)
     kind = _CLASSES.get(name.lower())
     if kind is None:
-        raise UsageError(f"there is no optimizer {name!r}; use one of {', '.join(_CLASSES)}")
+        raise unknown_name("optimizer", name, _CLASSES)
     try:
         made = kind([torch.nn.Parameter(torch.zeros(1))], **settings)
     except (TypeError, ValueError) as error:

@@ -11,10 +11,10 @@ import os
 import socket
 from collections.abc import Sequence
 
-from echelon.cores import usable_cores
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch.supervise import Command, Line, Supervisor
+from echelon.system import usable_cores
 
 FIRST = "device 0"
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from echelon.suggestions import unknown
+from echelon.suggestions import unknown_name
 
 Rule = Callable[[Tensor], object]
 
@@ -66,7 +66,7 @@ def rule_for(initializer: str, network: str = "") -> Rule:
     """The rule of that name; "default" depends on the network: alexnet, the vggs, and all others."""
     if initializer != "default":
         if initializer not in RULES:
-            raise unknown("initializer", initializer, names())
+            raise unknown_name("initializer", initializer, names())
         return RULES[initializer]
     if network == "alexnet":
         return _normal

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from echelon.errors import UsageError
-from echelon.suggestions import unknown
+from echelon.suggestions import unknown_name
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ def find(network: str, path: str, name: str) -> Callable[..., object]:
     function = getattr(module, name, None)
     if function is None:
         public = (key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise unknown(f"function in {path!r}:", name, sorted(public))
+        raise unknown_name(f"function in {path!r}:", name, sorted(public))
     if not callable(function):
         raise UsageError(f"Network {network!r}: {name!r} is a {type(function).__name__}, not a function.")
     from torch import nn

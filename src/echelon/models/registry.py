@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from echelon.errors import UsageError
 from echelon.models import own
-from echelon.suggestions import unknown
+from echelon.suggestions import unknown_name
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,7 @@ def _find(network: str) -> Callable[..., object]:
         return found
     path, colon, name = network.partition(":")
     if not colon or not all(part.isidentifier() for part in (*path.split("."), name)):
-        raise unknown("network", network, names(), " Your own is named package.module:function.")
+        raise unknown_name("network", network, names(), "name a network of your own as package.module:function")
     return own.find(network, path, name)
 
 

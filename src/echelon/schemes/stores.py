@@ -13,7 +13,7 @@ import enum
 from dataclasses import dataclass
 
 from echelon.errors import UsageError
-from echelon.suggestions import unknown
+from echelon.suggestions import unknown_name
 
 
 class Use(enum.Enum):
@@ -86,5 +86,5 @@ def store_kind(name: str) -> StoreKind:
     if not isinstance(name, str):
         raise UsageError(f"the name of a store must be a string, not {name!r}")
     if name not in STORES:
-        raise unknown("store", name, STORES)
+        raise unknown_name("store", name, STORES)
     return STORES[name]

@@ -28,11 +28,11 @@ from echelon.cluster.messages import (
     decode_request,
     encode,
 )
-from echelon.cores import usable_cores
 from echelon.environment import Job
 from echelon.errors import JobError, UsageError
 from echelon.observe.events import EventLog
 from echelon.server.shard import Shard
+from echelon.system import usable_cores
 from echelon.transport.allocator import keep_freed_memory
 from echelon.transport.enlist import enlist
 from echelon.transport.interface import Endpoint, Peer, Transport

@@ -88,7 +88,7 @@ def check(options: TrainOptions, job: Job) -> None:
     from echelon import models
     from echelon.data.sets.datasets import check_files, dataset_names, open_dataset, recipe
     from echelon.kvstore.create import check_name
-    from echelon.suggestions import unknown
+    from echelon.suggestions import unknown_name
     from echelon.train.recipe.optimizers import check_on_servers, check_optimizer, warms_up_by_norm
     from echelon.train.recipe.plan import device_batch
     from echelon.train.recipe.schedules import make_schedule
@@ -113,7 +113,9 @@ def check(options: TrainOptions, job: Job) -> None:
     check_files(data, options)
     recipe(data, options.image_shape, **options.augment)
     if ":" not in options.network and options.network not in models.names():
-        raise unknown("network", options.network, models.names(), " Your own is named package.module:function.")
+        raise unknown_name(
+            "network", options.network, models.names(), "name a network of your own as package.module:function"
+        )
     if options.network_options:
         models.check_options(options.network, options.network_options)
     served = options.kv_store.startswith("dist_") and "device" not in options.kv_store and job.num_servers

@@ -3,7 +3,7 @@
 `control` is the connection to the scheduler, whose end means death.
 """
 
-from echelon.errors import UsageError
+from echelon.suggestions import unknown_name
 from echelon.transport.interface import Transport
 from echelon.transport.shared_memory import SharedMemoryTransport
 from echelon.transport.tcp import TcpTransport
@@ -14,5 +14,5 @@ NAMES = ("auto", "shm", "tcp")
 def by_name(name: str) -> Transport:
     """The transport behind `--transport`; auto shares memory where a peer can reach it."""
     if name not in NAMES:
-        raise UsageError(f"there is no transport {name!r}; use one of {', '.join(NAMES)}")
+        raise unknown_name("transport", name, NAMES)
     return TcpTransport() if name == "tcp" else SharedMemoryTransport()

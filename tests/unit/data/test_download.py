@@ -132,9 +132,9 @@ def test_impossible_requests(tmp_path: Path) -> None:
         fetch("file:///etc/hostname", tmp_path / "x")
     with pytest.raises(UsageError, match=r"cannot make the folder .*Not a directory; choose --data-dir"):
         list(get(SET, Path(__file__) / "data", "http://127.0.0.1:9"))
-    with pytest.raises(UsageError, match=r"cannot get 'fashion': only mnist, .*did you mean 'fashion-mnist'\?"):
+    with pytest.raises(UsageError, match=r"unknown published data set 'fashion'; did you mean 'fashion-mnist'\?"):
         find_published("fashion")
-    with pytest.raises(UsageError, match=r"cannot get 'imagenet': .*im2rec"):
+    with pytest.raises(UsageError, match=r"unknown published data set 'imagenet'; .*im2rec"):
         find_published("imagenet")
 
 

@@ -24,14 +24,14 @@ DISTRIBUTED = Job(scheduler_port=1, num_servers=1)
 def test_an_unknown_store_gets_the_nearest_name(name: str, meant: str) -> None:
     with pytest.raises(UsageError) as caught:
         create(name, job=LONELY)
-    assert f"there is no store {name!r}; did you mean {meant!r}? The stores are " in str(caught.value)
+    assert f"unknown store {name!r}; did you mean {meant!r}? Choose one of " in str(caught.value)
     assert all(store in str(caught.value) for store in NAMES)
 
 
 def test_an_unknown_store_unlike_any_gets_the_list() -> None:
     with pytest.raises(UsageError) as caught:
         create("zzz", job=LONELY)
-    assert str(caught.value) == f"there is no store 'zzz'; the stores are {', '.join(NAMES)}"
+    assert str(caught.value) == f"unknown store 'zzz'; choose one of {', '.join(NAMES)}"
 
 
 @pytest.mark.parametrize("name", [None, 3, ["local"]])
@@ -108,7 +108,7 @@ def test_a_relaxed_store_needs_a_server(name: str) -> None:
         ("dist_sync", {"groups": [[0]]}, "dist_sync has no groups"),
         ("dist_ssync", {"staleness": 1, "groups": [[0]]}, "dist_ssync has no groups"),
         ("dist_ssync", {"staleness": -1}, "staleness must be 0 or more, not -1"),
-        ("dist_sync", {"transport": "pigeon"}, "there is no transport 'pigeon'; use one of auto, shm, tcp"),
+        ("dist_sync", {"transport": "pigeon"}, "unknown transport 'pigeon'; choose one of auto, shm, tcp"),
     ],
 )
 def test_dials_that_do_not_fit_are_refused_before_joining(

@@ -336,8 +336,8 @@ def test_only_lock_step_can_do_without_an_optimizer(store: str, call: str) -> No
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        ("sdg", {}, "there is no optimizer 'sdg'; use one of sgd, adam, adamw, adagrad, rmsprop"),
-        ("lbfgs", {}, "there is no optimizer 'lbfgs'"),
+        ("sdg", {}, "unknown optimizer 'sdg'; did you mean 'sgd'. Choose one of sgd, adam, adamw, adagrad, rmsprop"),
+        ("lbfgs", {}, "unknown optimizer 'lbfgs'"),
         ("sgd", {"momentun": 0.9}, "optimizer 'sgd': .*momentun"),
         ("sgd", {"lr": -1.0}, "optimizer 'sgd': Invalid learning rate: -1.0"),
         ("adam", {"betas": (0.9, 1.5)}, "optimizer 'adam': Invalid beta"),

@@ -77,5 +77,5 @@ def _seeded(initializer: str) -> list[nn.Parameter]:
 
 
 def test_unknown_initializer() -> None:
-    with pytest.raises(UsageError, match=r"Unknown initializer 'xaver'\. Did you mean 'xavier'"):
+    with pytest.raises(UsageError, match=r"unknown initializer 'xaver'; did you mean 'xavier'"):
         models.build("mlp", num_classes=10, image_shape=(1, 8, 8), initializer="xaver")

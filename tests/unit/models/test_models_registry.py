@@ -26,7 +26,7 @@ def test_importing_the_names_imports_no_torch() -> None:
 
 
 def test_unknown_name_lists_the_names_and_suggests_the_nearest() -> None:
-    with pytest.raises(UsageError, match="Did you mean 'inception-v3'") as caught:
+    with pytest.raises(UsageError, match="did you mean 'inception-v3'") as caught:
         _meta("Inception_V3")
     assert all(name in str(caught.value) for name in models.names())
     assert "package.module:function" in str(caught.value)
@@ -184,7 +184,7 @@ def test_users_function_gets_what_it_takes() -> None:
 @pytest.mark.parametrize(
     ("network", "options", "told"),
     [
-        ("users_networks:plan", {}, r"Did you mean 'plain'\?"),
+        ("users_networks:plan", {}, r"did you mean 'plain'\?"),
         ("users_networks:answer", {}, "is a int, not a function"),
         ("users_networks:demanding", {}, "needs vocabulary, which is not among num_classes"),
         ("users_networks:no_module", {}, r"returned a str, not a torch.nn.Module"),
@@ -194,8 +194,8 @@ def test_users_function_gets_what_it_takes() -> None:
         ("users_networks.deep:f", {}, "cannot import 'users_networks.deep'.*PYTHONPATH"),
         ("users_networks:net", {}, "'net' is a network already, a Net; name a function or class that makes one"),
         ("users_networks:lazy", {}, r"parameters without a size yet \(1.weight, 1.bias\).*as nn.Linear"),
-        ("users_networks:", {}, "Unknown network"),
-        ("./users_networks.py:plain", {}, "Unknown network"),
+        ("users_networks:", {}, "unknown network"),
+        ("./users_networks.py:plain", {}, "unknown network"),
     ],
 )
 def test_users_function_that_cannot_be_used(network: str, options: dict[str, object], told: str) -> None:

@@ -217,7 +217,7 @@ def test_the_servers_run_what_is_said_and_nothing_else(name: str) -> None:
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(
-        UsageError, match=re.escape("Unknown optimizer 'addam'. Did you mean 'adam'? Known: sgd, ccsgd,")
+        UsageError, match=re.escape("unknown optimizer 'addam'; did you mean 'adam'? Choose one of sgd, ccsgd,")
     ):
         make_optimizer("addam", nn.Linear(1, 1), lr=0.1)
 

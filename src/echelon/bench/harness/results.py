@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from echelon.bench.harness.alternate import Case, Ratio
-from echelon.cores import usable_cores
+from echelon.system import usable_cores
 
 
 def write_json(

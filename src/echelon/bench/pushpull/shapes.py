@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from difflib import get_close_matches
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 
 from echelon.errors import UsageError
+from echelon.suggestions import unknown_name
 
 Shape = tuple[int, ...]
 
@@ -26,9 +26,7 @@ def shapes(name: str) -> list[Shape]:
     if name.startswith("keys:"):
         return _equal_keys(name)
     if name not in MODELS:
-        near = get_close_matches(name, MODELS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"no shapes are known for {name!r}; known: {', '.join(MODELS)}, keys:N, keys:N:SIZE.{hint}")
+        raise unknown_name("model", name, [*MODELS, "keys:N", "keys:N:SIZE"])
     return list(MODELS[name]())
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from echelon.bench.train.workloads import WORKLOADS
-from echelon.cores import usable_cores
 from echelon.errors import JobError, UsageError
+from echelon.system import usable_cores
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,6 +23,7 @@ from echelon.data.sets.digits import load_digits
 from echelon.data.sets.find import DataOptions as DataOptions
 from echelon.data.sets.find import count_classes, image_pair, in_memory, layout_named, named_in, small_set
 from echelon.errors import UsageError
+from echelon.suggestions import unknown_name
 
 AnySource: TypeAlias = Source | SyntheticSource
 
@@ -50,9 +50,7 @@ class Dataset:
 def open_dataset(name: str, options: DataOptions | None = None) -> Dataset:
     """Open a dataset by name; an error says what was looked for, where, and what makes it."""
     if name not in DATASETS:
-        near = get_close_matches(name, DATASETS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"no dataset {name!r}; there are {', '.join(DATASETS)}{hint}")
+        raise unknown_name("data set", name, DATASETS)
     options = options or DataOptions()
     check_files(name, options)
     dataset = DATASETS[name](options)

@@ -13,13 +13,13 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import IO, TypeAlias
 
 from echelon.atomic_file import partial_folder, remove_abandoned
 from echelon.data.sets.download import NO_ROOM, check_address, fetch
 from echelon.errors import DataError, UsageError
+from echelon.suggestions import unknown_name
 
 _Readable: TypeAlias = IO[bytes] | gzip.GzipFile
 
@@ -101,9 +101,9 @@ def find_published(name: str) -> Published:
     """The set of that name."""
     if name in PUBLISHED:
         return PUBLISHED[name]
-    near = get_close_matches(name, PUBLISHED, 1)
-    hint = f"did you mean {near[0]!r}?" if near else "pack images of your own: echelon data im2rec PREFIX FOLDER"
-    raise UsageError(f"cannot get {name!r}: only {', '.join(PUBLISHED)} are free for all to download; {hint}")
+    raise unknown_name(
+        "published data set", name, PUBLISHED, "pack images of your own with: echelon data im2rec PREFIX FOLDER"
+    )
 
 
 def published_as(data: bytes) -> str | None:

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.errors import UsageError
 from echelon.optim import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftrl, Signum
-from echelon.suggestions import unknown
+from echelon.suggestions import unknown_name
 
 Group = dict[str, Any]
 
@@ -89,7 +89,7 @@ def make_optimizer(
 def check_optimizer(name: str) -> None:
     """A name we do not have is an error that says which there are."""
     if name.lower() not in _MAKERS:
-        raise unknown("optimizer", name, NAMES)
+        raise unknown_name("optimizer", name, NAMES)
 
 
 def check_on_servers(name: str, num_servers: int, warmup_strategy: str = "linear") -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.cores import usable_cores
+from echelon.system import usable_cores
 
 
 @pytest.mark.parametrize(
