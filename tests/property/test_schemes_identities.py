@@ -262,7 +262,7 @@ def test_rules_of_a_store(store: str, staleness: int | None, groups: list[list[i
         ("dist_gsync", -2, [[0]], "staleness must be 0 or more, not -2"),
         ("dist_sync", 0, None, "dist_sync has no staleness, but staleness=0 was given"),
         ("dist_async", None, [[0]], "dist_async has no groups"),
-        ("dist_snyc", None, None, "Unknown store 'dist_snyc'. Did you mean 'dist_sync'? Known: local, device"),
+        ("dist_snyc", None, None, "unknown store 'dist_snyc'; did you mean 'dist_sync'? Choose one of local, device"),
         (
             "dist_device_sync",
             None,

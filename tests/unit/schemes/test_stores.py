@@ -56,13 +56,13 @@ def test_the_rules_of_a_store_agree_with_the_table(name: str) -> None:
 def test_an_unknown_name_raises_with_the_nearest_name(name: str, meant: str) -> None:
     with pytest.raises(UsageError) as caught:
         store_kind(name)
-    assert str(caught.value) == f"Unknown store {name!r}. Did you mean {meant!r}? Known: {', '.join(STORES)}."
+    assert str(caught.value) == f"unknown store {name!r}; did you mean {meant!r}? Choose one of {', '.join(STORES)}"
 
 
 def test_an_unknown_name_that_is_like_no_other_raises_with_the_list() -> None:
     with pytest.raises(UsageError) as caught:
         store_kind("zzz")
-    assert str(caught.value) == f"Unknown store 'zzz'. Known: {', '.join(STORES)}."
+    assert str(caught.value) == f"unknown store 'zzz'; choose one of {', '.join(STORES)}"
 
 
 @pytest.mark.parametrize("name", [None, 3, ["local"]])
