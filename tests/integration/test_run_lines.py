@@ -121,7 +121,7 @@ def test_reading_alone_shows_a_line_at_the_end_too(
 def test_an_unknown_loss_is_said_once(lines: pytest.LogCaptureFixture) -> None:
     assert fit(replace(OPTIONS, num_examples=64, loss="ce,foo")) == 0
     assert [line for line in lines.messages if "foo" in line and "start with" not in line] == [
-        "--loss: there is no loss 'foo', it is left out; use ce, nll_loss, nll"
+        "--loss: unknown loss 'foo' is ignored; choose from ce, nll_loss, nll"
     ]
     assert sum("Validation-cross-entropy" in line for line in lines.messages) == 2
 

@@ -23,12 +23,12 @@ from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
 from echelon.train.recipe.optimizers import make_optimizer
 from echelon.train.recipe.pace import Pace, Pacer
-from echelon.train.step.captured import Compiler, next_batches
-from echelon.train.step.captured_with_servers import ServedBody, why_not_served
-from echelon.train.step.eager import EagerStep, Work
+from echelon.train.step.captured import Compiler
+from echelon.train.step.captured_with_servers import ServerStepBody, why_not_capturable_with_servers
+from echelon.train.step.eager import EagerStep, ForwardPass
 from echelon.train.step.metrics import Metrics
 from echelon.train.step.precision import Precision
-from echelon.train.step.staging import Arrivals, Departure
+from echelon.train.step.staging import GradientStaging, WeightStaging
 from echelon.train.trainer.regions import in_regions, regions_of
 from echelon.train.trainer.server import ServerTrainer
 
@@ -52,34 +52,34 @@ def loader(rank: int, workers: int) -> DeviceMemoryLoader:
     return DeviceMemoryLoader(source, augment, Sampling(64, BATCH, sharding=ByPart(rank, workers)), CPU)
 
 
-def work_for(model: nn.Module, half: torch.dtype | None) -> Work:
-    return Work(model, Precision(CPU, half, ""), Metrics(), BATCH)
+def forward_pass_of(model: nn.Module, half: torch.dtype | None) -> ForwardPass:
+    return ForwardPass(model, Precision(CPU, half, ""), Metrics(), BATCH)
 
 
 def train(
     kv: KVStore,
     half: torch.dtype | None,
-    served: bool,
+    captured: bool,
     compiler: Compiler | None = None,
     first: nn.Module = FIRST,
 ) -> dict[str, Tensor]:
     model = network(first)
     trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
     assert isinstance(trainer, ServerTrainer)
-    work, batches = work_for(model, half), loader(kv.rank, kv.num_workers)
+    forward_pass, batches = forward_pass_of(model, half), loader(kv.rank, kv.num_workers)
     samples = 64 // kv.num_workers  # before somebody has finished and left
-    if served:
-        body = ServedBody(work, trainer, compiler)
-        for _ in next_batches(body, batches):
+    if captured:
+        body = ServerStepBody(forward_pass, trainer, compiler)
+        for _ in body.input.batches(batches):
             body()
-            for departure in body.departures:
-                trainer.send(departure.index, BATCH)
-            for departure in body.departures:
-                trainer.receive(departure.index)
-                body.arrivals.fetch(departure.index)
+            for bucket in body.gradients:
+                trainer.send(bucket.index, BATCH)
+            for bucket in body.gradients:
+                trainer.receive(bucket.index)
+                body.weights.copy_in(bucket.index)
             trainer.count(BATCH)
     else:
-        step = EagerStep(work, trainer, None, Pacer(Pace(), 0))
+        step = EagerStep(forward_pass, trainer, None, Pacer(Pace(), 0))
         for batch in batches:
             step.step(batch)
     trainer.sync()
@@ -90,8 +90,8 @@ def train(
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_in_float32_the_weights_are_those_of_plain_steps_bit_for_bit(num_workers: int) -> None:
     plain, ours = (
-        run(lambda kv, served=served: train(kv, None, served), "dist_sync", num_workers=num_workers)  # type: ignore[misc]
-        for served in (False, True)
+        run(lambda kv, captured=captured: train(kv, None, captured), "dist_sync", num_workers=num_workers)  # type: ignore[misc]
+        for captured in (False, True)
     )
     for left, right in zip(plain, ours, strict=True):
         assert all(torch.equal(left[name], right[name]) for name in left)
@@ -101,8 +101,8 @@ def test_in_float32_the_weights_are_those_of_plain_steps_bit_for_bit(num_workers
 
 def test_in_bfloat16_the_servers_keep_float32_weights() -> None:
     (plain,), (ours,) = (
-        run(lambda kv, served=served: train(kv, torch.bfloat16, served), "dist_sync", num_workers=1)  # type: ignore[misc]
-        for served in (False, True)
+        run(lambda kv, captured=captured: train(kv, torch.bfloat16, captured), "dist_sync", num_workers=1)  # type: ignore[misc]
+        for captured in (False, True)
     )
     flat = [torch.cat([weights[name].flatten() for name in weights if "weight" in name]) for weights in (plain, ours)]
     assert flat[1].dtype is torch.float32
@@ -204,8 +204,8 @@ def test_what_is_used_twice_learns_from_both_uses(make: Callable[[], nn.Module],
     torch.manual_seed(1)
     first = make()
     (plain,), (ours,) = (
-        run(lambda kv, served=served: train(kv, half, served, first=first), "dist_sync", num_workers=1)  # type: ignore[misc]
-        for served in (False, True)
+        run(lambda kv, captured=captured: train(kv, half, captured, first=first), "dist_sync", num_workers=1)  # type: ignore[misc]
+        for captured in (False, True)
     )
     moved, off = (
         torch.cat([(plain[name] - other[name]).flatten() for name in plain]).norm()
@@ -277,8 +277,8 @@ def test_what_is_not_used_stays_as_it_is(half: torch.dtype | None, num_workers: 
     torch.manual_seed(1)
     first = Idle()
     plain, ours = (
-        run(lambda kv, served=served: train(kv, half, served, first=first), "dist_sync", num_workers=num_workers)  # type: ignore[misc]
-        for served in (False, True)
+        run(lambda kv, captured=captured: train(kv, half, captured, first=first), "dist_sync", num_workers=num_workers)  # type: ignore[misc]
+        for captured in (False, True)
     )
     start = first.state_dict()
     for left, right in zip(plain, ours, strict=True):
@@ -294,14 +294,15 @@ def test_what_is_used_in_some_steps_is_sent_to_the_eager_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("frozen", "expected"), [(True, None), (False, "weights of float32 and float64 cannot come back in one piece")]
+    ("frozen", "expected"),
+    [(True, None), (False, "weights of float32 and float64 cannot be copied with one staging buffer")],
 )
 def test_weights_of_two_dtypes_are_not_captured(frozen: bool, expected: str | None) -> None:
     def build(kv: KVStore) -> str | None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2).double().requires_grad_(not frozen))
         trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
         assert isinstance(trainer, ServerTrainer)
-        return why_not_served(trainer)
+        return why_not_capturable_with_servers(trainer)
 
     assert run(build, "dist_sync", num_workers=1) == [expected]
 
@@ -321,10 +322,10 @@ def test_gradients_and_weights_find_their_places_whatever_the_layout_on_the_devi
             for name in names
         }
         assert leaves["0.weight"].stride() != full["0.weight"].stride()
-        arrivals, departure = Arrivals(trainer, [names], full, leaves), Departure(trainer, 0, leaves)
+        weights, gradients = WeightStaging(trainer, [names], full, leaves), GradientStaging(trainer, 0, leaves)
         for leaf in leaves.values():
             leaf.grad = torch.randn_like(leaf)
-        departure.bring()
+        gradients.copy_out()
         for name, leaf in leaves.items():
             assert leaf.grad is not None
             assert torch.equal(trainer.kvstore.views(name)[1], leaf.grad.float()), name
@@ -333,8 +334,8 @@ def test_gradients_and_weights_find_their_places_whatever_the_layout_on_the_devi
         trainer.receive(0)
         for step in (False, True):
             if step:
-                arrivals.fetch(0)
-            arrivals.take()
+                weights.copy_in(0)
+            weights.unpack()
             for name in names:
                 weight = trainer.kvstore.views(name)[0] if step else before[name]
                 assert torch.equal(leaves[name], weight.bfloat16()), name

@@ -1,4 +1,4 @@
-"""The body of a captured step, run on the CPU as it is: the graph around it needs a GPU, its arithmetic does not."""
+"""The body of a captured step, run on the CPU without a graph: only capturing needs a GPU, not the arithmetic."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from echelon.data.loading.device import DeviceMemoryLoader
 from echelon.data.loading.memory import MemorySource
 from echelon.data.loading.order import Sampling
 from echelon.train.recipe.pace import Pace, Pacer
-from echelon.train.step.captured import OnDevice, WholeStep, why_not_captured
-from echelon.train.step.eager import EagerStep, Work, set_rate
+from echelon.train.step.batch_input import DeviceBatches
+from echelon.train.step.captured import StepBody, set_learning_rate, why_not_capturable
+from echelon.train.step.eager import EagerStep, ForwardPass
 from echelon.train.step.metrics import Metrics
 from echelon.train.step.precision import LossScaler, Precision
 
@@ -27,7 +28,7 @@ BATCH = 8
 
 
 class Alone:
-    """A trainer of one process, reduced to what a step needs."""
+    """A trainer for one process, with only what a step calls."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -60,8 +61,8 @@ def loader() -> DeviceMemoryLoader:
     return DeviceMemoryLoader(source, augment, Sampling(64, BATCH, seed=1), CPU)
 
 
-def work_for(model: nn.Module, half: torch.dtype | None) -> Work:
-    return Work(model, Precision(CPU, half, ""), Metrics(top_k=3, losses="ce"), BATCH, label_smoothing=0.1)
+def forward_pass_of(model: nn.Module, half: torch.dtype | None) -> ForwardPass:
+    return ForwardPass(model, Precision(CPU, half, ""), Metrics(top_k=3, losses="ce"), BATCH, label_smoothing=0.1)
 
 
 def sgd(model: nn.Module, **settings: Any) -> SGD:
@@ -72,10 +73,10 @@ def eager(
     half: torch.dtype | None, scaler: LossScaler | None = None, make: Callable[[], nn.Module] = network
 ) -> tuple[nn.Module, Tensor]:
     model = make()
-    step = EagerStep(work_for(model, half), Alone(sgd(model, fused=True)), scaler, Pacer(Pace(), 0))
+    step = EagerStep(forward_pass_of(model, half), Alone(sgd(model, fused=True)), scaler, Pacer(Pace(), 0))
     for batch in loader():
         step.step(batch)
-    return model, step.work.sums
+    return model, step.forward_pass.sums
 
 
 def whole(
@@ -86,17 +87,17 @@ def whole(
     make: Callable[[], nn.Module] = network,
 ) -> tuple[nn.Module, Tensor]:
     model = make()
-    work, batches = work_for(model, half), loader()
-    step = WholeStep(work, Alone(sgd(model)), scaler, compiler)
+    forward_pass, batches = forward_pass_of(model, half), loader()
+    step = StepBody(forward_pass, Alone(sgd(model)), scaler, compiler)
     if in_memory:
-        step.source = batches
+        step.input.loader = batches
         for _ in range(batches.begin()):
             step()
     else:
         for batch in batches:
-            step.input = batch
+            step.input.buffer = batch
             step()
-    return model, work.sums
+    return model, forward_pass.sums
 
 
 def same(left: nn.Module, right: nn.Module) -> bool:
@@ -109,8 +110,8 @@ def distance(left: nn.Module, right: nn.Module) -> float:
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize("in_memory", [True, False], ids=["data inside", "data brought"])
-def test_in_float32_the_weights_are_those_of_plain_steps_bit_for_bit(in_memory: bool) -> None:
+@pytest.mark.parametrize("in_memory", [True, False], ids=["loader on the device", "batches copied in"])
+def test_in_float32_the_weights_equal_those_of_eager_steps_bit_for_bit(in_memory: bool) -> None:
     plain, sums = eager(None)
     ours, measured = whole(None, in_memory=in_memory)
     assert same(ours, plain)
@@ -118,14 +119,14 @@ def test_in_float32_the_weights_are_those_of_plain_steps_bit_for_bit(in_memory: 
     assert measured[-1] == 64
 
 
-def test_in_bfloat16_half_copies_do_what_autocast_does() -> None:
+def test_in_bfloat16_half_copies_give_what_autocast_gives() -> None:
     plain, sums = eager(torch.bfloat16)
     ours, measured = whole(torch.bfloat16)
-    assert distance(ours, plain) < 2e-3  # gradients are rounded to bfloat16 in both, casts are in another order
+    assert distance(ours, plain) < 2e-3  # both round gradients to bfloat16, but cast in a different order
     assert measured[-1] == sums[-1]
-    assert all(p.dtype is torch.float32 for p in ours.parameters()), "the weights themselves stay float32"
+    assert all(p.dtype is torch.float32 for p in ours.parameters()), "the parameters themselves stay float32"
     first = network()
-    assert distance(ours, first) > 0.01, "it has learnt something to compare"
+    assert distance(ours, first) > 0.01, "training must change the weights, or the comparison means nothing"
 
 
 def tied() -> nn.Module:
@@ -146,11 +147,11 @@ def test_in_bfloat16_a_weight_that_is_used_twice_learns_from_both_uses(make: Cal
     plain, _ = eager(torch.bfloat16, make=make)
     ours, _ = whole(torch.bfloat16, make=make)
     assert distance(ours, plain) < 1e-4
-    assert distance(ours, make()) > 0.01, "it has learnt something to compare"
+    assert distance(ours, make()) > 0.01, "training must change the weights, or the comparison means nothing"
 
 
 class PartlyUsed(nn.Module):
-    """Has weights that no forward pass touches."""
+    """Has weights that no forward pass uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +168,7 @@ def partly_used() -> nn.Module:
 
 
 @pytest.mark.parametrize("half", [None, torch.bfloat16])
-def test_weights_that_are_not_used_stay_as_they_are(half: torch.dtype | None) -> None:
+def test_unused_weights_do_not_change(half: torch.dtype | None) -> None:
     ours, _ = whole(half, make=partly_used)
     plain, _ = eager(half, make=partly_used)
     never = partly_used().get_submodule("never")
@@ -176,18 +177,18 @@ def test_weights_that_are_not_used_stay_as_they_are(half: torch.dtype | None) ->
     assert distance(ours, plain) < 2e-3
 
 
-def test_compiled_it_does_the_same() -> None:
+def test_a_compiled_body_gives_the_same() -> None:
     ours, measured = whole(torch.bfloat16)
     compiled, sums = whole(torch.bfloat16, compiler=lambda f: torch.compile(f, backend="aot_eager"))
     assert distance(compiled, ours) < 2e-3
     assert measured[-1] == sums[-1]
 
 
-def test_a_step_that_overflows_in_float16_is_left_out_and_the_scale_halves() -> None:
+def test_a_step_that_overflows_in_float16_is_skipped_and_the_scale_halves() -> None:
     model = network()
-    work, batches, scaler = work_for(model, torch.float16), loader(), LossScaler(CPU)
-    step = WholeStep(work, Alone(sgd(model)), scaler)
-    step.source = batches
+    forward_pass, batches, scaler = forward_pass_of(model, torch.float16), loader(), LossScaler(CPU)
+    step = StepBody(forward_pass, Alone(sgd(model)), scaler)
+    step.input.loader = batches
     batches.begin()
     step()
     before = [p.detach().clone() for p in model.parameters()]
@@ -211,20 +212,20 @@ def uninitialised_memory_is_nan() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("uninitialised_memory_is_nan")
-def test_a_first_step_that_overflows_leaves_nothing_behind() -> None:
+def test_a_first_step_that_overflows_has_no_effect() -> None:
     def trained(overflow: bool) -> list[Tensor]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 10))
-        work, scaler = work_for(model, torch.float16), LossScaler(CPU)
-        step = WholeStep(work, Alone(sgd(model)), scaler)
+        forward_pass, scaler = forward_pass_of(model, torch.float16), LossScaler(CPU)
+        step = StepBody(forward_pass, Alone(sgd(model)), scaler)
         batches = list(loader())
         if overflow:
             scaler.scale.fill_(2.0**40)
-            step.input = batches[0]
+            step.input.buffer = batches[0]
             step()
             assert scaler.found_inf == 1
         scaler.scale.fill_(2.0**8)
-        for step.input in batches[1:4]:
+        for step.input.buffer in batches[1:4]:
             step()
             assert scaler.found_inf == 0
         return [p.detach() for p in model.parameters()]
@@ -232,25 +233,25 @@ def test_a_first_step_that_overflows_leaves_nothing_behind() -> None:
     assert all(torch.equal(p, q) for p, q in zip(trained(True), trained(False), strict=True))
 
 
-def test_a_loader_on_the_device_is_known_by_what_it_can_do() -> None:
-    assert isinstance(loader(), OnDevice)
-    assert not isinstance([], OnDevice)
+def test_a_loader_on_the_device_is_recognised_by_its_methods() -> None:
+    assert isinstance(loader(), DeviceBatches)
+    assert not isinstance([], DeviceBatches)
 
 
-def test_the_rate_of_a_captured_optimizer_lives_on_the_device() -> None:
+def test_the_learning_rate_of_a_captured_optimizer_is_a_tensor() -> None:
     model = network()
     optimizer = sgd(model)
-    WholeStep(work_for(model, None), Alone(optimizer), None)
+    StepBody(forward_pass_of(model, None), Alone(optimizer), None)
     rate = optimizer.param_groups[0]["lr"]
-    set_rate(optimizer, 0.25)
+    set_learning_rate(optimizer, 0.25)
     assert rate is optimizer.param_groups[0]["lr"]
     assert rate == 0.25
 
 
-def test_what_cannot_be_captured_says_why() -> None:
+def test_why_not_capturable_names_the_reason() -> None:
     parameters = [nn.Parameter(torch.zeros(1))]
-    assert why_not_captured(SGD(parameters, lr=1), torch.float16) is None
-    assert why_not_captured(AdamW(parameters), torch.float16) is None
-    assert why_not_captured(RMSprop(parameters), None) is None
-    assert "overflowed" in str(why_not_captured(RMSprop(parameters), torch.float16))
-    assert "Adagrad" in str(why_not_captured(Adagrad(parameters), None))
+    assert why_not_capturable(SGD(parameters, lr=1), torch.float16) is None
+    assert why_not_capturable(AdamW(parameters), torch.float16) is None
+    assert why_not_capturable(RMSprop(parameters), None) is None
+    assert "overflowed" in str(why_not_capturable(RMSprop(parameters), torch.float16))
+    assert "Adagrad" in str(why_not_capturable(Adagrad(parameters), None))

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from echelon.data.loading.order import uniforms
 from echelon.errors import UsageError
-from echelon.train.step.losses import blend, cross_entropy, draw_weight, mixup
+from echelon.train.step.losses import Mixup, blend, cross_entropy, draw_weight
 
 LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.0, 0.0]])
 LABELS = torch.tensor([0, 2])
@@ -39,7 +39,7 @@ def test_label_smoothing() -> None:
 
 def test_mixed_labels_count_by_their_shares() -> None:
     mixed = (torch.tensor([1, 1]), torch.tensor(0.75))
-    assert float(cross_entropy(LOGITS, LABELS, mixup=mixed)) == pytest.approx(
+    assert float(cross_entropy(LOGITS, LABELS, mixed=mixed)) == pytest.approx(
         by_hand([[0.75, 0.25, 0], [0, 0.25, 0.75]])
     )
     smooth = [[0.625, 0.275, 0.1], [0.1, 0.275, 0.625]]
@@ -66,7 +66,7 @@ def test_every_image_is_blended_with_the_one_before() -> None:
 
 def test_mixup_is_the_drawn_blend() -> None:
     images, labels = torch.randn(5, 3, 4, 4), torch.arange(5)
-    blended, (others, weight) = mixup(images, labels, 0.4, seed=1, epoch=2, counter=3)
+    blended, (others, weight) = Mixup(0.4, seed=1, rank=2, first_step=1)(images, labels, clock=2)
     drawn = torch.tensor(draw_weight(0.4, 1, 2, 3))
     expected, (expected_others, _) = blend(images, labels, drawn)
     assert torch.equal(blended, expected)
@@ -76,7 +76,7 @@ def test_mixup_is_the_drawn_blend() -> None:
 
 def test_a_blend_keeps_layout_and_precision() -> None:
     images = torch.randn(4, 3, 8, 8, dtype=torch.float16).to(memory_format=torch.channels_last)
-    blended, (_, weight) = mixup(images, torch.arange(4), 0.2, seed=0, epoch=0, counter=0)
+    blended, (_, weight) = Mixup(0.2, seed=0, rank=0)(images, torch.arange(4), clock=0)
     assert (blended.dtype, weight.dtype) == (torch.float16, torch.float32)
     assert blended.is_contiguous(memory_format=torch.channels_last)
 
@@ -150,7 +150,7 @@ def test_draws_are_not_those_of_the_augmentation() -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, -1.0, math.nan, math.inf])
 def test_alpha_must_be_a_number_above_nought(alpha: float) -> None:
-    with pytest.raises(UsageError, match=re.escape(f"mixup with alpha {alpha:g}: it must be above 0")):
+    with pytest.raises(UsageError, match=re.escape(f"mixup with alpha {alpha:g}: alpha must be finite and above 0")):
         draw_weight(alpha, 0, 0, 0)
 
 

@@ -72,7 +72,7 @@ def test_loss_words(words: str, names: tuple[str, ...], caplog: pytest.LogCaptur
 def test_an_unknown_loss_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert Metrics(losses="hinge,ce").names == ("accuracy", "cross-entropy")
-    assert caplog.messages == ["--loss: there is no loss 'hinge', it is left out; use ce, nll_loss, nll"]
+    assert caplog.messages == ["--loss: unknown loss 'hinge' is ignored; choose from ce, nll_loss, nll"]
 
 
 @pytest.mark.parametrize("k", [1, -1])

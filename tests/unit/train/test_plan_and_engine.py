@@ -22,7 +22,7 @@ from echelon.train.recipe.plan import (
     worker_batch,
 )
 from echelon.train.script import check
-from echelon.train.step.choose import COMPILING_PAYS_AFTER, choose_engine
+from echelon.train.step.choose import COMPILING_PAYS_AFTER, decide_engine
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ MANY, FEW = COMPILING_PAYS_AFTER, COMPILING_PAYS_AFTER - 1
     ],
 )
 def test_the_engine(asked: str, device: str, obstacle: str | None, steps: int, name: str, captured: bool) -> None:
-    choice = choose_engine(asked, device, obstacle, steps)
+    choice = decide_engine(asked, device, obstacle, steps)
     assert (choice.name, choice.captured) == (name, captured)
     if asked == "graph" and not captured:
         assert ("servers" if device == "cuda" else "the CPU") in choice.reason, "a fallback says why"

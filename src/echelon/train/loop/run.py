@@ -29,11 +29,10 @@ from echelon.train.loop.stopping import Interrupted, Stopping
 from echelon.train.loop.tensorboard import Board
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import Place, epoch_size, sampling_for, schedule_for, state_at
-from echelon.train.step import make as stepping
 from echelon.train.step.average import MovingAverage
-from echelon.train.step.captured_with_servers import ServedStep
-from echelon.train.step.choose import patience
-from echelon.train.step.eager import Work, set_rate
+from echelon.train.step.captured import set_learning_rate
+from echelon.train.step.choose import choose_engine, log_duration, make_step, prepare_optimizer
+from echelon.train.step.eager import ForwardPass
 from echelon.train.step.metrics import Metrics
 from echelon.train.step.precision import LossScaler, choose_precision
 from echelon.train.trainer.base import Trainer
@@ -71,10 +70,10 @@ class Run:
         self._scaler = LossScaler(device) if self._precision.half is torch.float16 else None
         examples = min(options.num_examples or len(dataset.train), len(dataset.train))
         num_steps = options.num_epochs * epoch_size(examples, self._place.num_workers, options.batch_size)
-        self._choice = stepping.choose(options, trainer, self._precision, self._place, num_steps)
+        self._choice = choose_engine(options, trainer, self._precision, self._place, num_steps)
         self._sampling = sampling_for(options, len(dataset.train), self._place, fixed=self._fixed)
         self._per_epoch = self._sampling.batches_per_epoch
-        self._work = Work(
+        self._forward_pass = ForwardPass(
             trainer.model, self._precision, self._metrics, self._sampling.batch_size, options.label_smoothing
         )
         horizon = options.ema_epochs * self._per_epoch
@@ -102,13 +101,13 @@ class Run:
 
     def run(self) -> int:
         """Train, meet the others, and as the leader evaluate and save what came out."""
-        stepping.prepare(self._choice, self._trainer, self._precision, self._scaler)
+        prepare_optimizer(self._choice, self._trainer, self._precision, self._scaler)
         point = self._saver.load()
         state = state_at(self._sampling, point.epoch, point.samples_done, self._place.size)
         self._schedule = schedule_for(self._options, self._place, self._per_epoch, point.epoch)
         begin = state.epoch * self._per_epoch + state.position // self._sampling.batch_size
-        self._step = stepping.make_step(
-            self._choice, self._options, self._work, self._trainer, self._scaler, self._average, begin
+        self._step = make_step(
+            self._choice, self._options, self._forward_pass, self._trainer, self._scaler, self._average, begin
         )
         device = self._precision.device
         with (
@@ -135,13 +134,13 @@ class Run:
         epoch, per_epoch = loader.state.epoch, self._per_epoch
         first = loader.state.position // self._sampling.batch_size
         speedometer = log_lines.Speedometer(self._options.batch_size, self._options.disp_batches)
-        self._work.sums.zero_()
-        shown = torch.zeros(len(self._work.sums), dtype=torch.float64)
+        self._forward_pass.sums.zero_()
+        shown = torch.zeros(len(self._forward_pass.sums), dtype=torch.float64)
         began = time.perf_counter()
         self._trainer.model.train()
         for index in self._steps(loader, first):
             if index % self._options.disp_batches == 0 or index == first:
-                now = self._trainer.over_devices(self._work.sums)  # waits for the device, which may be steps behind
+                now = self._trainer.over_devices(self._forward_pass.sums)  # waits for the device
                 if (due := speedometer.tick(epoch, index)) is not None:
                     self._say_speed(epoch, due, self._metrics.means(now - shown))
                     shown = now
@@ -163,7 +162,7 @@ class Run:
         schedule = self._schedule
         rate = schedule.rate(update)
         if rate != self._rate:
-            set_rate(self._trainer.optimizer, rate)
+            set_learning_rate(self._trainer.optimizer, rate)
             self._rate = rate
         if (line := schedule.changes(update)) is not None:
             self._say(line)
@@ -175,7 +174,7 @@ class Run:
                 self._say(line)
         elif self._trainer.clock == 0 and self._choice.compiled:
             log.info("what is compiled is kept in %s", use_compile_cache())
-            with patience("compiling the step"), self._stopping.at_once():
+            with log_duration("compiling the step"), self._stopping.at_once():
                 self._step.step(batch)
                 if self._precision.device.type == "cuda":
                     torch.cuda.synchronize()
@@ -208,7 +207,7 @@ class Run:
         return Point(epoch, done, done * self._sampling.batch_size * self._place.size)
 
     def _end_epoch(self, epoch: int, began: float) -> None:
-        sums = self._trainer.over_devices(self._work.sums)  # waits for the device: the time is all of the epoch's
+        sums = self._trainer.over_devices(self._forward_pass.sums)  # waits for the device: the whole epoch is timed
         means = self._metrics.means(sums)
         seconds = time.perf_counter() - began
         for name, value in means.items():
@@ -272,8 +271,7 @@ class Run:
             if self._leader:
                 self._conclude()
         self._board.close()
-        if isinstance(self._step, ServedStep):
-            self._step.close()
+        self._step.close()
         self._trainer.close()
 
     def _conclude(self) -> None:

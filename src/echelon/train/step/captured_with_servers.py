@@ -1,9 +1,10 @@
-"""Steps whose forward and backward are one CUDA graph and whose update happens on servers.
+"""Steps whose forward and backward passes are CUDA graphs and whose update runs on servers.
 
-Gradients leave for the store's own memory, which is pinned, while backward is still running: as soon as a bucket is
-complete, one copy brings it over and an event tells the host, which pushes it. So that buckets are complete early when
-Inductor compiles, it compiles the network in a few pieces (`regions`). Weights go to the GPU as they come back; the
-next graph begins by putting all of them where the network reads them, in half precision where it is wanted.
+Gradients go to the store's own memory, which is pinned, while backward is still running. As soon as a bucket is
+complete, one copy moves it there, and an event lets the host push it. Compiled as a whole, a network would complete all
+buckets at the end, so Inductor compiles it in a few regions (`trainer.regions`). Weights are copied to a staging buffer
+on the GPU as they come back. The next step starts by unpacking all of them to where the network reads them, in half
+precision where the run uses it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,168 +21,178 @@ from echelon.data.loading.loader import Batches
 from echelon.data.loading.pinned import pin, unpin
 from echelon.errors import UsageError
 from echelon.train.step.average import MovingAverage
-from echelon.train.step.captured import WARM_STEPS, Compiler, OnDevice, bring, halved_weights, next_batches
-from echelon.train.step.eager import Batch, Work
-from echelon.train.step.staging import Arrivals, Departure
+from echelon.train.step.batch_input import BatchInput
+from echelon.train.step.captured import WARM_UP_STEPS, Compiler
+from echelon.train.step.eager import Batch, ForwardPass
+from echelon.train.step.precision import HalfWeights
+from echelon.train.step.staging import GradientStaging, WeightStaging
 from echelon.train.trainer.regions import in_regions
 from echelon.train.trainer.server import ServerTrainer
 
 log = logging.getLogger(__name__)
 
 _CHANGES = "has a gradient in some steps and none in others: use --engine eager for this network"
-IMPATIENT_S = 2e-3  # an answer that is due is looked for again and again before this thread goes to sleep over it
+SPIN_S = 2e-3  # how long the host polls for weights that are due before it blocks
 
 
-def why_not_served(trainer: ServerTrainer) -> str | None:
-    """What about a model keeps its steps from being captured, or None."""
+def why_not_capturable_with_servers(trainer: ServerTrainer) -> str | None:
+    """Return why steps of this model cannot be captured, or None if they can."""
     dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in trainer.model.parameters() if one.requires_grad})
-    return f"weights of {' and '.join(dtypes)} cannot come back in one piece" if len(dtypes) > 1 else None
+    return f"weights of {' and '.join(dtypes)} cannot be copied with one staging buffer" if len(dtypes) > 1 else None
 
 
-class ServedBody:
-    """Weights in, forward, backward, gradients out; runs on any device. `launch` is called for each complete bucket."""
+class ServerStepBody:
+    """Weights in, forward, backward, gradients out. It runs on any device. Calls `on_bucket` per complete bucket."""
 
     def __init__(
         self,
-        work: Work,
+        forward_pass: ForwardPass,
         trainer: ServerTrainer,
         compiler: Compiler | None = None,
         average: MovingAverage | None = None,
     ) -> None:
-        self._work = work
+        self._forward_pass = forward_pass
         self._average = average
-        half = work.precision.half
-        halved = halved_weights(work.model) if half is not None else {}
-        copies = {name: weight.detach().to(half).requires_grad_() for name, weight in halved.items()}
-        full: dict[str, Tensor] = dict(work.model.named_parameters())
-        leaves = full | copies
+        model, half = forward_pass.model, forward_pass.precision.half
+        copies = HalfWeights(model, half).copies if half is not None else {}
+        parameters: dict[str, Tensor] = dict(model.named_parameters())
+        leaves = parameters | copies
         buckets = trainer.drive()
-        self.arrivals = Arrivals(trainer, buckets, full, leaves)
-        self.departures = [
-            Departure(trainer, index, {name: leaves[name] for name in names}) for index, names in enumerate(buckets)
+        self.weights = WeightStaging(trainer, buckets, parameters, leaves)
+        self.gradients = [
+            GradientStaging(trainer, index, {name: leaves[name] for name in names})
+            for index, names in enumerate(buckets)
         ]
         self._compiler = compiler or (lambda function: function)
-        self._network = in_regions(work.model, copies, self._compiler)
-        self._judge = self._compiler(work.judge)
-        self._gather: Callable[[], Batch] | None = None
-        self.source: OnDevice | None = None
-        self.input: Batch | None = None
+        self._network = in_regions(model, copies, self._compiler)
+        self._loss_and_metrics = self._compiler(forward_pass.loss_and_metrics)
+        self._compiled_gather: Callable[[], Batch] | None = None
+        self.input = BatchInput(forward_pass.precision.device)
         self._batch: Batch | None = None
-        self.launch: Callable[[Departure], None] = Departure.bring
+        self.on_bucket: Callable[[GradientStaging], None] = GradientStaging.copy_out
         self.hooks = [
-            leaf.register_post_accumulate_grad_hook(self._counter(departure))  # type: ignore[no-untyped-call]
-            for departure in self.departures
-            for leaf in departure.leaves
+            leaf.register_post_accumulate_grad_hook(self._gradient_hook(bucket))  # type: ignore[no-untyped-call]
+            for bucket in self.gradients
+            for leaf in bucket.leaves
         ]
         self._trainer = trainer
-        self._unused: dict[str, Tensor] | None = None  # what the first step found to get no gradient
+        self._unused: dict[str, Tensor] | None = None  # parameters that got no gradient in the first step
 
     def __call__(self) -> None:
-        """Run it."""
-        self.gather()
-        self.take_weights()
-        self.learn()
+        """Run all parts in order."""
+        self.gather_batch()
+        self.unpack_weights()
+        self.forward_backward()
 
-    def gather(self) -> None:
-        """The part that needs no weights: the next batch."""
-        if self.source is None:
-            self._batch = self.input
+    def gather_batch(self) -> None:
+        """Get the next batch: the part that needs no weights."""
+        if self.input.loader is None:
+            self._batch = self.input.buffer
             return
-        if self._gather is None:
-            self._gather = self._compiler(self.source.gather)
-        self._batch = self._gather()
+        if self._compiled_gather is None:
+            self._compiled_gather = self._compiler(self.input.loader.gather)
+        self._batch = self._compiled_gather()
 
-    def take_weights(self) -> None:
-        """The part that takes the weights in."""
-        self.arrivals.take()
+    def unpack_weights(self) -> None:
+        """Copy the weights from the staging buffer to where the network reads them, and average them."""
+        self.weights.unpack()
         if self._average is not None:
-            self.arrivals.renew()
+            self.weights.renew_parameters()
             self._average.update()
 
-    def learn(self) -> None:
-        """The rest: forward, backward, gradients out."""
-        for departure in self.departures:
-            departure.missing = len(departure.leaves)
-            for leaf in departure.leaves:
+    def forward_backward(self) -> None:
+        """Run forward and backward, and copy gradients out as buckets become complete."""
+        for bucket in self.gradients:
+            bucket.num_missing = len(bucket.leaves)
+            for leaf in bucket.leaves:
                 leaf.grad = None
-        loss, sums = self._measured()
+        loss, sums = self._forward()
         loss.backward()  # type: ignore[no-untyped-call]
-        self._work.sums.add_(sums)
-        late = [departure for departure in self.departures if departure.missing]
+        self._forward_pass.sums.add_(sums)
+        incomplete = [bucket for bucket in self.gradients if bucket.num_missing]
         if self._unused is None:
             self._unused = {}
-            for departure in late:
-                self._leave_out_unused(departure)
-        elif late:
-            raise UsageError(f"{next(iter(late[0].leave_out_unused()))} {_CHANGES}")
+            for bucket in incomplete:
+                self._drop_unused(bucket)
+        elif incomplete:
+            raise UsageError(f"{next(iter(incomplete[0].drop_unused()))} {_CHANGES}")
 
-    def _leave_out_unused(self, departure: Departure) -> None:
-        """What the network does not use gets no gradient in any step: nothing is to wait for it."""
+    def _drop_unused(self, bucket: GradientStaging) -> None:
+        """Remove parameters that the network does not use: they get no gradient, so no bucket may wait for them."""
         assert self._unused is not None
-        unused = departure.leave_out_unused()
-        log.info("not used by the network, and left as they are: %s", ", ".join(unused))
+        unused = bucket.drop_unused()
+        log.info("not used by the network, and not changed: %s", ", ".join(unused))
         self._unused |= unused
-        self._trainer.leave_out(departure.index, list(unused))
-        self.launch(departure)
+        self._trainer.leave_out(bucket.index, list(unused))
+        self.on_bucket(bucket)
 
-    def _counter(self, departure: Departure) -> Any:
-        def ready(leaf: Tensor) -> None:
+    def _gradient_hook(self, bucket: GradientStaging) -> Callable[[Tensor], None]:
+        def count(leaf: Tensor) -> None:
             if self._unused and any(leaf is one for one in self._unused.values()):
                 raise UsageError(f"a parameter {_CHANGES}")
-            departure.missing -= 1
-            if not departure.missing:
-                self.launch(departure)
+            bucket.num_missing -= 1
+            if not bucket.num_missing:
+                self.on_bucket(bucket)
 
-        return ready
+        return count
 
-    def _measured(self) -> tuple[Tensor, Tensor]:
+    def _forward(self) -> tuple[Tensor, Tensor]:
         assert self._batch is not None
         images, labels = self._batch
-        with self._work.precision.autocast():
+        with self._forward_pass.precision.autocast():
             logits = self._network(images)
-        loss, sums = self._judge(logits, labels)
+        loss, sums = self._loss_and_metrics(logits, labels)
         return loss, sums
 
 
-class ServedStep:
-    """Replays the body, pushes each bucket when it has arrived, and fetches the new weights."""
+class CapturedServerStep:
+    """Replays the body as graphs, pushes each bucket when its copy is complete, and copies new weights back."""
 
     def __init__(
-        self, work: Work, trainer: ServerTrainer, *, compiled: bool, average: MovingAverage | None = None
+        self,
+        forward_pass: ForwardPass,
+        trainer: ServerTrainer,
+        *,
+        compiled: bool,
+        average: MovingAverage | None = None,
     ) -> None:
-        self.work = work
+        self._forward_pass = forward_pass
         self._trainer = trainer
         self._pinned = trainer.kvstore.memory()
         for memory in self._pinned:
             pin(memory.data_ptr(), memory.nbytes)
-        self._body = ServedBody(work, trainer, torch.compile if compiled else None, average)
-        self._outward = torch.cuda.Stream(work.precision.device)  # type: ignore[no-untyped-call]
-        self._inward = torch.cuda.Stream(work.precision.device)  # type: ignore[no-untyped-call]
-        self._left = [torch.cuda.Event(external=True) for _ in self._body.departures]  # type: ignore[no-untyped-call]
-        self._due: deque[int] = deque()  # buckets whose weights have not come back yet
-        self._body.launch = self._launch
+        self._body = ServerStepBody(forward_pass, trainer, torch.compile if compiled else None, average)
+        device = forward_pass.precision.device
+        self._out_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._copied_out = [
+            torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
+            for _ in self._body.gradients
+        ]
+        self._in_flight: deque[int] = deque()  # buckets that were pushed and whose weights are not copied in yet
+        self._body.on_bucket = self._copy_out
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._num_warm = 0
-        self._last: Tensor | None = None
+        self._num_warm_up = 0
 
     def batches(self, loader: Batches) -> Iterator[Batch | None]:
-        """As `CapturedStep.batches`."""
-        return next_batches(self._body, loader)
+        """Yield the rest of an epoch: batches, or None for each batch of a loader on the device."""
+        return self._body.input.batches(loader)
 
     def step(self, batch: Batch | None) -> None:
-        """One step; the weights that come back last are taken in by the next one, or by `trainer.sync`."""
+        """Make one step. The last weights to come back are copied in by the next step, or by `trainer.sync`."""
         if batch is not None:
-            self._last = bring(self._body, batch, self._last, self.work.precision.device)
-        self._replay() if self._graphs else self._warm()
-        for departure, left in zip(self._body.departures, self._left, strict=True):
-            while not left.query():  # type: ignore[no-untyped-call]
-                self._fetch_if_there()
-            self._trainer.send(departure.index, self.work.batch_size)
-            self._due.append(departure.index)
-        self._trainer.count(self.work.batch_size)
+            self._body.input.copy_in(batch)
+        self._replay() if self._graphs else self._warm_up()
+        samples = self._forward_pass.batch_size
+        for bucket, copied_out in zip(self._body.gradients, self._copied_out, strict=True):
+            while not copied_out.query():  # type: ignore[no-untyped-call]
+                self._copy_in_if_received()
+            self._trainer.send(bucket.index, samples)
+            self._in_flight.append(bucket.index)
+        self._trainer.count(samples)
 
     def close(self) -> None:
-        """Let the store's memory go."""
+        """Remove the hooks and unpin the store's memory."""
         torch.cuda.synchronize()
         for hook in self._body.hooks:
             hook.remove()
@@ -190,60 +200,64 @@ class ServedStep:
             unpin(memory.data_ptr())
 
     def _replay(self) -> None:
-        """The batch is made while the last weights come, and the long graph is launched while a short one runs."""
-        *gather, take_weights, learn = self._graphs
-        for graph in gather:
-            graph.replay()
-        self._land()
-        take_weights.replay()
-        learn.replay()
+        """Replay the graphs: the batch is gathered while the last weights come back.
 
-    def _warm(self) -> None:
-        """A plain step. After the last of them, the next is a replay."""
-        self._land()
+        The long graph is separate, so that the host launches it while the short one for the weights runs.
+        """
+        *gather_batch, unpack_weights, forward_backward = self._graphs
+        for graph in gather_batch:
+            graph.replay()
+        self._wait_for_weights()
+        unpack_weights.replay()
+        forward_backward.replay()
+
+    def _warm_up(self) -> None:
+        """Make one of the first steps without graphs; after the last of them, capture the graphs."""
+        self._wait_for_weights()
         current = torch.cuda.current_stream()
-        warm = torch.cuda.Stream(self.work.precision.device)  # type: ignore[no-untyped-call]
-        warm.wait_stream(current)
-        with torch.cuda.stream(warm):
+        stream = torch.cuda.Stream(self._forward_pass.precision.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             self._body()
-        current.wait_stream(warm)
+        current.wait_stream(stream)
         torch.cuda.synchronize()
-        self._num_warm += 1
-        if self._num_warm > WARM_STEPS:
+        self._num_warm_up += 1
+        if self._num_warm_up > WARM_UP_STEPS:
             self._capture()
 
     def _capture(self) -> None:
         body = self._body
         pool = torch.cuda.graph_pool_handle()
-        for part in ([body.gather] if body.source is not None else []) + [body.take_weights, body.learn]:
+        gather = [body.gather_batch] if body.input.loader is not None else []
+        for part in (*gather, body.unpack_weights, body.forward_backward):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 part()
-                if part == body.learn:
-                    torch.cuda.current_stream().wait_stream(self._outward)
+                if part == body.forward_backward:
+                    torch.cuda.current_stream().wait_stream(self._out_stream)
             self._graphs.append(graph)
 
-    def _land(self) -> None:
-        """See that all weights of the step before are on the device before anything reads them."""
-        deadline = time.monotonic() + IMPATIENT_S
-        while self._due and time.monotonic() < deadline:
-            self._fetch_if_there()
-        while self._due:
-            self._fetch()
-        torch.cuda.current_stream().wait_stream(self._inward)
+    def _wait_for_weights(self) -> None:
+        """Copy in all weights of the previous step, and let the current stream wait for the copies."""
+        deadline = time.monotonic() + SPIN_S
+        while self._in_flight and time.monotonic() < deadline:
+            self._copy_in_if_received()
+        while self._in_flight:
+            self._copy_in_next()
+        torch.cuda.current_stream().wait_stream(self._in_stream)
 
-    def _launch(self, departure: Departure) -> None:
-        self._outward.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._outward):
-            departure.bring()
-            self._left[departure.index].record(self._outward)
+    def _copy_out(self, bucket: GradientStaging) -> None:
+        self._out_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._out_stream):
+            bucket.copy_out()
+            self._copied_out[bucket.index].record(self._out_stream)
 
-    def _fetch_if_there(self) -> None:
-        """Weights that came back go to the device while backward runs: they are read when the next graph begins."""
-        if self._due and self._trainer.has_come(self._due[0]):
-            self._fetch()
+    def _copy_in_if_received(self) -> None:
+        """Copy in received weights while backward runs, which does not read the staging buffer."""
+        if self._in_flight and self._trainer.has_come(self._in_flight[0]):
+            self._copy_in_next()
 
-    def _fetch(self) -> None:
-        self._trainer.receive(self._due[0])
-        with torch.cuda.stream(self._inward):
-            self._body.arrivals.fetch(self._due.popleft())
+    def _copy_in_next(self) -> None:
+        self._trainer.receive(self._in_flight[0])
+        with torch.cuda.stream(self._in_stream):
+            self._body.weights.copy_in(self._in_flight.popleft())

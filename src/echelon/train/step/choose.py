@@ -1,8 +1,9 @@
-"""Which engine runs the steps: a decision with its reason, taken once before training.
+"""Chooses the engine that runs the steps of a run, with the reason, and makes the step.
 
-eager: the host launches every kernel. graph: the whole step is captured once and replayed. compile: Inductor makes the
-kernels (about a minute at the start, kept for next time), and the step is captured where it can be. auto takes the
-fastest that pays for itself: compiling only for runs of many steps.
+`eager`: the host launches every kernel. `graph`: the whole step is captured once as a CUDA graph and replayed.
+`compile`: Inductor generates the kernels (about a minute at the start; the result is cached for the next run), and the
+step is captured as well where that is possible. `auto` takes the fastest one that pays off: it compiles only if the run
+has many steps.
 """
 
 from __future__ import annotations
@@ -14,15 +15,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
+from echelon.train.recipe.options import TrainOptions
+from echelon.train.recipe.pace import Pacer
+from echelon.train.recipe.plan import Place
+from echelon.train.step.average import MovingAverage
+from echelon.train.step.captured import CapturedStep, make_capturable, why_not_capturable
+from echelon.train.step.captured_with_servers import CapturedServerStep, why_not_capturable_with_servers
+from echelon.train.step.eager import EagerStep, ForwardPass
+from echelon.train.step.losses import Mixup
+from echelon.train.step.precision import LossScaler, Precision
+from echelon.train.trainer.base import Trainer
+from echelon.train.trainer.server import ServerTrainer
+
 log = logging.getLogger(__name__)
 
-COMPILING_PAYS_AFTER = 5_000  # steps: it costs about a minute and saves about 1 to 5 ms a step
+COMPILING_PAYS_AFTER = 5_000  # steps: compiling costs about a minute and saves about 1 to 5 ms per step
 REMIND_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """How steps are run, and the sentence that says why."""
+class EngineChoice:
+    """Whether steps are captured, whether they are compiled, and why."""
 
     captured: bool
     compiled: bool
@@ -30,7 +45,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """As `--engine` has it."""
+        """The value of `--engine` that means this choice."""
         return "compile" if self.compiled else "graph" if self.captured else "eager"
 
     def __str__(self) -> str:
@@ -38,28 +53,79 @@ class Choice:
         return f"engine {how}: {self.reason}"
 
 
-def choose_engine(asked: str, device: str, obstacle: str | None, num_steps: int) -> Choice:
-    """Decide. `obstacle` is what keeps a step from being captured, or None."""
+def choose_engine(
+    options: TrainOptions, trainer: Trainer, precision: Precision, place: Place, num_steps: int
+) -> EngineChoice:
+    """Choose the engine of a run of `num_steps` steps."""
+    obstacle = _obstacle(options, trainer, precision, place)
+    return decide_engine(options.engine, precision.device.type, obstacle, num_steps)
+
+
+def decide_engine(requested: str, device: str, obstacle: str | None, num_steps: int) -> EngineChoice:
+    """Decide from the value of `--engine`; `obstacle` says why a step cannot be captured, or is None."""
     on_gpu = device == "cuda"
     if not on_gpu:
-        obstacle = "graphs are captured on a GPU, and this is the CPU"
+        obstacle = "CUDA graphs need a GPU and this run is on the CPU"
     capturable = obstacle is None
-    if asked == "eager":
-        return Choice(False, False, "as --engine says")
-    if asked == "graph":
-        return Choice(capturable, False, f"not captured, {obstacle}" if obstacle else "as --engine says")
-    if asked == "compile":
-        return Choice(capturable, True, f"not captured, {obstacle}" if obstacle else "as --engine says")
+    if requested == "eager":
+        return EngineChoice(False, False, "set by --engine")
+    if requested in ("graph", "compile"):
+        reason = f"not captured because {obstacle}" if obstacle else "set by --engine"
+        return EngineChoice(capturable, requested == "compile", reason)
     if not on_gpu:
-        return Choice(False, False, "on a CPU the kernels take much longer than launching them")
+        return EngineChoice(False, False, "on a CPU the kernels take much longer than launching them")
     long = num_steps >= COMPILING_PAYS_AFTER
     steps = f"{num_steps:,} steps are {'enough' if long else 'too few'} to pay for compiling"
-    return Choice(capturable, long, f"{steps}; not captured, {obstacle}" if obstacle else steps)
+    return EngineChoice(capturable, long, f"{steps}; not captured because {obstacle}" if obstacle else steps)
+
+
+def _obstacle(options: TrainOptions, trainer: Trainer, precision: Precision, place: Place) -> str | None:
+    """Return why the steps of this run cannot be captured, or None."""
+    with_servers = isinstance(trainer, ServerTrainer)
+    if with_servers and precision.half is torch.float16:
+        return "float16 gradients are checked for overflow before they are sent to the servers"
+    if not trainer.capturable and not with_servers:
+        return f"{trainer.kvstore.type} with {place.size} processes communicates in every step"
+    if options.monitor:
+        return "--monitor reads values inside the step"
+    if options.mixup:
+        return "--mixup draws random numbers on the host"
+    if options.pace.seconds:
+        return "--pace waits inside the step"
+    if isinstance(trainer, ServerTrainer):
+        return why_not_capturable_with_servers(trainer)
+    return why_not_capturable(trainer.optimizer, precision.half)
+
+
+def prepare_optimizer(choice: EngineChoice, trainer: Trainer, precision: Precision, scaler: LossScaler | None) -> None:
+    """Move the optimizer's state to the device if steps are captured. Call it before a checkpoint is loaded."""
+    if choice.captured and not isinstance(trainer, ServerTrainer):
+        make_capturable(trainer.optimizer, precision.device, scaler)
+
+
+def make_step(
+    choice: EngineChoice,
+    options: TrainOptions,
+    forward_pass: ForwardPass,
+    trainer: Trainer,
+    scaler: LossScaler | None,
+    average: MovingAverage | None,
+    first_step: int = 0,
+) -> CapturedStep | CapturedServerStep | EagerStep:
+    """Make the step that was chosen. `first_step` is the number of steps that earlier processes of the run made."""
+    if choice.captured and isinstance(trainer, ServerTrainer):
+        return CapturedServerStep(forward_pass, trainer, compiled=choice.compiled, average=average)
+    if choice.captured:
+        return CapturedStep(forward_pass, trainer, scaler, compiled=choice.compiled, average=average)
+    rank = trainer.kvstore.rank
+    mixup = Mixup(options.mixup, options.seed, rank, first_step) if options.mixup else None
+    pacer = Pacer(options.pace, trainer.kvstore.worker_rank)
+    return EagerStep(forward_pass, trainer, scaler, pacer, compiled=choice.compiled, mixup=mixup, average=average)
 
 
 @contextmanager
-def patience(what: str) -> Iterator[None]:
-    """Say that something long has begun, now and then that it goes on, and how long it took."""
+def log_duration(what: str) -> Iterator[None]:
+    """Log that a long operation has started, every `REMIND_S` that it still runs, and how long it took."""
     began, done = time.monotonic(), threading.Event()
 
     def remind() -> None:
@@ -67,7 +133,7 @@ def patience(what: str) -> Iterator[None]:
             log.info("still %s, %.0f s", what, time.monotonic() - began)
 
     log.info("%s …", what)
-    thread = threading.Thread(target=remind, name="patience", daemon=True)
+    thread = threading.Thread(target=remind, name="log-duration", daemon=True)
     thread.start()
     try:
         yield
