@@ -95,7 +95,7 @@ def disturb_server(port: int) -> None:
     with closing(stranger):
         stranger.send(0, [b"\xff not a request", b"frame"])
         stranger.send(0, [b""])
-        stranger.send(0, [encode(Push(7, 1, 0, [0, 1], None, [], True, False))])
+        stranger.send(0, [encode(Push(7, 0, [0, 1], None, [], True, False))])
         received = stranger.recv(10)
         assert received is not None, "a stranger gets an answer"
         answer = decode_response(received[1][0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import struct
 from collections.abc import Callable
 from functools import cache
@@ -53,6 +54,8 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
     }
     if kind in basic:
         return basic[kind]
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return st.sampled_from(kind)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return st.builds(kind, *(strategy(field.type) for field in msgspec.structs.fields(kind)))
     origin, arguments = getattr(kind, "__origin__", None), get_args(kind)

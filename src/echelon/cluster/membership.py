@@ -14,9 +14,11 @@ from echelon.cluster.messages import (
     Abort,
     BarrierDone,
     ControlMessage,
+    Departure,
     Finish,
     Gone,
     Halt,
+    Leave,
     Member,
     Refused,
     Register,
@@ -91,13 +93,14 @@ class Membership:
         """A worker asks all to stop training."""
         return [Send(c, request) for c, m in self._members.items() if m.role == WORKER]
 
-    def leave(self, connection: int, reason: str) -> list[Send]:
-        """A process goes in order."""
-        return self._without(connection, "left", reason)
+    def leave(self, connection: int, message: Leave) -> list[Send]:
+        """Remove a process that announced that it leaves."""
+        departure = Departure.FAILED if message.failed else Departure.LEFT
+        return self._remove(connection, departure, message.reason)
 
     def lost(self, connection: int, why: str) -> list[Send]:
-        """A process is gone without a word."""
-        return self._without(connection, "died", why)
+        """Remove a process that disappeared without announcing it."""
+        return self._remove(connection, Departure.DIED, why)
 
     def waiting_for(self) -> str:
         """Who has not registered yet, for the stall report."""
@@ -126,19 +129,17 @@ class Membership:
                 return f"{request.role} rank {request.rank} is taken by {taken}"
         return None
 
-    def _without(self, connection: int, how: str, why: str) -> list[Send]:
+    def _remove(self, connection: int, departure: Departure, why: str) -> list[Send]:
         member = self._members.pop(connection, None)
         if member is None or self.over:
             return []
         if member.role == SERVER or not self.running:
             before = "" if self.running else " before the job began"
-            return self._abort(f"{member} {how}{before}: {why}")
-        return self._without_worker(f"{member} {how}: {why}")
-
-    def _without_worker(self, reason: str) -> list[Send]:
+            return self._abort(f"{member} {departure.value}{before}: {why}")
         workers = sorted(m.rank for m in self._members.values() if m.role == WORKER)
         self.view += 1
-        sends = self._to_all(View(self.view, workers, reason)) + self._barrier_done()
+        view = View(self.view, workers, f"{member} {departure.value}: {why}", departure)
+        sends = self._to_all(view) + self._barrier_done()
         if not workers:
             self.over = True
             sends += self._to_all(Finish())

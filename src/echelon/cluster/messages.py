@@ -1,20 +1,28 @@
-"""Every message that crosses a wire, and the one way to write and read each kind.
+"""All messages between processes, and the functions that encode and decode them.
 
-Control messages go between a process and the scheduler; data messages between a worker and a server, followed by raw
-frames where tensors do not travel through shared memory. Arrays with a tag in front, MessagePack; nothing is pickled.
-A data request carries an id that its answer repeats and the view its sender knows.
+Control messages go between a process and the scheduler. Data messages go between a worker and a server; raw frames
+with tensors follow them, unless the tensors are in shared memory. A message is encoded as a MessagePack array that
+starts with the message's type; nothing is pickled. Each data request carries an id, and its answer repeats the id.
 """
 
 from __future__ import annotations
+
+import enum
 
 import msgspec
 
 from echelon.cluster.placement import KeySpec, Segment, Slot
 from echelon.errors import JobError
 
-WORKER, SERVER, SCHEDULER = "worker", "server", "scheduler"
+WORKER, SERVER = "worker", "server"
 
-TAKEN_FOR_DEAD = "this worker is not in the view; it is taken for dead"  # how a server refuses one that was
+
+class Departure(enum.Enum):
+    """How a process left the job."""
+
+    LEFT = "left"  # it finished and said so
+    FAILED = "failed"  # it said that it cannot continue
+    DIED = "died"  # its connection closed unexpectedly, or it sent no heartbeat in time
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -22,7 +30,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A process of the job as the scheduler knows it."""
+    """A process of the job, as it registered with the scheduler."""
 
     role: str
     rank: int
@@ -38,7 +46,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Register(_Message, frozen=True):
-    """First message of a process; rank None asks for one by order of arrival."""
+    """The first message of a process. With rank None the scheduler assigns the lowest free rank."""
 
     role: str
     rank: int | None
@@ -48,29 +56,30 @@ class Register(_Message, frozen=True):
 
 
 class Heartbeat(_Message, frozen=True):
-    """Still here."""
+    """Sent regularly, so that the scheduler notices when a machine vanishes."""
 
 
 class Barrier(_Message, frozen=True):
-    """This worker has reached its barrier number `sequence`."""
+    """This worker has reached barrier number `sequence`."""
 
     sequence: int
 
 
 class Leave(_Message, frozen=True):
-    """This process is done and goes; its connection closing afterwards is no death."""
+    """This process leaves the job and then closes its connection. `failed`: it leaves because of an error."""
 
     reason: str
+    failed: bool = False
 
 
 class Halt(_Message, frozen=True):
-    """A worker asks all workers to stop training, for example because the target is reached. Comes back to all."""
+    """Asks all workers to stop training, for example at a target accuracy. The scheduler forwards it to all workers."""
 
     reason: str
 
 
 class Gone(_Message, frozen=True):
-    """A launcher's word that a worker has ended. It matters if the worker never registered: nobody else can know."""
+    """Sent by a launcher when a worker process has exited. It matters only if that worker never registered."""
 
     rank: int
     how: str
@@ -81,43 +90,44 @@ class Gone(_Message, frozen=True):
 
 
 class Registered(_Message, frozen=True):
-    """The rank this process has."""
+    """The rank of this process."""
 
     rank: int
 
 
 class Refused(_Message, frozen=True):
-    """This process cannot be part of the job."""
+    """This process cannot join the job."""
 
     reason: str
 
 
 class Roster(_Message, frozen=True):
-    """Everybody is there; the job begins."""
+    """All processes have registered; the job starts."""
 
     members: list[Member]
 
 
 class View(_Message, frozen=True):
-    """Who is alive from now on, and why that changed."""
+    """The living workers from now on, with the reason for the change: how which process left."""
 
     number: int
     workers: list[int]
     reason: str
+    departure: Departure
 
 
 class BarrierDone(_Message, frozen=True):
-    """All living workers have reached the barrier."""
+    """All living workers have reached barrier number `sequence`."""
 
     sequence: int
 
 
 class Finish(_Message, frozen=True):
-    """All workers are gone; servers may go too."""
+    """All workers have left; servers exit."""
 
 
 class Abort(_Message, frozen=True):
-    """The job cannot go on."""
+    """The job has failed; every process stops."""
 
     reason: str
 
@@ -126,7 +136,7 @@ class Abort(_Message, frozen=True):
 
 
 class Configure(_Message, frozen=True):
-    """Who the worker is and the scheme it was told; a server takes the first and compares the others."""
+    """The worker's rank and store. A server adopts the first store and compares those of later workers with it."""
 
     id: int
     rank: int
@@ -136,14 +146,14 @@ class Configure(_Message, frozen=True):
 
 
 class Place(_Message, frozen=True):
-    """Where do these keys live? Asked of server 0."""
+    """Asks server 0 to assign places to keys."""
 
     id: int
     specs: list[KeySpec]
 
 
 class Attach(_Message, frozen=True):
-    """A segment of the worker's memory: where its gradients are, and where its weights are wanted."""
+    """A segment of the worker's shared memory: where its gradients are, and where servers write its weights."""
 
     id: int
     segment: Segment
@@ -152,17 +162,17 @@ class Attach(_Message, frozen=True):
 
 
 class Init(_Message, frozen=True):
-    """Keys with their first values (frames, or already in the worker's weights)."""
+    """Creates keys with their first values, which are in frames or in the worker's shared weights."""
 
     id: int
     segments: list[Segment]
     slots: list[Slot]
     framed: bool
-    overwrite: bool = False  # known keys take the values, too
+    overwrite: bool = False  # existing keys take the values too
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True):
-    """An optimizer as name and numbers. `groups` has the options that differ, `members` each key's group."""
+    """An optimizer as a name and numbers: the options of each parameter group, and the group of each key."""
 
     name: str
     groups: list[dict[str, float | int | bool | list[float] | None]]
@@ -170,22 +180,24 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
 
 
 class SetOptimizer(_Message, frozen=True):
-    """The optimizer every server runs; the first is taken, the others are compared."""
+    """The optimizer for the servers. A server adopts the first one and compares later ones with it."""
 
     id: int
     spec: OptimizerSpec
 
 
 class Push(_Message, frozen=True):
-    """Gradients of one clock for some keys. `samples` None: a plain sum is wanted. `pull`: answer with weights.
+    """The gradients of some keys at one clock.
 
-    `halt`: this worker asks all to stop; whoever gets an answer of this clock or a later one hears it. `rank` above 0:
-    instead of the gradient of the one key, there are its factors of that rank. `more`: the next push of this step is
-    about to come.
+    samples      the weight of this worker in the average over workers; None: gradients are summed without weights
+    pull         the answer carries the new weights
+    framed       gradients and weights travel as frames instead of through shared memory
+    halt         this worker asks all workers to stop; answers to this clock and to later ones carry the request
+    factor_rank  if above 0, the push carries the two factors of one key's gradient, which have this rank
+    more         another push of the same step follows within milliseconds
     """
 
     id: int
-    view: int
     clock: int
     keys: list[int]
     samples: float | None
@@ -193,34 +205,33 @@ class Push(_Message, frozen=True):
     pull: bool
     framed: bool
     halt: bool = False
-    rank: int = 0
+    factor_rank: int = 0
     more: bool = False
 
 
 class Pull(_Message, frozen=True):
-    """The weights of some keys, as of this worker's clock. `framed`: as frames, not into its memory."""
+    """Asks for the weights of some keys at this worker's clock. `framed`: as frames, not through shared memory."""
 
     id: int
-    view: int
     clock: int
     keys: list[int]
     framed: bool
 
 
 class Retire(_Message, frozen=True):
-    """This worker pushes no more: nobody waits for it, and it may go on pulling."""
+    """This worker will not push again: others stop waiting for it. It can still pull."""
 
     id: int
 
 
 class GetStates(_Message, frozen=True):
-    """The optimizer's state of all keys this server has."""
+    """Asks for the optimizer state of all keys of this server."""
 
     id: int
 
 
 class PutStates(_Message, frozen=True):
-    """Put back what GetStates gave: a frame for every (key, state) pair."""
+    """Restores the optimizer state that GetStates returned: one frame for each (key, state) pair."""
 
     id: int
     steps: dict[int, int]
@@ -228,7 +239,7 @@ class PutStates(_Message, frozen=True):
 
 
 class Ask(_Message, frozen=True):
-    """Where does request `about` stand? Sent when an answer is late."""
+    """Asks for the status of request `about`. Sent when its answer is late."""
 
     id: int
     about: int
@@ -238,7 +249,7 @@ class Ask(_Message, frozen=True):
 
 
 class Placed(_Message, frozen=True):
-    """The slots of the keys asked for, and all segments so far."""
+    """The slots of the requested keys, and all segments so far."""
 
     id: int
     segments: list[Segment]
@@ -246,7 +257,7 @@ class Placed(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """The request is carried out; weights are in the worker's memory or in the frames that follow."""
+    """The request is complete. The weights are in the worker's shared memory or in the frames that follow."""
 
     id: int
     version: int = 0
@@ -255,14 +266,15 @@ class Done(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
-    """The request was refused and changed nothing."""
+    """The request was rejected and changed nothing. `not_in_view`: because the worker is not in the current view."""
 
     id: int
     reason: str
+    not_in_view: bool = False
 
 
 class States(_Message, frozen=True):
-    """Optimizer state: a frame for every (key, state) pair."""
+    """Optimizer state: one frame for each (key, state) pair."""
 
     id: int
     steps: dict[int, int]
@@ -270,7 +282,7 @@ class States(_Message, frozen=True):
 
 
 class Status(_Message, frozen=True):
-    """`known` False: the request never came, send it again. Otherwise who keeps it waiting."""
+    """`known` False: the request never arrived, send it again. Otherwise `waiting` names the workers it waits for."""
 
     id: int
     about: int
@@ -289,20 +301,20 @@ _control: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(Cont
 _request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _response: msgspec.msgpack.Decoder[Response] = msgspec.msgpack.Decoder(Response)
 
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)  # msgspec lets the second through as it is
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)  # msgspec does not wrap the second
 
 
 class Malformed(JobError):
-    """Bytes that are no message: refused and counted, never acted on."""
+    """Bytes that are not a valid message. The receiver drops and counts them."""
 
 
 def encode(message: _Message) -> bytes:
-    """One message as bytes."""
+    """Return a message as bytes."""
     return _encoder.encode(message)
 
 
 def decode_control(data: bytes | memoryview) -> ControlMessage:
-    """A control message, or Malformed."""
+    """Decode a control message, or raise Malformed."""
     try:
         return _control.decode(data)
     except _UNREADABLE as error:
@@ -310,7 +322,7 @@ def decode_control(data: bytes | memoryview) -> ControlMessage:
 
 
 def decode_request(data: bytes | memoryview) -> Request:
-    """A worker's request, or Malformed."""
+    """Decode a worker's request, or raise Malformed."""
     try:
         return _request.decode(data)
     except _UNREADABLE as error:
@@ -318,7 +330,7 @@ def decode_request(data: bytes | memoryview) -> Request:
 
 
 def decode_response(data: bytes | memoryview) -> Response:
-    """A server's answer, or Malformed."""
+    """Decode a server's answer, or raise Malformed."""
     try:
         return _response.decode(data)
     except _UNREADABLE as error:

@@ -166,7 +166,7 @@ class MultiDeviceStore(KVStore):
         self._closed = True
         try:
             if self.served is not None and not failed:
-                self.served.close("one of its devices died or failed" if self.group.broken else "it finished")
+                self.served.close("one of its devices died or failed" if self.group.broken else None)
         finally:
             self.group.close(failed=failed)
             self.on_closed()

@@ -58,7 +58,7 @@ class RunState:
                     self.validations.append(event)
                 case "final":
                     self.final = event
-                case "view" if "died" in event["reason"]:
+                case "view" if event.get("departure") in ("failed", "died"):
                     self.news.append(event["reason"])
                 case "stall":
                     self.news.append(f"{event['who']} waits: {event['waiting']}")

@@ -13,6 +13,7 @@ from echelon.cluster.messages import (
     Abort,
     Barrier,
     ControlMessage,
+    Departure,
     Gone,
     Halt,
     Heartbeat,
@@ -127,8 +128,8 @@ class _Scheduler:
                 sends = membership.barrier(number, sequence) if membership.member(number) else []
             case Halt():
                 sends = membership.halt(message) if membership.member(number) else []
-            case Leave(reason):
-                sends = membership.leave(number, reason)
+            case Leave():
+                sends = membership.leave(number, message)
             case Gone():
                 sends = membership.gone(message)
             case Heartbeat():
@@ -142,20 +143,23 @@ class _Scheduler:
         self._send(self._membership.lost(number, why))
 
     def _send(self, sends: list[Send]) -> None:
-        told: View | None = None
+        view: View | None = None
         for to, message in sends:
             if isinstance(message, View):
-                told = message
+                view = message
             if peer := self._peers.get(to):
                 try:
                     peer.socket.sendall(frame(message))
                 except OSError:
                     pass  # its own death is noticed when it is read
-        if told is not None:
-            self._events.write("view", number=told.number, workers=told.workers, reason=told.reason)
-            if "died" in told.reason:
-                left = len(told.workers)
-                print(f"view {told.number}: {told.reason}; {left} workers go on", file=sys.stderr, flush=True)
+        if view is not None:
+            departure = view.departure.value
+            self._events.write(
+                "view", number=view.number, workers=view.workers, reason=view.reason, departure=departure
+            )
+            if view.departure is not Departure.LEFT:
+                left = len(view.workers)
+                print(f"view {view.number}: {view.reason}; {left} workers go on", file=sys.stderr, flush=True)
 
     def _check_time(self) -> bool:
         """Declare the silent dead, and give up on a job that never gathers. False: stop."""

@@ -11,7 +11,6 @@ import torch
 
 from echelon.cluster.messages import (
     SERVER,
-    TAKEN_FOR_DEAD,
     WORKER,
     Abort,
     Ask,
@@ -119,7 +118,8 @@ class _Server:
         elif isinstance(request, Ask):  # its Configure was lost: whatever it asks about never came
             self._endpoint.send(peer, [encode(Status(request.id, request.about, False, ""))])
         else:
-            refusal = Failed(request.id, f"server {self._rank}: {TAKEN_FOR_DEAD}")
+            reason = f"server {self._rank}: this worker is not in the view because the scheduler declared it dead"
+            refusal = Failed(request.id, reason, not_in_view=True)
             self._endpoint.send(peer, [encode(refusal)])
 
     def _change_view(self, view: View) -> None:

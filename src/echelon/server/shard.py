@@ -177,17 +177,17 @@ class Shard:
         exchange.pull(worker, request.id, request.keys, request.clock, output)
 
     def _pushed_window(self, mapped: Mapped, request: Push, frames: Sequence[memoryview]) -> Window:
-        if not request.rank:
+        if not request.factor_rank:
             return self._incoming(mapped, request.keys, frames, request.framed)
         if len(request.keys) > 1:
             raise UsageError(f"factors are of one key's gradient; this push names {len(request.keys)}")
         slot = self._layout.slots[request.keys[0]]
-        length = factors_length(slot, request.rank)
+        length = factors_length(slot, request.factor_rank)
         if not request.framed:
             self._check_attached(mapped, request.keys)
-            return Factored(slot, request.rank, mapped.view(slot.segment, slot.start, slot.start + length))
+            return Factored(slot, request.factor_rank, mapped.view(slot.segment, slot.start, slot.start + length))
         self._check_lengths([length * ITEM_BYTES[slot.spec.dtype]], frames)
-        return Factored(slot, request.rank, received(frames[0], slot.spec.dtype))
+        return Factored(slot, request.factor_rank, received(frames[0], slot.spec.dtype))
 
     def _incoming(self, mapped: Mapped, keys: Sequence[int], frames: Sequence[memoryview], framed: bool) -> Window:
         """Where a request's tensors are; frames are checked against the layout before anything is touched."""

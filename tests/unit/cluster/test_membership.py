@@ -9,9 +9,11 @@ from echelon.cluster.messages import (
     Abort,
     BarrierDone,
     ControlMessage,
+    Departure,
     Finish,
     Gone,
     Halt,
+    Leave,
     Member,
     Refused,
     Register,
@@ -143,7 +145,7 @@ def test_who_is_waited_for() -> None:
 def test_a_worker_that_dies_shrinks_the_view() -> None:
     membership = gathered(3, 1)
     sends = membership.lost(101, "its connection closed")
-    view = View(2, [0, 2], "worker 1 (pid 1 on host) died: its connection closed")
+    view = View(2, [0, 2], "worker 1 (pid 1 on host) died: its connection closed", Departure.DIED)
     assert sends == [Send(200, view), Send(100, view), Send(102, view)]
     assert membership.member(101) is None
     assert not membership.over
@@ -151,8 +153,15 @@ def test_a_worker_that_dies_shrinks_the_view() -> None:
 
 def test_a_worker_that_leaves_shrinks_the_view_too() -> None:
     membership = gathered(2, 0)
-    assert membership.leave(100, "done") == [Send(101, View(2, [1], "worker 0 (pid 1 on host) left: done"))]
+    view = View(2, [1], "worker 0 (pid 1 on host) left: done", Departure.LEFT)
+    assert membership.leave(100, Leave("done")) == [Send(101, view)]
     assert membership.lost(100, "its connection closed") == []  # afterwards: no death
+
+
+def test_a_worker_that_leaves_because_of_an_error_is_told_apart() -> None:
+    membership = gathered(2, 0)
+    view = View(2, [1], "worker 0 (pid 1 on host) failed: a device is gone", Departure.FAILED)
+    assert membership.leave(100, Leave("a device is gone", failed=True)) == [Send(101, view)]
 
 
 def test_views_are_numbered() -> None:
@@ -163,11 +172,11 @@ def test_views_are_numbered() -> None:
 
 def test_when_the_last_worker_goes_the_servers_may_go() -> None:
     membership = gathered(2, 2)
-    membership.leave(100, "done")
-    sends = membership.leave(101, "done")
+    membership.leave(100, Leave("done"))
+    sends = membership.leave(101, Leave("done"))
     assert told(sends, Finish) == {200: Finish(), 201: Finish()}
     assert (membership.over, membership.failure) == (True, None)
-    assert membership.leave(200, "finished") == []
+    assert membership.leave(200, Leave("finished")) == []
     assert membership.lost(201, "its connection closed") == []  # after the end nobody dies
     assert membership.failure is None
 
@@ -200,7 +209,7 @@ def test_leaving_before_the_beginning_ends_the_job(connection: int) -> None:
     membership = Membership(2, 1)
     membership.register(1, worker(0))
     membership.register(2, server(0))
-    sends = membership.leave(connection, "a bad argument")
+    sends = membership.leave(connection, Leave("a bad argument"))
     assert told(sends, Abort).keys() == {3 - connection}
     assert membership.over
     assert membership.failure is not None
@@ -210,16 +219,16 @@ def test_leaving_before_the_beginning_ends_the_job(connection: int) -> None:
 def test_a_server_that_leaves_a_running_job_ends_it() -> None:
     """Its part of the weights is gone, whatever the manner."""
     membership = gathered(1, 2)
-    assert told(membership.leave(200, "interrupted"), Abort).keys() == {100, 201}
+    assert told(membership.leave(200, Leave("interrupted")), Abort).keys() == {100, 201}
     assert membership.failure == "server 0 (pid 2 on host) left: interrupted"
 
 
 def test_strangers_and_the_gone_are_ignored() -> None:
     membership = gathered(2, 1)
     assert membership.member(999) is None
-    assert membership.lost(999, "x") == membership.leave(999, "x") == membership.barrier(999, 1) == []
+    assert membership.lost(999, "x") == membership.leave(999, Leave("x")) == membership.barrier(999, 1) == []
     membership.lost(100, "x")
-    assert membership.lost(100, "x") == membership.leave(100, "x") == membership.barrier(100, 1) == []
+    assert membership.lost(100, "x") == membership.leave(100, Leave("x")) == membership.barrier(100, 1) == []
     assert membership.view == 2
 
 
@@ -301,7 +310,7 @@ def test_a_barrier_does_not_wait_for_the_dead() -> None:
 def test_a_barrier_does_not_wait_for_those_who_left() -> None:
     membership = gathered(2, 1)
     membership.barrier(100, 1)
-    assert told(membership.leave(101, "done"), BarrierDone) == {100: BarrierDone(1)}
+    assert told(membership.leave(101, Leave("done")), BarrierDone) == {100: BarrierDone(1)}
 
 
 def test_a_dead_worker_that_had_reached_the_barrier_changes_nothing() -> None:

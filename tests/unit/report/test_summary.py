@@ -112,7 +112,7 @@ def test_workers_are_in_rank_order_whoever_began_first() -> None:
 
 def test_a_worker_that_died_shows_how_far_it_came() -> None:
     died = "worker 1 (pid 7 on host) died: its connection closed"
-    state = taken([*RUN[:-1], event("view", 1003.2, number=2, workers=[0], reason=died)])
+    state = taken([*RUN[:-1], event("view", 1003.2, number=2, workers=[0], reason=died, departure="died")])
     facts = summary(state, "dist_sync", {}, 1)
     assert facts["news"] == [died]
     assert [(w["rank"], w["finished"], w["clock"], w["seconds"]) for w in facts["workers"]] == [
@@ -125,7 +125,7 @@ def test_a_worker_that_died_shows_how_far_it_came() -> None:
 def test_workers_that_leave_are_no_news_and_stalls_are() -> None:
     state = taken(
         [
-            event("view", 1.0, number=2, workers=[0], reason="worker 1 left: done"),
+            event("view", 1.0, number=2, workers=[0], reason="worker 1 left: done", departure="left"),
             event("stall", 2.0, waiting="server 0 holds key 'w' at clock 3 for worker 1") | {"who": "worker 0"},
             event("something new", 3.0),
         ]

@@ -79,7 +79,7 @@ def test_it_sleeps_unless_more_pushes_are_about_to_come(monkeypatch: pytest.Monk
     with_cores(monkeypatch, cores)
     monkeypatch.setattr(serve, "AWAKE_S", 60.0)  # longer than any test is held up
     inbox: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
-    pushes = [Push(2 + i, 0, 0, [i], 1.0, [], True, False, more=i < 2) for i in range(3)]
+    pushes = [Push(2 + i, 0, [i], 1.0, [], True, False, more=i < 2) for i in range(3)]
     endpoint = Scripted([Configure(1, 0, "dist_sync", None, None), *pushes], inbox)
     server = _Server(0, roster("a", "a"), endpoint, InProcessTransport(), EventLog(None, SERVER, 0))
     assert server.run(inbox, lambda: None) == 0

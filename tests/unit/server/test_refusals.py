@@ -37,7 +37,7 @@ class Server:
 
     def values(self, key: int = 0) -> Tensor:
         """What is stored."""
-        answer, frames = self.ask(Pull(99, 1, 0, [key], True))
+        answer, frames = self.ask(Pull(99, 0, [key], True))
         assert isinstance(answer, Done)
         return torch.frombuffer(bytearray(frames[0]), dtype=torch.float32)
 
@@ -45,19 +45,27 @@ class Server:
 @pytest.mark.parametrize(
     ("request_", "length", "said"),
     [
-        (Push(7, 1, 0, [0], None, [], True, False), None, "memory for key 'a' is not attached; send frames"),
-        (Push(7, 1, 0, [0], None, [], True, False, rank=1), None, "memory for key 'a' is not attached; send frames"),
-        (Pull(7, 1, 0, [1], False), None, "memory for key 'b' is not attached; send frames"),
-        (Push(7, 1, 0, [0], None, [], True, True), 63, "1 frames of 252 bytes; 256 bytes were due"),
-        (Push(7, 1, 0, [0], None, [], True, True, rank=2), 31, "1 frames of 124 bytes; 128 bytes were due"),
-        (Push(7, 1, 0, [0], None, [], True, True, rank=2), None, "0 frames of 0 bytes; 128 bytes were due"),
+        (Push(7, 0, [0], None, [], True, False), None, "memory for key 'a' is not attached; send frames"),
         (
-            Push(7, 1, 0, [0, 1], None, [], True, True, rank=2),
+            Push(7, 0, [0], None, [], True, False, factor_rank=1),
+            None,
+            "memory for key 'a' is not attached; send frames",
+        ),
+        (Pull(7, 0, [1], False), None, "memory for key 'b' is not attached; send frames"),
+        (Push(7, 0, [0], None, [], True, True), 63, "1 frames of 252 bytes; 256 bytes were due"),
+        (Push(7, 0, [0], None, [], True, True, factor_rank=2), 31, "1 frames of 124 bytes; 128 bytes were due"),
+        (Push(7, 0, [0], None, [], True, True, factor_rank=2), None, "0 frames of 0 bytes; 128 bytes were due"),
+        (
+            Push(7, 0, [0, 1], None, [], True, True, factor_rank=2),
             32,
             "factors are of one key's gradient; this push names 2",
         ),
-        (Push(7, 1, 0, [0], None, [], True, True, rank=5), 80, "factors of rank 5 are 80 elements, its gradient 64"),
-        (Push(7, 1, 0, [5], None, [], True, True, rank=1), 16, "key number 5 is not initialised"),
+        (
+            Push(7, 0, [0], None, [], True, True, factor_rank=5),
+            80,
+            "factors of rank 5 are 80 elements, its gradient 64",
+        ),
+        (Push(7, 0, [5], None, [], True, True, factor_rank=1), 16, "key number 5 is not initialised"),
     ],
 )
 def test_a_bad_request_is_refused_and_the_next_one_served(request_: Request, length: int | None, said: str) -> None:
@@ -67,7 +75,7 @@ def test_a_bad_request_is_refused_and_the_next_one_served(request_: Request, len
     assert said in answer.reason
     assert torch.equal(server.values(), torch.arange(64.0))
     left, right = torch.arange(8.0), torch.arange(1.0, 9.0)
-    answer, frames = server.ask(Push(8, 1, 0, [0], None, [], True, True, rank=1), torch.cat([left, right]))
+    answer, frames = server.ask(Push(8, 0, [0], None, [], True, True, factor_rank=1), torch.cat([left, right]))
     assert isinstance(answer, Done)
     product = torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).view(SHAPE)
     assert torch.equal(product, torch.outer(left, right)), "without an optimizer, the sum takes the value's place"

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from echelon.cluster.messages import (
-    TAKEN_FOR_DEAD,
     Ask,
     Done,
     Failed,
@@ -107,7 +106,7 @@ class Client:
             for ticket in self._refused(tickets):
                 ticket.told = True
                 assert isinstance(ticket.response, Failed)
-                if ticket.response.reason.endswith(TAKEN_FOR_DEAD):
+                if ticket.response.not_in_view:
                     self._session.hear_why()
                 raise UsageError(f"worker {self._session.rank}: {ticket.response.reason}")
 

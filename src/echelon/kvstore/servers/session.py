@@ -33,7 +33,6 @@ class Session(Protocol):
     """What a store asks of the job around it."""
 
     rank: int
-    view: int
     workers: list[int]
     hosts: dict[int, str]
     halted: str | None
@@ -62,8 +61,8 @@ class Session(Protocol):
         """Somebody asked all to stop: wait for the word why."""
         ...
 
-    def leave(self, reason: str) -> None:
-        """Go in order."""
+    def leave(self, reason: str, *, failed: bool = False) -> None:
+        """Announce that this worker leaves, and close the connection."""
         ...
 
 
@@ -84,7 +83,6 @@ class Joined:
         post = self._stack.enter_context(enlist(job, WORKER, transport))
         self._control = post.control
         self.rank = post.rank
-        self.view = 1
         workers = [member for member in post.roster.members if member.role == WORKER]
         self.workers = [member.rank for member in workers]
         self.hosts = {member.rank: member.host for member in workers}
@@ -137,12 +135,12 @@ class Joined:
         self.check()
         return self.halted or "a worker that is gone asked all to stop"
 
-    def leave(self, reason: str) -> None:
-        """Say goodbye and close."""
+    def leave(self, reason: str, *, failed: bool = False) -> None:
+        """Announce that this worker leaves, and close the connection."""
         if not self._left:
             self._left = True
             if not self._broken:
-                self._control.send(Leave(reason))
+                self._control.send(Leave(reason, failed))
             self._stack.close()
 
     def abandon(self) -> None:
@@ -155,7 +153,7 @@ class Joined:
         with self._changed:
             match message:
                 case View(number, workers, reason):
-                    self.view, self.workers = number, workers
+                    self.workers = workers
                     if self.rank not in workers and not self._left:
                         self._broken = f"view {number} goes on without this worker: {reason}"
                 case BarrierDone(sequence):

@@ -50,7 +50,7 @@ class ServerStore(KVStore):
         super().__init__(name, events, check_finite=check_finite, sums_replace=scheme == "dist_sync")
         self._session = session
         self._client = client
-        self._wire = Wire(client, session, num_servers, transport, events)
+        self._wire = Wire(client, num_servers, transport, events)
         self._lock_step = scheme == "dist_sync"
         self._asks_to_halt = False
         self._halted: str | None = None
@@ -141,14 +141,14 @@ class ServerStore(KVStore):
         """Give the servers a state. Call it on one worker, then a barrier."""
         states.scatter(source, self._client, self._wire.layout, self._optimizer(), given)
 
-    def close(self, reason: str = "it finished") -> None:
-        """Wait for what is under way, say goodbye, let go. Harmless when done twice."""
+    def close(self, failure: str | None = None) -> None:
+        """Wait for requests in flight and leave the job; `failure` says why if it is early. Later calls do nothing."""
         if not self._closed:
             self._closed = True
             try:
                 self._wire.settle()
             finally:
-                self._session.leave(reason)
+                self._session.leave(failure or "it finished", failed=failure is not None)
                 self._client.close()
                 self.events.close()
                 self.on_closed()
@@ -183,16 +183,18 @@ class ServerStore(KVStore):
         self.optimizer_spec = spec
 
     def exchange(
-        self, keys: Sequence[int], samples: float, lrs: list[float], rank: int = 0, *, more: bool = False
+        self, keys: Sequence[int], samples: float, lrs: list[float], factor_rank: int = 0, *, more: bool = False
     ) -> list[Ticket]:
         """Push the gradients that lie in `views`, ask for the weights there, and do not wait.
 
-        `rank` above 0: at the beginning of the one key's place there are the factors of its gradient. `more`: the next
-        exchange follows within milliseconds, and servers had better be awake.
+        `factor_rank` above 0: at the beginning of the one key's place there are the factors of its gradient. `more`:
+        the next exchange follows within milliseconds, and servers had better be awake.
         """
         slots = [self._wire.layout.slots[key] for key in keys]
         halt = self._asks_to_halt
-        return self._wire.push(slots, None, pull=True, samples=samples, lrs=lrs, halt=halt, rank=rank, more=more)
+        return self._wire.push(
+            slots, None, pull=True, samples=samples, lrs=lrs, halt=halt, factor_rank=factor_rank, more=more
+        )
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
         """Until an exchange is answered."""

@@ -18,7 +18,6 @@ from echelon.cluster.placement import ITEM_BYTES, KeySpec, Layout, Piece, Slot
 from echelon.errors import UsageError
 from echelon.kvstore.servers.arena import Arena, Mirror
 from echelon.kvstore.servers.client import Client, Ticket
-from echelon.kvstore.servers.session import Session
 from echelon.observe.events import EventLog
 from echelon.server.factored import factors_length
 from echelon.server.memory import empty_frames, frame_pieces
@@ -40,13 +39,10 @@ class _Route(NamedTuple):
 class Wire:
     """A worker's connection to all servers, in terms of slots."""
 
-    def __init__(
-        self, client: Client, session: Session, num_servers: int, transport: Transport, events: EventLog
-    ) -> None:
+    def __init__(self, client: Client, num_servers: int, transport: Transport, events: EventLog) -> None:
         self.layout = Layout(num_servers)
         self.arena = Arena(transport)
         self._client = client
-        self._session = session
         self._events = events
         self._framed = [False] * num_servers
         self._clocks: dict[int, int] = {}
@@ -94,19 +90,20 @@ class Wire:
         samples: float | None = None,
         lrs: Sequence[float] = (),
         halt: bool = False,
-        rank: int = 0,
+        factor_rank: int = 0,
         more: bool = False,
     ) -> list[Ticket]:
         """Send gradients on their way. `values` None: they are in their places already. `pull`: ask for the weights.
 
-        `halt`: ask all to stop, too. `rank` above 0: in the place of the one gradient there are its factors, which
-        every server needs all of, whichever part of the key it has. `more`: the next push follows within milliseconds.
+        `halt`: ask all to stop, too. `factor_rank` above 0: in the place of the one gradient there are its factors,
+        which every server needs all of, whichever part of the key it has. `more`: the next push follows within
+        milliseconds.
         """
         tickets: list[Ticket] = []
         for clock, indices in self._messages(slots):
             chosen = [slots[i] for i in indices]
             given = None if values is None else [values[i] for i in indices]
-            tickets += self._push(chosen, given, clock, pull, samples, list(lrs), halt, rank, more)
+            tickets += self._push(chosen, given, clock, pull, samples, list(lrs), halt, factor_rank, more)
         return tickets
 
     def pull(self, slots: Sequence[Slot]) -> list[Ticket]:
@@ -115,7 +112,7 @@ class Wire:
         for clock, indices in self._messages(slots):
             for route in self._route([slots[i] for i in indices]):
                 framed = self._framed[route.server]
-                message = Pull(self._client.next_id(), self._session.view, clock, route.keys, framed)
+                message = Pull(self._client.next_id(), clock, route.keys, framed)
                 places = self._places(route.pieces) if framed else ()
                 tickets.append(self._client.send(route.server, message, places=places))
         return tickets
@@ -138,7 +135,7 @@ class Wire:
         samples: float | None,
         lrs: list[float],
         halt: bool,
-        rank: int,
+        factor_rank: int,
         more: bool,
     ) -> list[Ticket]:
         busy = values is not None and not self._client.ready(self.pushes(slots))
@@ -154,10 +151,10 @@ class Wire:
             if busy and values is not None:
                 frames = self._copied(route, slots, values)
             elif framed:
-                pieces = [_factors(slots[0], rank)] if rank else route.pieces
+                pieces = [_factors(slots[0], factor_rank)] if factor_rank else route.pieces
                 frames = [self.arena.mirrors[piece.segment].gradient_bytes(piece) for piece in pieces]
             request = self._client.next_id()
-            message = Push(request, self._session.view, clock, route.keys, samples, lrs, pull, framed, halt, rank, more)
+            message = Push(request, clock, route.keys, samples, lrs, pull, framed, halt, factor_rank, more)
             places = self._places(route.pieces) if pull and framed else ()
             tickets.append(self._client.send(route.server, message, frames, places))
         keys = [slot.key for slot in slots]

@@ -44,13 +44,13 @@ class Exchanges:
 
     # --- out
 
-    def push(self, names: Sequence[str], samples: int, *, rank: int = 0, more: bool = False) -> list[Ticket]:
+    def push(self, names: Sequence[str], samples: int, *, factor_rank: int = 0, more: bool = False) -> list[Ticket]:
         """Push parameters of one bucket; of 0 samples: to say that they have no gradient.
 
-        `rank`: of the factors in a gradient's place. `more`: other buckets of the step follow soon.
+        `factor_rank`: of the factors in a gradient's place. `more`: other buckets of the step follow soon.
         """
         keys = [self._keys[name] for name in names]
-        return self._store.exchange(keys, float(samples), learning_rates(self._optimizer), rank, more=more)
+        return self._store.exchange(keys, float(samples), learning_rates(self._optimizer), factor_rank, more=more)
 
     def fly(self, index: int, tickets: list[Ticket]) -> None:
         """A bucket of a step that is over is under way."""

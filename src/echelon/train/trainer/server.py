@@ -320,7 +320,7 @@ class ServerTrainer(Trainer):
         assert self._seen is not None
         self._arrived.add(name)
         self._missing[index] = 0
-        self._sent[index] = self._exchanges.push([name], self._seen, rank=len(left))
+        self._sent[index] = self._exchanges.push([name], self._seen, factor_rank=len(left))
 
     def _send_rest(self, index: int, samples: int) -> None:
         """A bucket that backward did not complete: what has a gradient leaves, the rest says it has none."""
