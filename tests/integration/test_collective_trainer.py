@@ -29,6 +29,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import echelon
+import tolerances
 from echelon.environment import Job
 from echelon.errors import JobError, UsageError
 from echelon.kvstore import KVStore, create
@@ -39,7 +40,6 @@ from forked import run
 
 STEPS = 4
 SIZES = (6, 2, 5)
-TOLERANCE = 1e-6  # relative, of a tensor's norm, in float32: sums are made in another order than in one batch
 
 
 def two_groups(model: nn.Module) -> Optimizer:
@@ -80,7 +80,7 @@ def test_a_group_is_one_process_on_the_joined_batch(store: str) -> None:
     """Unequal parts, each weighted by its samples; and every store gives the bits of every other."""
     loop = Loop(seeded(Net), two_groups)
     found = on_group(store, loop, parts_of())
-    assert largest_difference(found[0], loop.plain(joined(parts_of()))) < TOLERANCE
+    assert largest_difference(found[0], loop.plain(joined(parts_of()))) < tolerances.of_training(joined(parts_of()))
     for state in [*found, *on_group("nccl_allreduce", loop, parts_of(), overlap=False, told=False)]:
         assert_same_bits(state, found[0])
 
@@ -120,7 +120,8 @@ def test_in_float64_the_difference_is_rounding() -> None:
     loop = Loop(seeded(Net).double(), adam)
     parts = parts_of(dtype=torch.float64)
     for store in KINDS:
-        assert largest_difference(on_group(store, loop, parts)[0], loop.plain(joined(parts))) < 1e-13
+        difference = largest_difference(on_group(store, loop, parts)[0], loop.plain(joined(parts)))
+        assert difference < tolerances.of_training(joined(parts), magnification=10)  # Adam
 
 
 def test_half_precision_is_summed_in_float32() -> None:
@@ -145,7 +146,8 @@ def test_a_schedule_of_rate_and_momentum() -> None:
     loop = Loop(seeded(Net), lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9), once)
     expected = loop.plain(joined(parts_of()))
     for store in KINDS:
-        assert largest_difference(on_group(store, loop, parts_of())[0], expected) < TOLERANCE
+        difference = largest_difference(on_group(store, loop, parts_of())[0], expected)
+        assert difference < tolerances.of_training(joined(parts_of()))
 
 
 # --- models
@@ -183,7 +185,7 @@ def test_batchnorm_frozen_unused_and_channels_last(store: str) -> None:
 
     found = run(program, store, num_workers=3)
     expected = replicas(loop, parts)
-    assert largest_difference(found[0][0], expected) < 1e-12
+    assert largest_difference(found[0][0], expected) < tolerances.of_training(joined(parts))
     assert all(kept for _, kept in found), "channels-last weights stay so"
     start = snapshot(loop.model)
     for name in ("never.weight", "frozen.weight"):
@@ -237,7 +239,7 @@ def test_ranks_that_use_different_parts(store: str) -> None:
             (loss_of(plain, batch) * (len(batch[0]) / total)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert largest_difference(found[0], snapshot(plain)) < TOLERANCE
+    assert largest_difference(found[0], snapshot(plain)) < tolerances.of_training(joined(parts))
 
 
 # --- loops
@@ -269,7 +271,7 @@ def test_accumulate_and_ranks_without_data(store: str) -> None:
 
     found = run(program, store, num_workers=3)
     assert [samples for _, samples in found] == [6 * STEPS, 4 * STEPS, 0]
-    assert largest_difference(found[0][0], loop.plain(joined(data))) < TOLERANCE
+    assert largest_difference(found[0][0], loop.plain(joined(data))) < tolerances.of_training(joined(data))
     for state, _ in found:
         assert_same_bits(state, found[0][0])
 
@@ -291,7 +293,7 @@ def test_a_rank_that_runs_out_of_data_stands_by() -> None:
     found = run(program, "nccl", num_workers=2)
     expected = loop.plain([*joined([data[0][:2], data[1]]), *data[0][2:]])
     assert_same_bits(found[0], found[1])
-    assert largest_difference(found[0], expected) < TOLERANCE
+    assert largest_difference(found[0], expected) < tolerances.of_training(data[0])
 
 
 def test_all_stop_at_the_same_step() -> None:
@@ -355,7 +357,9 @@ def test_a_state_goes_from_any_store_to_any_other(name: str) -> None:
             store = "dist_sync" if target == "dist_async" else target
             found = launch(lambda kv, saved=saved: half_way(kv, loop, saved[0][:2]), store, num_workers=2)
             if "dist_async" in (source, target):
-                assert largest_difference(found[0][2], expected) < 1e-4
+                # rmsprop and Adam divide by the root of a small number.
+                tolerance = tolerances.of_training(joined(parts_of((4, 3))), magnification=10)
+                assert largest_difference(found[0][2], expected) < tolerance
             else:
                 assert_same_bits(found[0][2], expected)
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loops import STORES, Batch, State, assert_same_bits, differs, on_one_worker, seeded, snapshot
+from plain_loops import STORES, Batch, State, assert_close, assert_same_bits, differs, on_one_worker, seeded, snapshot
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 import echelon
+import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
@@ -179,7 +180,7 @@ def test_other_ways_to_a_gradient_give_the_bits_of_plain_pytorch(step: Step, lea
         assert_same_bits(found, plain(model, sgd, data, step))
         return
     expected = plain(model, sgd, data, step)  # one product of all rows, not a sum of two: rounded otherwise
-    assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
+    assert_close(found, expected, tolerances.of_training(data))
 
 
 @pytest.mark.parametrize("frozen", ["large.weight", "large.bias"])

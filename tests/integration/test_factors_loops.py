@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from plain_loops import Batch, assert_same_bits, on_one_worker, seeded
+from plain_loops import Batch, assert_close, assert_same_bits, on_one_worker, seeded
 from test_factors import Wide, batches, plain, sgd, trained
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 import echelon
+import tolerances
 from echelon.kvstore import KVStore
 
 Loss = Callable[[Wide, Batch], Tensor]
@@ -179,7 +180,7 @@ def test_a_weight_that_is_used_elsewhere_gets_both_gradients() -> None:
     found, left = on_one_worker(lambda kv: trained(kv, model, sgd, data, step), "dist_sync")
     assert left == [False, False]
     expected = plain(model, sgd, data, step)  # the two are added in another order
-    assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
+    assert_close(found, expected, tolerances.of_training(data))
 
 
 def test_what_was_put_around_a_layer_stays_when_training_is_over() -> None:

@@ -27,6 +27,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import echelon
+import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run as run_with_servers
@@ -145,7 +146,9 @@ def test_a_group_agrees_whoever_updates_what() -> None:
             assert_same_bits(first[name], parts[1][name])
         if not name.startswith("sign"):
             expected = Loop(seeded(Net), ALL[name], falling).plain(joined(parts_of()))
-            assert largest_difference(first[name], expected) < 1e-4, name
+            # Several of them divide by the root of a small number.
+            tolerance = tolerances.of_training(joined(parts_of()), magnification=10)
+            assert largest_difference(first[name], expected) < tolerance, name
 
 
 def test_servers_sum_for_them_too() -> None:
@@ -157,7 +160,8 @@ def test_servers_sum_for_them_too() -> None:
             lambda kv, loop=loop, parts=parts: loop.worker(kv, parts[kv.rank]), "dist_sync", num_servers=1
         )
         assert_same_bits(found[0], found[1])
-        assert largest_difference(found[0], loop.plain(joined(parts))) < 1e-9, name
+        tolerance = tolerances.of_training(joined(parts), magnification=10)
+        assert largest_difference(found[0], loop.plain(joined(parts))) < tolerance, name
 
 
 # --- states

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 import echelon
+import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
 from echelon.launch.in_process import run
@@ -426,11 +427,12 @@ def test_late_weights_are_waited_for(make: Callable[[], nn.Module], reader: str)
     plain = copy.deepcopy(model)
     optimizer = momentum(plain)
     seen, _ = run(program, "dist_sync", num_workers=2)
+    tolerance = tolerances.of_training(data)
     for batch, found in zip(data, seen, strict=True):
         plain_step(plain, optimizer, None, batch)
         with torch.no_grad():
             expected = plain(data[0][0]) if reader == "forward" else next(plain.parameters())
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 class ByKeyword(nn.Module):
