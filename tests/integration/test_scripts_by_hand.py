@@ -56,7 +56,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("train_mnist --kv-store dist_snyc", "unknown store 'dist_snyc'; did you mean 'dist_sync'?"),
         ("train_imagenet --data-train no/train.rec", "no record file no/train.rec"),
         ("train_imagenet --network inception-v3 --benchmark 1", "Image shape 3,224,224 is too small"),
-        ("train_cifar10 --num-layers 51", "resnet has no 51 layers for images of height 28; it exists with 8, 14"),
+        (
+            "train_cifar10 --num-layers 51",
+            "resnet does not exist with 51 layers for images of height 28; choose from 8, 14",
+        ),
         ("train_mnist --kv-store dist_sync", "dist_sync needs a scheduler and servers: start this program with"),
         ("train_mnist --load-epoch 3", "name its prefix: --model-prefix PREFIX"),
         ("train_mnist --load-epoch 3 --model-prefix no/x", "there is no checkpoint no/x-0003.safetensors"),

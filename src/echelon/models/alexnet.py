@@ -1,4 +1,4 @@
-"""AlexNet in one tower, with local response normalisation after each of the first two convolutions."""
+"""AlexNet as one tower, with local response normalisation after each of the first two convolutions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from echelon.models.layers import Layer, Shape, chain, classifier, conv_relu, each, max_pool, network
 
-_SIZES = "alexnet is made for 224x224 images and needs at least 67x67."
+_SIZES = "alexnet is designed for 224x224 images and needs at least 67x67."
 
 
 class WideResponseNorm(nn.LocalResponseNorm):
-    """Works in float32 at least: float16 ends at 65,504, which is the square of 256, and what lies above became 0."""
+    """Computes in float32: it squares activations, and in float16 squares above 65,504 overflow."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """In the input's dtype again."""
+        """Return the normalised input in the dtype of the input."""
         wide = torch.promote_types(input.dtype, torch.float32)
         return super().forward(input.to(wide)).to(input.dtype)
 

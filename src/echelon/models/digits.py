@@ -1,9 +1,9 @@
-"""A small convolutional network for the 1x8x8 digits that ship with the package: the demo's and the tests' model.
+"""A small convolutional network for the 1x8x8 digits that ship with the package. The demo and the tests use it.
 
 25,866 parameters. Six epochs of SGD with momentum 0.9 take about a second and reach 0.97 to 0.99 validation accuracy at
-every learning rate from 0.02 to 0.1 with batches of 32 or 64. With relu in place of tanh, 0.1 diverged in most runs,
-and a demonstration of stale gradients needs that room. No batch norm: its running statistics belong to one worker, and
-the result should not depend on whose are used.
+every learning rate from 0.02 to 0.1 with batches of 32 or 64. With relu instead of tanh, most runs diverged at 0.1,
+and a demonstration of stale gradients needs that margin. There is no batch norm because its running statistics differ
+between workers, and the result should not depend on whose statistics are used.
 """
 
 from __future__ import annotations
@@ -25,5 +25,5 @@ def digits_cnn(*, num_classes: int, image_shape: Shape) -> nn.Module:
         conv3=_conv_tanh(64),
         pool3=max_pool(2, 2),
     )
-    sizes = "digits-cnn is made for 8x8 images and needs at least 4x4."
+    sizes = "digits-cnn is designed for 8x8 images and needs at least 4x4."
     return network(features, classifier(num_classes), image_shape, sizes=sizes)

@@ -1,4 +1,4 @@
-"""GoogLeNet (the first Inception) without side heads, batch norm or dropout."""
+"""GoogLeNet (the first Inception) without auxiliary classifiers, batch norm or dropout."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 from echelon.models.layers import Layer, Shape, chain, classifier, concat, conv_relu, global_avg_pool, max_pool, network
 
-_SIZES = "googlenet is made for 224x224 images and needs at least 61x61."
+_SIZES = "googlenet is designed for 224x224 images and needs at least 61x61."
 
 
 def _block(one: int, red3: int, three: int, red5: int, five: int, proj: int) -> Layer:

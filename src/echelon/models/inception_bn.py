@@ -1,8 +1,8 @@
-"""Inception with batch norm: the ImageNet layout, its wider "full" form, and the layout for 28x28 images.
+"""Inception with batch norm: the ImageNet layout, its wider "full" variant, and the layout for 28x28 images.
 
-`inception-bn` takes the small layout for heights up to 28 and the ImageNet layout above, as MXNet's command lines
-expect. `inception-bn-28-small` is the small layout at any height; `inception-bn-full` has MXNet 0.7's widths for 21,841
-classes, with the batch norm and pooling of the others.
+`inception-bn` uses the small layout for heights up to 28 and the ImageNet layout above, as MXNet's command lines
+expect. `inception-bn-28-small` is the small layout for any height. `inception-bn-full` has the widths of MXNet 0.7 for
+21,841 classes, with the batch norm and pooling of the other layouts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from echelon.models.layers import (
 
 SMALL_HEIGHT = 28
 
-# MXNet adds 1e-10 to be above cuDNN's smallest epsilon.
+# MXNet adds 1e-10 to exceed the smallest epsilon that cuDNN accepts.
 _conv = partial(conv_bn, bias=True, eps=1e-5 + 1e-10, fix_gamma=False, activation=relu)
 
 
@@ -99,17 +99,17 @@ def inception_bn(*, num_classes: int, image_shape: Shape) -> nn.Module:
     if image_shape[1] <= SMALL_HEIGHT:
         return inception_bn_28_small(num_classes=num_classes, image_shape=image_shape)
     sizes = (
-        f"Above a height of {SMALL_HEIGHT} inception-bn takes its ImageNet layout, made for 224x224 images: "
-        "at least 205x205. For small images use 28x28, or inception-bn-28-small."
+        f"Above a height of {SMALL_HEIGHT} inception-bn uses its ImageNet layout, designed for 224x224 images, which "
+        "needs at least 205x205. For small images use 28x28, or inception-bn-28-small."
     )
     return network(_imagenet_layout(full=False), classifier(num_classes), image_shape, sizes=sizes)
 
 
 def inception_bn_28_small(*, num_classes: int, image_shape: Shape) -> nn.Module:
-    sizes = "The small layout of inception-bn is made for 28x28 images and needs at least 25x25."
+    sizes = "The small layout of inception-bn is designed for 28x28 images and needs at least 25x25."
     return network(_small_layout(), classifier(num_classes), image_shape, sizes=sizes)
 
 
 def inception_bn_full(*, num_classes: int, image_shape: Shape) -> nn.Module:
-    sizes = "inception-bn-full is made for 224x224 images and needs at least 205x205."
+    sizes = "inception-bn-full is designed for 224x224 images and needs at least 205x205."
     return network(_imagenet_layout(full=True), classifier(num_classes), image_shape, sizes=sizes)

@@ -1,6 +1,6 @@
-"""Inception-ResNet v2: inception branches, scaled down and added to what came in.
+"""Inception-ResNet v2: inception branches that are scaled down and added to their input.
 
-The 129 filters and the uneven padding of `_block17` are MXNet's; its checkpoints have them, so they stay.
+The 129 filters and the uneven padding of `_block17` come from MXNet and are needed to load its checkpoints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from echelon.models.layers import (
     residual,
 )
 
-_SIZES = "inception-resnet-v2 is made for 299x299 images and needs at least 75x75."
+_SIZES = "inception-resnet-v2 is designed for 299x299 images and needs at least 75x75."
 
 _linear = partial(conv_bn, bias=True)
 _conv = partial(_linear, activation=relu)

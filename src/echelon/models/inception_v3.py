@@ -1,4 +1,4 @@
-"""Inception v3, for 299x299 images. The final pooling window is 8x8, so 224x224 images do not fit."""
+"""Inception v3, for 299x299 images. The final pooling window is 8x8, so 224x224 images are too small."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from echelon.models.layers import Layer, Shape, avg_pool, chain, classifier, concat, conv_bn, max_pool, network, relu
 
-_SIZES = "inception-v3 is made for 299x299 images and needs at least 299x299."
+_SIZES = "inception-v3 is designed for 299x299 images and needs at least 299x299."
 
 unit = partial(conv_bn, activation=relu)
 

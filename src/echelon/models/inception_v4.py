@@ -1,7 +1,8 @@
 """Inception v4, for 299x299 images.
 
-MXNet's final 8x8 average pads by one with stride one, so an 8x8 map becomes 3x3 and the classifier sees 13,824
-features: 55 million parameters where a global average gives 43 million. Kept, since its checkpoints have that shape.
+MXNet's final 8x8 average pooling has stride 1 and padding 1, so an 8x8 map becomes 3x3 and the classifier gets 13,824
+features. That makes 55 million parameters; global average pooling would make 43 million. It is kept because MXNet's
+checkpoints have that shape.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import nn
 from echelon.models.inception_v3 import column, row, unit
 from echelon.models.layers import Layer, Shape, avg_pool, chain, classifier, concat, dropout, max_pool, network
 
-_SIZES = "inception-v4 is made for 299x299 images and needs at least 235x235."
+_SIZES = "inception-v4 is designed for 299x299 images and needs at least 235x235."
 
 
 def _stem() -> Layer:

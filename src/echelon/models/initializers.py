@@ -1,9 +1,9 @@
-"""Initialisers by name, with MXNet's rules: weights are drawn, biases are 0, batch-norm scales are 1.
+"""Initializers by name, with MXNet's rules: weights are drawn, biases are 0, batch-norm scales are 1.
 
-Only tensors of two or more dimensions count as weights to draw, so that batch norm's scale keeps its 1. A convolution's
-fan in is shape[1] x kernel area and its fan out shape[0] x kernel area: with groups, shape[1] is already divided.
-A module whose start is part of its design sets `keeps_initialization` and is left alone.
-Draws come from torch's global generator: seed it for a repeatable start.
+Only weights of two or more dimensions are drawn, so that the scale of batch norm stays 1. The fan-in of a convolution
+is shape[1] x kernel area and its fan-out is shape[0] x kernel area; with groups, shape[1] is divided already. A module
+that sets `keeps_initialization` is not changed. Random numbers come from torch's global generator; seed it to get the
+same weights again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _he(weight: Tensor) -> None:
 
 
 def _msra(weight: Tensor) -> None:
-    magnitude = 2.0 / (1.0 + 0.25**2)  # He et al. for a PReLU of slope 0.25, over the mean of both fans.
+    magnitude = 2.0 / (1.0 + 0.25**2)  # He et al. for a PReLU of slope 0.25, with the mean of fan-in and fan-out
     nn.init.normal_(weight, std=math.sqrt(magnitude / (sum(_fans(weight)) / 2.0)))
 
 
@@ -59,11 +59,12 @@ RULES: dict[str, Rule] = {
 
 
 def names() -> tuple[str, ...]:
+    """Return the names of all initializers."""
     return ("default", *RULES)
 
 
 def rule_for(initializer: str, network: str = "") -> Rule:
-    """The rule of that name; "default" depends on the network: alexnet, the vggs, and all others."""
+    """Return the rule of that name. The rule "default" differs for alexnet, for vgg, and for all other networks."""
     if initializer != "default":
         if initializer not in RULES:
             raise unknown_name("initializer", initializer, names())
@@ -75,7 +76,7 @@ def rule_for(initializer: str, network: str = "") -> Rule:
 
 @torch.no_grad()
 def initialize(model: nn.Module, initializer: str = "default", network: str = "") -> None:
-    """Start every weight and bias of `model` anew by the named rule."""
+    """Initialise every weight and bias of `model` again with the named rule."""
     rule = rule_for(initializer, network)
     for module in model.modules():
         if getattr(module, "keeps_initialization", False):

@@ -1,12 +1,13 @@
-"""The vocabulary the families are written in: a network is an expression, and this module keeps its shapes.
+"""The layers that all families of networks are built from.
 
-A `Layer` is a function from the shape of one image coming in to (module, shape going out). `chain`, `concat` and
-`residual` put layers together; `network` closes the expression with the classifier. What comes out are plain torch
-modules: nothing of `Layer` is left in them. So a layer that an image is too small for is found without running one.
+A `Layer` is a function that takes the shape of one input image and returns (module, output shape). `chain`, `concat`
+and `residual` combine layers; `network` adds the classifier and builds all modules. The result consists of plain torch
+modules only. Because shapes are computed while building, an image that is too small for a layer is reported without
+running the network.
 
-Batch norm follows MXNet: momentum 0.9 there is 0.1 in torch, and with `fix_gamma` the scale stays 1 and is not trained.
-A fixed scale is still a parameter (with `requires_grad` off), since MXNet's files and its parameter counts contain it.
-Convolutions and pooling round down, and average pooling counts the padding.
+Batch norm follows MXNet: its momentum 0.9 is 0.1 in torch, and with `fix_gamma` the scale stays 1 and is not trained.
+A fixed scale is still a parameter (with `requires_grad` off), because MXNet's files and parameter counts contain it.
+Convolutions and pooling round the output size down, and average pooling includes the padding.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from echelon.errors import UsageError
 
 Shape = tuple[int, int, int]  # channels, height, width
 Size = int | tuple[int, int]
-Made = tuple[nn.Module, Shape]
-Layer = Callable[[Shape], Made]
+Built = tuple[nn.Module, Shape]
+Layer = Callable[[Shape], Built]
 
 
 class TooSmallError(Exception):
-    """A window does not fit what is left of the image. `network` turns it into the user's error."""
+    """A window is larger than its input. `network` converts it to a UsageError."""
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """torch's, without counting its batches: nothing reads the count, and on a GPU it is a kernel for every norm.
+    """torch's batch norm without the count of batches, which nothing reads and which costs one kernel per layer.
 
-    One value a channel, an image of 1x1 alone in its batch, is normalised as in MXNet; torch refuses it.
+    A single value per channel (one image of 1x1 in the batch) is normalised as in MXNet; torch rejects it.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ class BatchNorm(nn.BatchNorm2d):
         )
 
     def _normalise_one(self, x: Tensor, momentum: float) -> Tensor:
-        """The value less its mean is 0, in the gradients, too; torch's variance times n / (n - 1) would be NaN."""
+        """Normalise one value per channel to 0. torch would multiply the variance by n / (n - 1), which gives NaN."""
         assert self.running_mean is not None
         assert self.running_var is not None
         with torch.no_grad():
@@ -56,7 +57,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 class Concat(nn.Module):
-    """Branches over one input, side by side in the channels."""
+    """Runs branches on the same input and concatenates their outputs along the channels."""
 
     def __init__(self, branches: list[nn.Module]) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ class Concat(nn.Module):
 
 
 class Residual(nn.Module):
-    """shortcut(x) + scale * body(x)."""
+    """Returns shortcut(x) + scale * body(x)."""
 
     def __init__(self, body: nn.Module, shortcut: nn.Module, scale: float) -> None:
         super().__init__()
@@ -75,15 +76,15 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.body(x)
-        kept: Tensor = self.shortcut(x)
-        return kept + (y if self.scale == 1.0 else y * self.scale)
+        shortcut: Tensor = self.shortcut(x)
+        return shortcut + (y if self.scale == 1.0 else y * self.scale)
 
 
 def chain(*layers: Layer, **named: Layer) -> Layer:
-    """One layer after the other; those given by keyword keep their name in the module."""
+    """Run layers one after the other; the module of a layer given by keyword gets that name."""
     steps = {str(index): layer for index, layer in enumerate(layers)} | named
 
-    def make(shape: Shape) -> Made:
+    def make(shape: Shape) -> Built:
         sequence = nn.Sequential()
         for name, layer in steps.items():
             module, shape = layer(shape)
@@ -94,16 +95,20 @@ def chain(*layers: Layer, **named: Layer) -> Layer:
 
 
 def concat(*branches: Layer) -> Layer:
-    def make(shape: Shape) -> Made:
-        made = [branch(shape) for branch in branches]
-        _, height, width = made[0][1]
-        return Concat([module for module, _ in made]), (sum(out[0] for _, out in made), height, width)
+    """Run branches on the same input and concatenate their channels."""
+
+    def make(shape: Shape) -> Built:
+        built = [branch(shape) for branch in branches]
+        _, height, width = built[0][1]
+        return Concat([module for module, _ in built]), (sum(out[0] for _, out in built), height, width)
 
     return make
 
 
 def residual(body: Layer, shortcut: Layer | None = None, scale: float = 1.0) -> Layer:
-    def make(shape: Shape) -> Made:
+    """Add the input, or `shortcut` of it, to `scale` times the output of `body`."""
+
+    def make(shape: Shape) -> Built:
         module, out = body(shape)
         return Residual(module, shortcut(shape)[0] if shortcut else nn.Identity(), scale), out
 
@@ -111,7 +116,7 @@ def residual(body: Layer, shortcut: Layer | None = None, scale: float = 1.0) -> 
 
 
 def each(factory: Callable[[], nn.Module]) -> Layer:
-    """A layer that leaves the shape alone."""
+    """Return a layer that does not change the shape."""
     return lambda shape: (factory(), shape)
 
 
@@ -119,8 +124,8 @@ def _pair(size: Size) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
 
-def _slide(shape: Shape, filters: int, kernel: Size, stride: int, padding: Size) -> Shape:
-    """The shape after a window of that size went over the padded image, rounded down."""
+def _output_shape(shape: Shape, filters: int, kernel: Size, stride: int, padding: Size) -> Shape:
+    """Return the output shape of a sliding window over the padded image, rounded down."""
     (k_high, k_wide), (p_high, p_wide) = _pair(kernel), _pair(padding)
     _, height, width = shape
     room_high, room_wide = height + 2 * p_high - k_high, width + 2 * p_wide - k_wide
@@ -132,15 +137,15 @@ def _slide(shape: Shape, filters: int, kernel: Size, stride: int, padding: Size)
 def conv(
     filters: int, kernel: Size = 1, stride: int = 1, padding: Size = 0, *, groups: int = 1, bias: bool = True
 ) -> Layer:
-    def make(shape: Shape) -> Made:
+    def make(shape: Shape) -> Built:
         module = nn.Conv2d(shape[0], filters, kernel, stride, padding, groups=groups, bias=bias)
-        return module, _slide(shape, filters, kernel, stride, padding)
+        return module, _output_shape(shape, filters, kernel, stride, padding)
 
     return make
 
 
 def batch_norm(eps: float = 1e-3, fix_gamma: bool = True) -> Layer:
-    def make(shape: Shape) -> Made:
+    def make(shape: Shape) -> Built:
         norm = BatchNorm(shape[0], eps=eps, momentum=0.1)
         norm.weight.requires_grad_(not fix_gamma)
         return norm, shape
@@ -168,17 +173,23 @@ def conv_bn(
     fix_gamma: bool = True,
     activation: Callable[[], Layer] | None = None,
 ) -> Layer:
-    """Convolution, batch norm, and the activation where there is one."""
+    """Return a convolution, batch norm, and the activation if one is given."""
     unit = {"conv": conv(filters, kernel, stride, padding, groups=groups, bias=bias), "bn": batch_norm(eps, fix_gamma)}
     return chain(**unit) if activation is None else chain(**unit, act=activation())
 
 
 def max_pool(kernel: int, stride: int, padding: int = 0) -> Layer:
-    return lambda shape: (nn.MaxPool2d(kernel, stride, padding), _slide(shape, shape[0], kernel, stride, padding))
+    return lambda shape: (
+        nn.MaxPool2d(kernel, stride, padding),
+        _output_shape(shape, shape[0], kernel, stride, padding),
+    )
 
 
 def avg_pool(kernel: int, stride: int = 1, padding: int = 0) -> Layer:
-    return lambda shape: (nn.AvgPool2d(kernel, stride, padding), _slide(shape, shape[0], kernel, stride, padding))
+    return lambda shape: (
+        nn.AvgPool2d(kernel, stride, padding),
+        _output_shape(shape, shape[0], kernel, stride, padding),
+    )
 
 
 def global_avg_pool() -> Layer:
@@ -198,7 +209,7 @@ def linear(units: int) -> Layer:
 
 
 def network(features: Layer, head: Layer, image_shape: Shape, *, sizes: str = "") -> nn.Module:
-    """The whole network; `sizes` tells a user which images it takes, where it does not take all."""
+    """Build the whole network. `sizes` is added to the error for images that are too small."""
     try:
         return chain(features=features, classifier=head)(image_shape)[0]
     except TooSmallError as error:
@@ -209,20 +220,10 @@ def network(features: Layer, head: Layer, image_shape: Shape, *, sizes: str = ""
 def classifier(
     num_classes: int, hidden: tuple[int, ...] = (), activation: Callable[[], nn.Module] = nn.ReLU, drop: float = 0.0
 ) -> Layer:
-    """Fully connected layers: the hidden ones with activation and dropout, then one output a class."""
+    """Return fully connected layers: the hidden ones with activation and dropout, then one output per class."""
     steps = {"flatten": flatten()}
     for index, units in enumerate(hidden, start=1):
         steps |= {f"fc{index}": linear(units), f"act{index}": each(activation)}
         if drop:
             steps[f"drop{index}"] = dropout(drop)
     return chain(**steps, fc=linear(num_classes))
-
-
-def lr_multipliers(model: nn.Module) -> dict[str, float]:
-    """Learning-rate multipliers other than 1, by parameter name: those of modules that carry an `lr_mult`."""
-    return {
-        f"{prefix}.{name}" if prefix else name: float(module.lr_mult)
-        for prefix, module in model.named_modules()
-        if isinstance(getattr(module, "lr_mult", None), float)
-        for name, _ in module.named_parameters(recurse=False)
-    }

@@ -1,4 +1,4 @@
-"""LeNet, with a spatial transformer in front of it if asked for."""
+"""LeNet, with an optional spatial transformer in front of it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from echelon.models.layers import (
     network,
 )
 
-_SIZES = "lenet is made for 28x28 images and needs at least 16x16."
+_SIZES = "lenet is designed for 28x28 images and needs at least 16x16."
 
 
 class AffineHead(nn.Linear):
-    """Six numbers of an affine map. Starts at the identity and learns at a hundredth of the rate.
+    """Returns the six numbers of an affine map. It is initialised to the identity.
 
-    MXNet draws these weights like any others, so that its first transforms squeeze the image into about one pixel.
+    MXNet draws these weights at random, so that its first transforms shrink the image to about one pixel.
     """
 
-    lr_mult = 0.01
     keeps_initialization = True
 
     def __init__(self, in_features: int) -> None:
@@ -42,7 +41,7 @@ class AffineHead(nn.Linear):
 
 
 class SpatialTransformer(nn.Module):
-    """Resamples the image by an affine map that a small network reads off the image itself."""
+    """Resamples the image with an affine map that a small network computes from the image."""
 
     def __init__(self, image_shape: Shape) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A multilayer perceptron: 128 and 64 hidden units."""
+"""A multilayer perceptron with hidden layers of 128 and 64 units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MobileNet v1 and v2: depthwise convolutions between 1x1 ones."""
+"""MobileNet v1 and v2: depthwise convolutions combined with 1x1 convolutions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import nn
 
 from echelon.errors import UsageError
 from echelon.models.layers import (
+    Built,
     Layer,
-    Made,
     Shape,
     avg_pool,
     chain,
@@ -39,12 +39,12 @@ _conv2 = partial(_linear2, activation=_relu6)
 
 def _scaled(filters: int, factor: float) -> int:
     if factor <= 0:
-        raise UsageError(f"A mobilenet's width factor must be above 0, not {factor}.")
+        raise UsageError(f"The width factor of a mobilenet must be above 0, not {factor}.")
     return max(int(filters * factor), 1)
 
 
 def _separable(stride: int, filters: int) -> Layer:
-    def make(shape: Shape) -> Made:
+    def make(shape: Shape) -> Built:
         channels = shape[0]
         return chain(dw=_conv1(channels, 3, stride, 1, groups=channels), pw=_conv1(filters))(shape)
 
@@ -54,12 +54,12 @@ def _separable(stride: int, filters: int) -> Layer:
 def mobilenet(*, num_classes: int, image_shape: Shape, alpha: float = 1.0) -> nn.Module:
     units = [_separable(stride, _scaled(filters, alpha)) for stride, filters in _V1]
     features = chain(conv1=_conv1(_scaled(32, alpha), 3, 2, 1), units=chain(*units), pool=avg_pool(7))
-    sizes = "mobilenet is made for 224x224 images and needs at least 193x193."
+    sizes = "mobilenet is designed for 224x224 images and needs at least 193x193."
     return network(features, classifier(num_classes), image_shape, sizes=sizes)
 
 
 def _inverted(expansion: int, filters: int, stride: int, adds: bool) -> Layer:
-    def make(shape: Shape) -> Made:
+    def make(shape: Shape) -> Built:
         wide = shape[0] * expansion
         body = chain(expand=_conv2(wide), dw=_conv2(wide, 3, stride, 1, groups=wide), project=_linear2(filters))
         return (residual(body) if adds else body)(shape)

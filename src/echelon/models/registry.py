@@ -1,8 +1,8 @@
-"""From a network's name to a network. Importing this imports no torch; a family's file is imported when it is built.
+"""Builds a network from its name. Importing this module does not import torch or any family of networks.
 
-A name is one of ours or `package.module:function`, a user's own function. Both are called alike: with those of
-`num_classes`, `image_shape` and `num_layers` that the function takes, and with every option given. An option it does
-not take is an error, since the network without it is not the one asked for; an option of None counts as not given.
+A name is either in the table below or `package.module:function`, a user's own function. Both are called in the same
+way: with those of `num_classes`, `image_shape` and `num_layers` that the function accepts, and with every option that
+is given. An option that the function does not accept is an error. An option of None counts as not given.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from echelon.errors import UsageError
-from echelon.models import own
+from echelon.models import user_network
 from echelon.suggestions import unknown_name
 
 if TYPE_CHECKING:
@@ -35,25 +35,24 @@ _NETWORKS = {
     "inception-resnet-v2": "inception_resnet_v2:inception_resnet_v2",
     "resnet": "resnet:resnet",
     "resnet-v1": "resnet_v1:resnet_v1",
-    "resnetv1": "resnet_v1:resnet_v1",  # MXNet has this file twice.
+    "resnetv1": "resnet_v1:resnet_v1",  # MXNet has this file under both names
     "resnet-28-small": "resnet_v1:resnet_28_small",
     "resnext": "resnext:resnext",
     "mobilenet": "mobilenet:mobilenet",
     "mobilenetv2": "mobilenet:mobilenetv2",
 }
-
-
 _STANDARD = ("num_classes", "image_shape", "num_layers")
 
 
 def names() -> tuple[str, ...]:
+    """Return the names of Echelon's networks."""
     return tuple(_NETWORKS)
 
 
 def check_options(network: str, options: Mapping[str, object]) -> None:
-    """An error for an option that the network does not take, before it is built. Imports its family's file."""
+    """Raise an error for an option that the network does not accept. Imports its family, but builds nothing."""
     given = {key: value for key, value in options.items() if value is not None}
-    _check_options(network, inspect.signature(_find(network)).parameters, given)
+    _check_options(network, inspect.signature(_find_function(network)).parameters, given)
 
 
 def build(
@@ -65,14 +64,14 @@ def build(
     initializer: str = "default",
     **options: object,
 ) -> nn.Module:
-    """The network of that name, initialised; a user's own network keeps its initialisation under "default"."""
-    _check(num_classes, image_shape)
+    """Build the network of that name and initialise it. With "default", a user's network keeps its own weights."""
+    _check_arguments(num_classes, image_shape)
     from echelon.models.initializers import initialize, rule_for
 
-    rule_for(initializer, network)  # A bad name should not cost the building of a network.
-    function = _find(network)
+    rule_for(initializer, network)  # report an unknown name before the network is built
+    function = _find_function(network)
     standard: dict[str, object] = dict(zip(_STANDARD, (num_classes, image_shape, num_layers), strict=True))
-    model = _call(network, function, standard, options)
+    model = _call_function(network, function, standard, options)
     if network in _NETWORKS or initializer != "default":
         initialize(model, initializer, network)
     return model
@@ -81,21 +80,21 @@ def build(
 def check_outputs(
     network: str, model: nn.Module, *, num_classes: int, image_shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """An error for a user's network whose outputs cannot be trained on; ours are as they should be."""
+    """Raise an error for a user's network whose outputs have the wrong type or shape for training."""
     if network not in _NETWORKS:
-        own.check_outputs(network, model, num_classes, image_shape, device)
+        user_network.check_outputs(network, model, num_classes, image_shape, device)
 
 
-def _check(num_classes: int, image_shape: tuple[int, ...]) -> None:
+def _check_arguments(num_classes: int, image_shape: tuple[int, ...]) -> None:
     if num_classes < 1:
         raise UsageError(f"A network needs at least one class, not {num_classes}.")
     if len(image_shape) != 3 or min(image_shape) < 1:
         raise UsageError(
-            f"An image shape is channels,height,width, as in 3,224,224; not {','.join(map(str, image_shape))}."
+            f"An image shape is channels,height,width, for example 3,224,224; not {','.join(map(str, image_shape))}."
         )
 
 
-def _find(network: str) -> Callable[..., object]:
+def _find_function(network: str) -> Callable[..., object]:
     if network in _NETWORKS:
         path, _, name = _NETWORKS[network].partition(":")
         found: Callable[..., object] = getattr(import_module(f"echelon.models.{path}"), name)
@@ -103,10 +102,10 @@ def _find(network: str) -> Callable[..., object]:
     path, colon, name = network.partition(":")
     if not colon or not all(part.isidentifier() for part in (*path.split("."), name)):
         raise unknown_name("network", network, names(), "name a network of your own as package.module:function")
-    return own.find(network, path, name)
+    return user_network.find(network, path, name)
 
 
-def _call(
+def _call_function(
     network: str, function: Callable[..., object], standard: dict[str, object], options: dict[str, object]
 ) -> nn.Module:
     from torch import nn
@@ -114,10 +113,10 @@ def _call(
     given = {key: value for key, value in options.items() if value is not None}
     parameters = inspect.signature(function).parameters
     _check_options(network, parameters, given)
-    takes_all = _takes_all(parameters)
-    given |= {key: value for key, value in standard.items() if value is not None and (takes_all or key in parameters)}
-    if missing := _missing(parameters, given):
-        raise UsageError(f"Network {network!r} needs {', '.join(missing)}, which is not among {', '.join(given)}.")
+    accepts_all = _accepts_all(parameters)
+    given |= {key: value for key, value in standard.items() if value is not None and (accepts_all or key in parameters)}
+    if missing := _missing_arguments(parameters, given):
+        raise UsageError(f"Network {network!r} needs {', '.join(missing)}, but is only given {', '.join(given)}.")
     positional = [
         given.pop(key, parameter.default)
         for key, parameter in parameters.items()
@@ -126,22 +125,22 @@ def _call(
     model = function(*positional, **given)
     if not isinstance(model, nn.Module):
         raise UsageError(f"Network {network!r} returned a {type(model).__name__}, not a torch.nn.Module.")
-    own.check_sizes(network, model)
+    user_network.check_sizes(network, model)
     return model
 
 
-def _takes_all(parameters: Mapping[str, inspect.Parameter]) -> bool:
+def _accepts_all(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def _check_options(network: str, parameters: Mapping[str, inspect.Parameter], given: Mapping[str, object]) -> None:
     extra = sorted(given.keys() - parameters.keys())
-    if extra and not _takes_all(parameters):
-        own = ", ".join(key for key in parameters if key not in _STANDARD) or "none"
-        raise UsageError(f"Network {network!r} takes no option {', '.join(extra)}; its options: {own}.")
+    if extra and not _accepts_all(parameters):
+        accepted = ", ".join(key for key in parameters if key not in _STANDARD) or "none"
+        raise UsageError(f"Network {network!r} does not accept {', '.join(extra)}; its options: {accepted}.")
 
 
-def _missing(parameters: Mapping[str, inspect.Parameter], given: dict[str, object]) -> list[str]:
+def _missing_arguments(parameters: Mapping[str, inspect.Parameter], given: dict[str, object]) -> list[str]:
     def required(parameter: inspect.Parameter) -> bool:
         variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         return parameter.default is parameter.empty and not variadic

@@ -1,9 +1,9 @@
-"""How deep, how wide: the stages that resnet, resnet-v1 and resnext have in common.
+"""Depth and width of the stages that resnet, resnet-v1 and resnext share.
 
-Images up to a family's `small_height` take three stages (the CIFAR layout), larger ones four (the ImageNet layout), and
-each layout has its own depths. The stem is a separate choice: up to a height of 32 it is one 3x3 convolution.
-For resnet and resnet-v1 `small_height` is 28, so a 32x32 image gets the small stem and the ImageNet stages. MXNet's
-command lines rely on that; the error for a depth that does not exist says so.
+Images up to a family's `small_height` use three stages (the CIFAR layout), larger ones four (the ImageNet layout), and
+each layout has its own depths. The stem is chosen separately: up to a height of 32 it is one 3x3 convolution. For
+resnet and resnet-v1 `small_height` is 28, so a 32x32 image gets the small stem and the ImageNet stages. MXNet's command
+lines rely on that, and the error for an unsupported depth explains it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _FIRST_SMALL_BOTTLENECK = 164
 
 @dataclass(frozen=True)
 class Plan:
+    """The size of a residual network."""
+
     units: tuple[int, ...]  # residual units in each stage
     filters: tuple[int, ...]  # of each stage
     stem_filters: int
@@ -36,12 +38,12 @@ class Plan:
     small_stem: bool
 
 
-# (filters, stride, whether the shortcut is a projection) to one residual unit.
+# Makes one residual unit from (filters, stride, whether the shortcut is a projection).
 UnitFactory = Callable[[int, int, bool], Layer]
 
 
 def plan(network: str, num_layers: int | None, image_shape: Shape, *, small_height: int = 28) -> Plan:
-    """The stages for this depth and image; without a depth, the scripts' default: 110 for small images, else 50."""
+    """Return the stages for a depth and an image. The default depth is 110 for small images, else 50."""
     height = image_shape[1]
     small_stem = height <= _SMALL_STEM_HEIGHT
     if height <= small_height:
@@ -49,29 +51,29 @@ def plan(network: str, num_layers: int | None, image_shape: Shape, *, small_heig
         bottleneck = depth >= _FIRST_SMALL_BOTTLENECK
         units, rest = divmod(depth - 2, 9 if bottleneck else 6)
         if rest or units < 1:
-            raise _no_depth(network, depth, height, small_height)
+            raise _unsupported_depth(network, depth, height, small_height)
         return Plan((units,) * 3, (64, 128, 256) if bottleneck else (16, 32, 64), 16, bottleneck, small_stem)
     depth = 50 if num_layers is None else num_layers
     if depth not in IMAGENET_UNITS:
-        raise _no_depth(network, depth, height, small_height)
+        raise _unsupported_depth(network, depth, height, small_height)
     bottleneck = depth >= 50
     filters = (256, 512, 1024, 2048) if bottleneck else (64, 128, 256, 512)
     return Plan(IMAGENET_UNITS[depth], filters, 64, bottleneck, small_stem)
 
 
-def _no_depth(network: str, depth: int, height: int, small_height: int) -> UsageError:
+def _unsupported_depth(network: str, depth: int, height: int, small_height: int) -> UsageError:
     small = "8, 14, 20, ... 158 (6n+2) and 164, 173, 182, ... 1001 (9n+2)"
     large = ", ".join(map(str, IMAGENET_UNITS))
     ours, other = (small, large) if height <= small_height else (large, small)
     where = "over" if height <= small_height else "up to"
     return UsageError(
-        f"{network} has no {depth} layers for images of height {height}; it exists with {ours}. "
-        f"Images of height {where} {small_height} take another layout, with {other}."
+        f"{network} does not exist with {depth} layers for images of height {height}; choose from {ours}. "
+        f"Images of height {where} {small_height} use another layout, with {other}."
     )
 
 
 def stages(chosen: Plan, unit: UnitFactory) -> Layer:
-    """All stages: the first unit of each projects its shortcut, and from the second stage on halves the image."""
+    """Return all stages. The first unit of each has a projection and, from the second stage on, halves the image."""
     steps = {}
     for stage, (count, filters) in enumerate(zip(chosen.units, chosen.filters, strict=True), start=1):
         units = {"unit1": unit(filters, 1 if stage == 1 else 2, True)}

@@ -1,4 +1,4 @@
-"""ResNet v2: batch norm and relu come before each convolution, and the sum is left as it is."""
+"""ResNet v2: batch norm and relu come before each convolution, and nothing follows the sum."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from functools import partial
 from torch import Tensor, nn
 
 from echelon.models.layers import (
+    Built,
     Layer,
-    Made,
     Shape,
     batch_norm,
     chain,
@@ -31,7 +31,7 @@ def _bn_relu() -> Layer:
 
 
 class PreActivationUnit(nn.Module):
-    """body(a) + x with a = relu(bn(x)); a projecting unit adds shortcut(a) in place of x."""
+    """Returns body(a) + x with a = relu(bn(x)); a unit with a projection adds shortcut(a) instead of x."""
 
     def __init__(self, activate: nn.Module, body: nn.Module, shortcut: nn.Module | None) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def _unit(filters: int, stride: int, projects: bool, *, bottleneck: bool) -> Lay
     else:
         body = chain(conv1=_conv(filters, 3, stride, 1), norm2=_bn_relu(), conv2=_conv(filters, 3, 1, 1))
 
-    def make(shape: Shape) -> Made:
+    def make(shape: Shape) -> Built:
         module, out = body(shape)
         shortcut = _conv(filters, 1, stride)(shape)[0] if projects else None
         return PreActivationUnit(_bn_relu()(shape)[0], module, shortcut), out

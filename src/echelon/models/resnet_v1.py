@@ -1,4 +1,4 @@
-"""ResNet v1: batch norm after each convolution, relu after the sum; a bottleneck strides in its first convolution."""
+"""ResNet v1: batch norm after each convolution, relu after the sum; a bottleneck has its stride in the first one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ unit = partial(linear, activation=relu)
 
 
 def add_relu(body: Layer, filters: int, stride: int, projects: bool) -> Layer:
-    """The residual unit around `body`; the shortcut is the identity, or a 1x1 convolution with batch norm."""
+    """Return the residual unit around `body`. The shortcut is the identity, or a 1x1 convolution with batch norm."""
     return chain(sum=residual(body, linear(filters, 1, stride) if projects else None), relu=relu())
 
 
@@ -60,7 +60,7 @@ def resnet_v1(*, num_classes: int, image_shape: Shape, num_layers: int | None = 
 
 
 def resnet_28_small(*, num_classes: int, image_shape: Shape) -> nn.Module:
-    """MXNet 0.7's 20 layers: default batch norm, convolutions with bias, no projection in the first stage."""
+    """Build MXNet 0.7's network of 20 layers: default batch norm, biases, no projection in the first stage."""
     old = partial(conv_bn, bias=True)
 
     def block(filters: int, stride: int) -> Layer:

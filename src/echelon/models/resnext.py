@@ -1,4 +1,4 @@
-"""ResNeXt: ResNet v1's shape, its bottlenecks half as wide as their output and convolved in groups."""
+"""ResNeXt: ResNet v1 with grouped convolutions in bottlenecks that are half as wide as their output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.models.layers import Layer, Shape, batch_norm, chain, classifier, c
 from echelon.models.residual import Plan, plan, stages
 from echelon.models.resnet_v1 import add_relu, basic, linear, unit
 
-_SMALL_HEIGHT = 32  # Not 28 as for resnet: here a 32x32 image takes the CIFAR stages.
+_SMALL_HEIGHT = 32  # Unlike resnet (28): a 32x32 image gets the CIFAR stages.
 
 
 def _bottleneck(filters: int, stride: int, projects: bool, *, num_group: int) -> Layer:
@@ -33,7 +33,7 @@ def resnext(*, num_classes: int, image_shape: Shape, num_layers: int | None = No
     chosen = plan("resnext", num_layers, image_shape, small_height=_SMALL_HEIGHT)
     narrowest = chosen.filters[0] // 2
     if chosen.bottleneck and (num_group < 1 or narrowest % num_group):
-        raise UsageError(f"resnext cannot part {narrowest} channels into num_group={num_group} equal groups.")
+        raise UsageError(f"resnext cannot divide {narrowest} channels into num_group={num_group} equal groups.")
     features = chain(
         bn_data=batch_norm(2e-5, fix_gamma=True),
         stem=_stem(chosen),

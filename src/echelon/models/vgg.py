@@ -15,12 +15,12 @@ def vgg(*, num_classes: int, image_shape: Shape, num_layers: int = 11) -> nn.Mod
     if num_layers not in CONVOLUTIONS:
         depths = ", ".join(map(str, CONVOLUTIONS))
         raise UsageError(
-            f"vgg has no {num_layers} layers; it exists with {depths}. "
-            "The training scripts' own default depth is a resnet's: give --num-layers with vgg."
+            f"vgg does not exist with {num_layers} layers; choose from {depths}. "
+            "The default depth of the training scripts is for resnet: give --num-layers with vgg."
         )
     groups: dict[str, Layer] = {}
     for index, (count, filters) in enumerate(zip(CONVOLUTIONS[num_layers], _FILTERS, strict=True), start=1):
         convolutions = {f"conv{unit}": conv_relu(filters, 3, 1, 1) for unit in range(1, count + 1)}
         groups[f"group{index}"] = chain(**convolutions, pool=max_pool(2, 2))
-    sizes = "vgg is made for 224x224 images and needs at least 32x32."
+    sizes = "vgg is designed for 224x224 images and needs at least 32x32."
     return network(chain(**groups), classifier(num_classes, (4096, 4096), drop=0.5), image_shape, sizes=sizes)

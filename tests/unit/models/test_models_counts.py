@@ -1,6 +1,6 @@
-"""Every network has the parameters, the arrays and the arithmetic of MXNet's: the fact sheet's table, row by row.
+"""Every network has as many parameters, arrays and multiply-adds as MXNet's, by a table of known counts.
 
-Built on the meta device, where neither memory nor time depends on the size.
+Networks are built on the meta device, where size costs neither memory nor time.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ TABLE = [
     Row("mlp", None, 28, 10, 109_386, 109_386, 0, 0.0001, 6, 6, channels=1),
     Row("lenet", None, 28, 10, 431_080, 431_080, 0, 0.002, 8, 8, channels=1),
     Row("lenet", None, 28, 10, 448_486, 448_486, 0, None, 14, 14, channels=1, options={"add_stn": True}),
-    # MXNet 0.7; there these two pool with rounding up, so its arithmetic differs and only the counts are compared.
+    # From MXNet 0.7, where pooling rounds up, so that multiply-adds differ.
     Row("inception-bn-full", None, 224, 21841, 33_619_969, 33_598_369, 21_600, None, 140, 278),
     Row("resnet-28-small", None, 28, 10, 273_258, 271_690, 1_568, 0.031, 44, 86),
 ]
@@ -92,7 +92,7 @@ def _build(row: Row) -> nn.Module:
 
 
 def _gmac(model: nn.Module, row: Row) -> float:
-    """Multiply-adds of the convolutions and fully connected layers, by one forward pass."""
+    """Return the multiply-adds of convolutions and fully connected layers in one forward pass, in 10^9."""
     macs = []
 
     def count(module: nn.Module, _: object, output: Tensor) -> None:
@@ -103,7 +103,7 @@ def _gmac(model: nn.Module, row: Row) -> float:
             module.register_forward_hook(count)
         for name, child in module.named_children():
             if isinstance(child, nn.BatchNorm2d):
-                setattr(module, name, nn.Identity())  # The slowest layer on the meta device, and no part of the count.
+                setattr(module, name, nn.Identity())  # slow on the meta device, and not counted
     with torch.no_grad():
         output = model(torch.empty(1, row.channels, row.size, row.size, device="meta"))
     assert output.shape == (1, row.num_classes)
@@ -111,7 +111,7 @@ def _gmac(model: nn.Module, row: Row) -> float:
 
 
 @pytest.mark.parametrize("row", TABLE, ids=str)
-def test_counts_are_those_of_the_fact_sheet(row: Row) -> None:
+def test_counts_equal_those_of_mxnet(row: Row) -> None:
     model = _build(row)
     norms = [p for m in model.modules() if isinstance(m, nn.BatchNorm2d) for p in m.parameters()]
     arrays = list(model.parameters())
@@ -150,7 +150,7 @@ def test_residual_networks_fix_only_the_input_scale(network: str, eps: float, nu
         ("mobilenetv2", 224, 1e-5, False),
     ],
 )
-def test_batch_norm_is_the_familys(network: str, size: int, eps: float, fixed: bool) -> None:
+def test_batch_norm_settings_of_each_family(network: str, size: int, eps: float, fixed: bool) -> None:
     with torch.device("meta"):
         model = models.build(network, num_classes=10, image_shape=(3, size, size))
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]

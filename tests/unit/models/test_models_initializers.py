@@ -1,4 +1,4 @@
-"""Each initialiser draws what its rule says, and touches nothing but weights and biases."""
+"""Each initializer draws from its distribution and changes only weights and biases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEAN_FAN = (FAN_IN + FAN_OUT) / 2
 
 def _draw(initializer: str, network: str = "") -> torch.Tensor:
     torch.manual_seed(0)
-    convolution = nn.Conv2d(64, 64, 3, groups=2)  # fan in counts 32 channels
+    convolution = nn.Conv2d(64, 64, 3, groups=2)  # fan-in counts 32 channels
     initialize(convolution, initializer, network)
     assert not convolution.bias.any()
     return convolution.weight.detach()
@@ -36,7 +36,7 @@ def _draw(initializer: str, network: str = "") -> torch.Tensor:
         ("uniform", "", 0.07 / math.sqrt(3)),
     ],
 )
-def test_spread(initializer: str, network: str, std: float) -> None:
+def test_standard_deviation(initializer: str, network: str, std: float) -> None:
     weight = _draw(initializer, network)
     assert weight.std().item() == pytest.approx(std, rel=0.03)
     assert abs(weight.mean().item()) < std / 20
@@ -55,7 +55,7 @@ def test_orthogonal(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(weight @ weight.T, 1.414**2 * torch.eye(16), atol=1e-4, rtol=0)
 
 
-def test_constants_and_what_is_left_alone() -> None:
+def test_constants_do_not_change_batch_norm() -> None:
     model = models.build("resnet", num_classes=10, image_shape=(3, 28, 28), num_layers=8, initializer="zero")
     norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
@@ -64,7 +64,7 @@ def test_constants_and_what_is_left_alone() -> None:
     assert bool((_draw("one") == 1).all())
 
 
-def test_every_name_builds_and_seeds_repeat() -> None:
+def test_every_name_builds_and_a_seed_repeats_the_weights() -> None:
     for name in names():
         first, second = (_seeded(name) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -1,4 +1,4 @@
-"""The networks run: both memory layouts agree, gradients reach every trained parameter, one trains to the end."""
+"""The networks run: both memory layouts agree, every trained parameter gets a gradient, and one network is trained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from echelon import models
 from echelon.data.sets.digits import load_digits
-from echelon.models.layers import BatchNorm, lr_multipliers
+from echelon.models.layers import BatchNorm
 
 SMALL = [
     ("mlp", 1, 28, {}),
@@ -78,7 +78,7 @@ def test_compiles_as_one_graph(network: str, channels: int, size: int, options: 
         torch.testing.assert_close(compiled(images), model(images))
 
 
-def test_half_precision_by_autocast() -> None:
+def test_autocast_gives_half_precision_outputs() -> None:
     model = _build("resnet", 3, 28, {"num_layers": 8})
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert model(torch.randn(2, 3, 28, 28)).dtype is torch.bfloat16
@@ -86,8 +86,8 @@ def test_half_precision_by_autocast() -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_one_value_a_channel_is_normalised_as_mxnet_does(layout: torch.memory_format) -> None:
-    """Its mean is itself and its variance 0, also for the moving averages: torch's n / (n - 1) would make them NaN."""
+def test_one_value_per_channel_is_normalised_as_in_mxnet(layout: torch.memory_format) -> None:
+    """The mean is the value and the variance is 0, also in the running averages; n / (n - 1) would make them NaN."""
     norm = BatchNorm(3, eps=1e-3)
     with torch.no_grad():
         norm.bias.copy_(torch.tensor([1.0, -2.0, 3.0]))
@@ -101,7 +101,7 @@ def test_one_value_a_channel_is_normalised_as_mxnet_does(layout: torch.memory_fo
 
 
 @pytest.mark.parametrize(("count", "size"), [(2, 1), (1, 2), (5, 3)])
-def test_batch_norm_of_more_values_has_torchs_bits(count: int, size: int) -> None:
+def test_batch_norm_of_several_values_equals_torchs_bit_for_bit(count: int, size: int) -> None:
     ours, theirs = BatchNorm(4), nn.BatchNorm2d(4)
     images = torch.randn(count, 4, size, size)
     assert torch.equal(ours(images), theirs(images))
@@ -109,9 +109,11 @@ def test_batch_norm_of_more_values_has_torchs_bits(count: int, size: int) -> Non
         assert name == "num_batches_tracked" or torch.equal(ours.get_buffer(name), buffer), name
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch uses it itself
-@pytest.mark.parametrize("backend", ["eager", "aot_eager_decomp_partition"])  # the second has Inductor's formulas
-def test_one_value_a_channel_compiles_as_one_graph(backend: str) -> None:
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # raised inside torch
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager_decomp_partition"]
+)  # the second uses the decompositions of Inductor
+def test_one_value_per_channel_compiles_as_one_graph(backend: str) -> None:
     plain, other = BatchNorm(4), BatchNorm(4)
     compiled = torch.compile(other, backend=backend, fullgraph=True)
     for count in (1, 3):
@@ -123,7 +125,7 @@ def test_one_value_a_channel_compiles_as_one_graph(backend: str) -> None:
         torch.testing.assert_close(other.get_buffer(name), buffer)
 
 
-def test_a_network_trains_on_one_image() -> None:
+def test_a_network_trains_on_a_single_image() -> None:
     model = _build("mobilenetv2", 3, 32, {})
     model(torch.randn(1, 3, 32, 32)).square().sum().backward()
     assert all(bool(buffer.isfinite().all()) for buffer in model.buffers())
@@ -135,8 +137,6 @@ def test_spatial_transformer_starts_as_the_identity() -> None:
     transformer = model.get_submodule("features.stn")
     images = torch.randn(3, 1, 28, 28)
     torch.testing.assert_close(transformer(images), images, atol=1e-5, rtol=1e-4)
-    prefix = "features.stn.affine"
-    assert lr_multipliers(model) == {f"{prefix}.weight": 0.01, f"{prefix}.bias": 0.01}
 
 
 def test_digits_cnn_learns_the_digits() -> None:

@@ -38,6 +38,6 @@ def test_a_flag_of_a_network_is_trained_saved_and_used_again(tmp_path: Path) -> 
 
 
 def test_it_is_an_error_before_anything_is_started_where_the_network_has_no_such_option() -> None:
-    with pytest.raises(UsageError, match="Network 'mlp' takes no option add_stn"):
+    with pytest.raises(UsageError, match="Network 'mlp' does not accept add_stn"):
         check(given("--network", "mlp", "--add_stn"), Job())
     check(given("--network", "mlp"), Job())

@@ -74,9 +74,9 @@ def told(network: str, prefix: Path | None = None) -> TrainOptions:
 @pytest.mark.parametrize(
     ("network", "said"),
     [
-        ("few", r"gives outputs of \(2, 9\) for 2 images; \(2, 10\) are wanted, one for each of 10 classes"),
-        ("maps", r"gives outputs of \(2, 10, 1, 1\) for 2 images; \(2, 10\) are wanted"),
-        ("pair", r"gives a tuple in training; a tensor is wanted, of \(2, 10\) for 2 images"),
+        ("few", r"returns outputs of shape \(2, 9\) for 2 images, not \(2, 10\), one for each of 10 classes"),
+        ("maps", r"returns outputs of shape \(2, 10, 1, 1\) for 2 images, not \(2, 10\)"),
+        ("pair", r"returns a tuple in training mode, not a tensor of shape \(2, 10\) for 2 images"),
     ],
 )
 def test_outputs_that_cannot_be_trained_on_are_refused_at_once(network: str, said: str) -> None:

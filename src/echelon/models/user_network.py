@@ -1,6 +1,6 @@
-"""A user's own network, `package.module:function`: finding it, and a sentence for what keeps it from being trained.
+"""A user's own network, `package.module:function`: how it is found, and errors for one that cannot be trained.
 
-The user's code is at fault here, so a sentence names its file and line, and none of our frames is shown.
+An error here is in the user's code, so it names the user's file and line and shows no traceback of Echelon.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_TRIED = 2  # images: torch's batch norm does not train on one
+_NUM_TRIED = 2  # images: torch's batch norm cannot train on one
 
 
 def find(network: str, path: str, name: str) -> Callable[..., object]:
-    """The function or class of that name in a user's module."""
+    """Return the function or class of that name in a user's module."""
     module = _import(network, path)
     function = getattr(module, name, None)
     if function is None:
@@ -35,8 +35,8 @@ def find(network: str, path: str, name: str) -> Callable[..., object]:
 
     if isinstance(function, nn.Module):
         raise UsageError(
-            f"Network {network!r}: {name!r} is a network already, a {type(function).__name__}; name a function or "
-            "class that makes one: it gets num_classes, image_shape and num_layers, those that it takes."
+            f"Network {network!r}: {name!r} is already a network (a {type(function).__name__}); name a function or "
+            "class that makes one. It is called with those of num_classes, image_shape and num_layers it accepts."
         )
     found: Callable[..., object] = function
     return found
@@ -48,17 +48,17 @@ def _import(network: str, path: str) -> ModuleType:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{path}.".startswith(f"{error.name}."):
             raise UsageError(
-                f"Network {network!r}: cannot import {path!r} ({error}). Is its folder on PYTHONPATH?"
+                f"Network {network!r}: cannot import {path!r} ({error}). Is its directory on PYTHONPATH?"
             ) from error
         text = error.msg if isinstance(error, SyntaxError) else str(error)
-        said = f"{type(error).__name__}: {text}"
-        raise UsageError(f"Network {network!r}: importing {path!r} failed: {said} ({_places(error)}).") from error
+        failure = f"{type(error).__name__}: {text}"
+        raise UsageError(f"Network {network!r}: importing {path!r} failed: {failure} ({_places(error)}).") from error
 
 
 def _places(error: Exception) -> str:
-    """File and line in the module that was named, and where the error came from, if that is another."""
+    """Return file and line in the named module, and of the code that raised the error if that is another file."""
     lines = {
-        frame.filename: frame.lineno  # of several frames in a file, the innermost
+        frame.filename: frame.lineno  # the innermost of several frames in a file
         for frame in extract_tb(error.__traceback__)
         if frame.filename not in (__file__, importlib.__file__) and not frame.filename.startswith("<frozen ")
     }
@@ -69,36 +69,39 @@ def _places(error: Exception) -> str:
 
 
 def check_sizes(network: str, model: nn.Module) -> None:
-    """Refuse parameters that get their size in a first forward pass: an optimizer cannot have them."""
+    """Raise an error for parameters that get their size in the first forward pass, which optimizers reject."""
     from torch.nn.parameter import is_lazy
 
     if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
         raise UsageError(
-            f"Network {network!r} has parameters without a size yet ({', '.join(lazy)}). Give its layers their sizes, "
-            "as nn.Linear does and nn.LazyLinear does not, or let an image pass through it in your function."
+            f"Network {network!r} has parameters without a size ({', '.join(lazy)}). Use layers with explicit sizes, "
+            "nn.Linear instead of nn.LazyLinear, or run one image through the network in your function."
         )
 
 
 def check_outputs(
     network: str, model: nn.Module, num_classes: int, image_shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """Refuse what cannot be compared with labels, as a copy gives it: a forward pass in training changes a model."""
+    """Raise an error if the outputs cannot be compared with labels.
+
+    A copy of the model is run, because a forward pass in training mode changes a model.
+    """
     import torch
 
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-            outputs = deepcopy(model).train()(torch.zeros(_TRIED, *image_shape, device=device))
-    except Exception:  # the first step shows it, in the user's frames and with the batch that is meant
+            outputs = deepcopy(model).train()(torch.zeros(_NUM_TRIED, *image_shape, device=device))
+    except Exception:  # the first step raises it again, with the user's traceback and a real batch
         return
-    wanted = (_TRIED, num_classes)
+    expected = (_NUM_TRIED, num_classes)
     if not isinstance(outputs, torch.Tensor):
         raise UsageError(
-            f"Network {network!r} gives a {type(outputs).__name__} in training; a tensor is wanted, of {wanted} for "
-            f"{_TRIED} images: return the outputs before softmax, and nothing else."
+            f"Network {network!r} returns a {type(outputs).__name__} in training mode, not a tensor of shape "
+            f"{expected} for {_NUM_TRIED} images; return only the outputs before softmax."
         )
     shape = tuple(outputs.shape)
-    if len(shape) != 2 or shape[0] != _TRIED or shape[1] < num_classes:
+    if len(shape) != 2 or shape[0] != _NUM_TRIED or shape[1] < num_classes:
         raise UsageError(
-            f"Network {network!r} gives outputs of {shape} for {_TRIED} images; {wanted} are wanted, one for each of "
-            f"{num_classes} classes: heed num_classes, or give --num-classes."
+            f"Network {network!r} returns outputs of shape {shape} for {_NUM_TRIED} images, not {expected}, one for "
+            f"each of {num_classes} classes; use num_classes in the network, or give --num-classes."
         )
