@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from echelon.bench.harness.alternate import percentile
+from echelon.bench.harness.turns import percentile
 
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[-+]?\d+)?)"  # a line with nan or inf is not a measurement
 _SPEED = re.compile(rf"Epoch\[\d+\] Batch \[\d+-\d+\]\tSpeed: {_NUMBER} samples/sec")

@@ -17,7 +17,7 @@ import msgspec
 
 from benchmarks.gpu.log import Log, Speed, speed_of
 from benchmarks.gpu.rows import Row
-from echelon.bench.harness.results import write_body
+from echelon.bench.harness.results import write_result
 from echelon.errors import DataError
 
 _DESCRIBE = (
@@ -137,7 +137,7 @@ def better(old: Record | None, new: Record) -> Record:
 
 def write_records(path: Path, records: Iterable[Record], command: str) -> None:
     """Write the whole file anew."""
-    write_body(path, {"rows": [asdict(record) for record in records]}, command)
+    write_result(path, {"rows": [asdict(record) for record in records]}, command)
 
 
 @cache

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench.harness.alternate import Contender
-from echelon.bench.pushpull.command import compete
-from echelon.bench.pushpull.contenders import Plan, gloo, mxnet, mxnet_tuned
+from echelon.bench.harness.turns import Contender
+from echelon.bench.pushpull.contenders import PushPullPlan, gloo, mxnet, mxnet_tuned
+from echelon.bench.pushpull.run import compare
 from echelon.bench.pushpull.shapes import shapes, write_shapes
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> Plan:
+def plan(tmp_path: Path) -> PushPullPlan:
     """What to do, on the shapes of a small net. That no process is left of it is checked for every test."""
     shapes_file = tmp_path / "shapes.json"
     write_shapes(shapes_file, shapes("mlp"))
-    return Plan(shapes_file, tmp_path)
+    return PushPullPlan(shapes_file=shapes_file, work_dir=tmp_path)
 
 
 def settings(path: Path) -> Namespace:
@@ -38,9 +38,9 @@ def settings(path: Path) -> Namespace:
     )
 
 
-def test_gloo_steps_and_its_result_is_written(plan: Plan, tmp_path: Path) -> None:
+def test_gloo_steps_and_its_result_is_written(plan: PushPullPlan, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    compete([gloo(plan)], settings(path))
+    compare([gloo(plan)], settings(path))
     body = json.loads(path.read_text())
     (case,) = body["cases"]
     assert (case["name"], case["samples"], [len(one) for one in case["rounds"]]) == ("gloo", 6, [3, 3])
@@ -51,7 +51,7 @@ def test_gloo_steps_and_its_result_is_written(plan: Plan, tmp_path: Path) -> Non
 @pytest.mark.parametrize("make", [mxnet, mxnet_tuned])
 @pytest.mark.parametrize(("store", "transport"), [("dist_sync", "auto"), ("dist_async", "tcp")])
 def test_mxnet_steps_and_leaves_nothing(
-    plan: Plan, make: Callable[[Plan], Contender], store: str, transport: str
+    plan: PushPullPlan, make: Callable[[PushPullPlan], Contender], store: str, transport: str
 ) -> None:
     with make(replace(plan, kv_store=store, transport=transport)) as contender:
         times = contender.run_round(3)

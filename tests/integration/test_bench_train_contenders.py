@@ -13,7 +13,7 @@ from echelon.bench.train.contenders import TrainPlan, ddp, echelon, mxnet
 @pytest.fixture
 def plan(tmp_path: Path) -> TrainPlan:
     """What to do. That no process is left of it is checked for every test."""
-    return TrainPlan("resnet20", batch_size=8, threads=1, work_dir=tmp_path)
+    return TrainPlan(model="resnet20", batch_size=8, threads=1, work_dir=tmp_path)
 
 
 @pytest.mark.long

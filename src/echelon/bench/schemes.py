@@ -1,8 +1,9 @@
-"""`echelon bench schemes`: time to an accuracy under the four schemes, for equal, slow and stalling workers.
+"""`echelon bench schemes`: the time to an accuracy under the four schemes, for equal, slow and stalling workers.
 
-Steps are paced (as if an accelerator computed them), so two cores are enough for four workers. All schemes take the
-same learning rate *per sample*: ASP and SSP apply every worker's gradient by itself where BSP applies one mean of W, so
-they get lr / W; GSP's own weighting does that already. Cases and schemes alternate within a seed.
+Each step takes a given time, as if an accelerator computed it, so two cores are enough for four workers. All schemes
+have the same learning rate *per sample*: BSP applies the mean of W gradients at once, while ASP and SSP apply each
+worker's gradient separately and therefore use lr / W. GSP's own weighting has the same effect. For each seed, all cases
+and schemes run one after another.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from echelon.bench.harness.results import write_result
 from echelon.environment import Job
 from echelon.errors import JobError
 from echelon.launch import local
@@ -41,7 +45,7 @@ STALENESS = 3
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run: seconds to the target, samples/s until then, and the curve."""
+    """One run: the seconds to the target, the samples per second until then, and the accuracy curve."""
 
     case: str
     store: str
@@ -51,27 +55,13 @@ class Outcome:
     curve: list[tuple[float, float]]
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `schemes` to the benchmarks."""
-    parser = subparsers.add_parser("schemes", help="time to an accuracy on digits under BSP, ASP, SSP and GSP")
-    parser.add_argument("--target", type=float, default=0.95, help="validation accuracy to reach")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--pace", type=float, default=0.05, help="seconds a step")
-    parser.add_argument("--lr", type=float, default=0.02, help="of BSP and GSP; ASP and SSP get lr / workers")
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--limit-epochs", type=int, default=60, help="give up after this many")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves there (PNG)")
-    parser.set_defaults(run=run)
-
-
 def run(args: argparse.Namespace) -> int:
-    """Run all, show the table, write the files."""
+    """Measure every case, scheme and seed, print the table and write the files."""
     console = Console()
     outcomes: list[Outcome] = []
     total = len(CASES) * len(SCHEMES) * args.seeds
     with console.status("") as status:
-        for outcome in _all(args):
+        for outcome in measure_all(args):
             outcomes.append(outcome)
             shown = f"{outcome.case}, {outcome.store}, seed {outcome.seed}: {outcome.seconds:.2f} s"
             status.update(f"{len(outcomes)}/{total}  last: {shown}")
@@ -79,16 +69,15 @@ def run(args: argparse.Namespace) -> int:
     facts = table_facts(outcomes)
     console.print(_table(facts, args.target))
     if args.json is not None:
-        from echelon.bench.harness.results import write_body
-
         settings = {name: value for name, value in vars(args).items() if isinstance(value, int | float)}
-        write_body(args.json, {"settings": settings, "table": facts, "runs": [asdict(o) for o in outcomes]})
+        write_result(args.json, {"settings": settings, "table": facts, "runs": [asdict(o) for o in outcomes]})
     if args.plot is not None:
         draw(outcomes, args.target, args.plot)
     return 0
 
 
-def _all(args: argparse.Namespace) -> Iterator[Outcome]:
+def measure_all(args: argparse.Namespace) -> Iterator[Outcome]:
+    """Run every case and scheme for each seed."""
     for seed in range(args.seeds):
         for case in CASES:
             for store in SCHEMES:
@@ -96,7 +85,7 @@ def _all(args: argparse.Namespace) -> Iterator[Outcome]:
 
 
 def measure(args: argparse.Namespace, case: str, store: str, seed: int) -> Outcome:
-    """One job, from its workers' common beginning to the first validation at or above the target."""
+    """Run one job and measure from its common start to the first validation at or above the target."""
     alone = store in ("dist_async", "dist_ssync")
     options = TrainOptions(
         kv_store=store,
@@ -125,7 +114,7 @@ def measure(args: argparse.Namespace, case: str, store: str, seed: int) -> Outco
 
 
 def table_facts(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """A row a case and scheme: medians over seeds, spread, and the speed-up over BSP seed by seed."""
+    """Return one row per case and scheme: medians over seeds, spread, and the median speed-up over BSP per seed."""
     rows = []
     for case in CASES:
         baseline = {o.seed: o.seconds for o in outcomes if o.case == case and o.store == "dist_sync"}
@@ -161,10 +150,7 @@ def _table(rows: Sequence[dict[str, Any]], target: float) -> Table:
 
 
 def draw(outcomes: Sequence[Outcome], target: float, path: Path) -> None:
-    """Every run's accuracy over time, a panel a case."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Draw the accuracy of every run over time, one panel per case."""
     colours = dict(zip(SCHEMES, ("#2f6db3", "#c23b3b", "#d9822b", "#3a9a5b"), strict=True))
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     FigureCanvasAgg(figure)

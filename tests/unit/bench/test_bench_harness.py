@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.bench.harness.alternate import Case, Contender, alternate, percentile, ratios, summarise, turn_order
+from echelon.bench.harness.turns import Case, Contender, alternate, percentile, ratios, summarise, turn_order
 from echelon.errors import UsageError
 
 

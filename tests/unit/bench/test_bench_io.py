@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench.io import command as io
+from echelon.bench.commands import add_io
+from echelon.bench.io import run as io
 from echelon.bench.io.device import device_figures
 from echelon.bench.io.images import write_photographs
 from echelon.bench.io.worker_echelon import make_loader
@@ -22,7 +23,7 @@ TINY = ["--images", "12", "--batch-size", "4", "--step-batches", "2", "--rounds"
 
 def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    io.add_parser(parser.add_subparsers())
+    add_io(parser.add_subparsers())
     return parser.parse_args(["io", *arguments])
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from echelon.bench.harness.alternate import Case, ratios, summarise
-from echelon.bench.harness.results import command_line, commit, machine, print_table, write_json
+from echelon.bench.harness.results import command_line, commit, figures, machine, print_times, write_result
+from echelon.bench.harness.turns import Case, summarise
 
 
 def two_cases() -> list[Case]:
@@ -21,7 +21,8 @@ def two_cases() -> list[Case]:
 def test_json_has_everything_and_reads_back(tmp_path: Path) -> None:
     cases = two_cases()
     path = tmp_path / "new" / "result.json"
-    write_json(path, cases, ratios(cases), {"model": "mlp", "rounds": 2}, command="echelon bench pushpull")
+    body = {"settings": {"model": "mlp", "rounds": 2}, **figures(cases)}
+    write_result(path, body, command="echelon bench pushpull")
     body = json.loads(path.read_text())
     assert list(body) == ["command", "commit", "machine", "date", "settings", "cases", "ratios", "ratio_spread"]
     assert body["command"] == "echelon bench pushpull"
@@ -48,7 +49,7 @@ def test_commit_and_command() -> None:
 def test_table_shows_medians_and_ratios() -> None:
     cases = two_cases()
     out = io.StringIO()
-    print_table("pushpull", cases, ratios(cases), Console(file=out, width=120))
+    print_times("pushpull", cases, Console(file=out, width=120))
     assert "13.04 ×" in out.getvalue()
     assert "9.09 – 16.67" in out.getvalue()
     assert "echelon_vs_mxnet: 13.04" in out.getvalue()

@@ -11,11 +11,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from echelon.bench.harness.alternate import ratios, summarise
 from echelon.bench.harness.process import ProcessSpec
-from echelon.bench.train.command import PEERS, check_learning, fill_in, make_contenders, print_rates
-from echelon.bench.train.contenders import MAKERS, TrainContender
-from echelon.bench.train.workloads import WORKLOADS, Loop, make_batch, make_model, make_optimizer
+from echelon.bench.harness.turns import summarise
+from echelon.bench.train.contenders import TrainContender
+from echelon.bench.train.networks import make_batch, make_model, make_optimizer, make_step
+from echelon.bench.train.run import check_learning, fill_in, make_contenders, print_rates
+from echelon.bench.train.workloads import WORKLOADS, Loop
 from echelon.cli.bench import add_parser
 from echelon.errors import JobError, UsageError
 
@@ -43,8 +44,7 @@ def test_what_is_not_said_comes_from_the_model_and_the_machine() -> None:
     assert (given.model, given.batch_size, given.threads) == ("resnet20", 7, 3)
 
 
-def test_every_peer_has_a_maker_and_echelon_comes_first(tmp_path: Path) -> None:
-    assert set(MAKERS) == {"echelon", *PEERS}
+def test_echelon_comes_first_and_then_the_peers(tmp_path: Path) -> None:
     args = parsed("--peer", "ddp")
     fill_in(args)
     assert [contender.name for contender in make_contenders(args, tmp_path)] == ["echelon", "ddp"]
@@ -54,12 +54,12 @@ def test_every_peer_has_a_maker_and_echelon_comes_first(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["-s", "0"], "-s 0"),
-        (["--peer", "ddp", "--peer", "ddp"], "each --peer once"),
-        (["--batch-size", "0"], "batch and threads of at least 1; got 0"),
-        (["--kv-store", "dist_ssync", "--peer", "mxnet"], "MXNet has no 'dist_ssync'"),
+        (["--peer", "ddp", "--peer", "ddp"], "each --peer only once"),
+        (["--batch-size", "0"], "--batch-size and --threads must be at least 1; got 0"),
+        (["--kv-store", "dist_ssync", "--peer", "mxnet"], "MXNet has no store 'dist_ssync'"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(arguments: list[str], message: str) -> None:
+def test_invalid_flags_are_rejected_before_anything_starts(arguments: list[str], message: str) -> None:
     args = parsed(*arguments)
     with pytest.raises(UsageError, match=message):
         args.run(args)
@@ -86,8 +86,8 @@ def test_the_loop_times_every_step_and_waits_once_at_the_end() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    batch = make_batch("resnet20", 4, rank=0)
-    loop = Loop(model, batch, lambda: calls.append("begin"), update, lambda: calls.append("finish"))
+    step = make_step(model, make_batch("resnet20", 4, rank=0), update)
+    loop = Loop(step, lambda: calls.append("begin"), lambda: calls.append("finish"))
     times = loop.run_round(3)
     assert calls == ["begin", "update", "update", "update", "finish"]
     assert len(times.step_s) == 3
@@ -118,7 +118,7 @@ def test_a_worker_that_tells_no_loss_is_an_error(tmp_path: Path) -> None:
 def test_the_table_has_the_rate_of_all_workers() -> None:
     cases = summarise({"echelon": [[0.1, 0.1]], "ddp": [[0.25, 0.25]]})
     console = Console(file=io.StringIO(), width=150)
-    print_rates("title", cases, ratios(cases), 64, {"echelon": [2.5, 1.5], "ddp": [2.5, 1.25]}, console)
+    print_rates("title", cases, 64, {"echelon": [2.5, 1.5], "ddp": [2.5, 1.25]}, console)
     assert isinstance(console.file, io.StringIO)
     rows = {line.split("│")[1].strip(): line for line in console.file.getvalue().splitlines() if "│" in line}
     assert "640 " in rows["echelon"]

@@ -1,1 +1,6 @@
-"""Shared by benchmarks: `alternate` (taking turns), `process`, `protocol`, `job`, `results`, `mxnet_environment`."""
+"""What the benchmarks share. It does not depend on what is measured.
+
+Read `turns` (contenders that take turns, statistics), `protocol` (the lines between harness and worker program),
+`process` (a contender made of processes), `job` (which processes), `mxnet_environment` (MXNet's Python) and `results`
+(tables and result files).
+"""

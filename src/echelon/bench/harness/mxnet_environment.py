@@ -1,7 +1,6 @@
-"""The peers Echelon is measured against, and how they are started at their best.
+"""The Python that runs MXNet 1.9.1: a virtual environment under `.peers/`, created on first use.
 
-The environment of MXNet 1.9.1 is made on first use under `.peers/`, because it needs an old NumPy. The contenders here
-all do a `pushpull` step; the processes they start are the `worker_*` programs. All traffic stays on loopback.
+MXNet needs an environment of its own because it needs an old NumPy.
 """
 
 from __future__ import annotations
@@ -21,18 +20,28 @@ from echelon.errors import JobError, UsageError
 
 MXNET_REQUIREMENTS = ("mxnet==1.9.1", "numpy<1.24")
 MXNET_PYTHON_VARIABLE = "ECHELON_MXNET_PYTHON"
-NEWEST_PYTHON = (3, 11)  # the last for which NumPy below 1.24 has wheels
+NEWEST_PYTHON = (3, 11)  # the newest for which NumPy below 1.24 has wheels
 INSTALL_TIMEOUT_S = 900.0
 MXNET_STORES = ("dist_sync", "dist_async")
-MXNET_DEFAULTS = {"PS_HEARTBEAT_TIMEOUT": "0"}  # its default; Echelon's jobs set the variable
+MXNET_DEFAULTS = {"PS_HEARTBEAT_TIMEOUT": "0"}  # MXNet's default; the environment of an Echelon job sets the variable
+
+
+def mxnet_command(script: Path) -> list[str]:
+    """Return the command that runs a `worker_mxnet.py` under MXNet's Python.
+
+    With -I the script's own folder is not on the module path, where its modules could shadow the standard library.
+    """
+    return [str(mxnet_python()), "-I", str(script)]
 
 
 def mxnet_python(root: Path | None = None) -> Path:
-    """The Python that can import MXNet 1.9.1, made under `.peers/` of this repository if it is not there yet."""
+    """Return a Python that can import MXNet 1.9.1; create its environment under `.peers/` if there is none yet."""
     given = os.environ.get(MXNET_PYTHON_VARIABLE)
     if given:
         if not Path(given).is_file():
-            raise UsageError(f"{MXNET_PYTHON_VARIABLE} is {given!r}, which is no file; give a Python that has MXNet")
+            raise UsageError(
+                f"{MXNET_PYTHON_VARIABLE} is {given!r}, which is not a file; set it to a Python that has MXNet"
+            )
         return Path(given)
     folder = (root or repository()) / ".peers" / "mxnet"
     with _locked(folder.with_name("mxnet.lock")):
@@ -42,7 +51,7 @@ def mxnet_python(root: Path | None = None) -> Path:
 
 
 def repository() -> Path:
-    """The checkout around the current folder; outside of one, the current folder."""
+    """Return the root of the checkout that contains the current folder; outside a checkout, the current folder."""
     here = Path.cwd()
     return next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
 
@@ -53,7 +62,7 @@ def _complete(folder: Path, requirements: Sequence[str]) -> bool:
 
 
 def _stamp(folder: Path) -> Path:
-    """Written last. An environment cannot be renamed into place, because its scripts have its path in them."""
+    """Return the file that marks a complete environment. It is written last, because an environment cannot be moved."""
     return folder / ".complete"
 
 
@@ -74,20 +83,20 @@ def _make_environment(folder: Path, requirements: Sequence[str]) -> None:
         )
     shutil.rmtree(folder, ignore_errors=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    with Console(stderr=True).status(f"making {folder.parent.name}/{folder.name} (about 300 MB, once)"):
+    with Console(stderr=True).status(f"creating {folder.parent.name}/{folder.name} (about 300 MB, only once)"):
         _install_step([sys.executable, "-m", "venv", str(folder)])
         _install_step([*pip, *requirements])
     _stamp(folder).write_text("\n".join(requirements) + "\n", encoding="utf-8")
 
 
 def _install_step(argv: Sequence[str]) -> None:
-    """Run one command of an installation; if it fails, its last lines are the error."""
+    """Run one command of the installation. The error of a failed one contains its last lines."""
     try:
         done = subprocess.run(
             argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=INSTALL_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise JobError(f"{' '.join(argv)} did not end within {INSTALL_TIMEOUT_S:g} s") from error
+        raise JobError(f"{' '.join(argv)} did not finish within {INSTALL_TIMEOUT_S:g} s") from error
     if done.returncode:
         last = "\n".join(done.stdout.splitlines()[-12:])
         raise JobError(f"{' '.join(argv)} ended with status {done.returncode}:\n{last}")

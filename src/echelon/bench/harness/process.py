@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TypeVar
 
-from echelon.bench.harness.alternate import Contender
 from echelon.bench.harness.protocol import QUIT, Answer, Ready, Times, decode_answer, run_command
+from echelon.bench.harness.turns import Contender
 from echelon.errors import JobError
 
 AnswerKind = TypeVar("AnswerKind", Ready, Times)

@@ -1,14 +1,17 @@
-"""What the harness and a contender's process say to each other, one line at a time, over stdin and stdout.
+"""The lines that the harness and a worker program exchange over the program's stdin and stdout.
 
-    harness → process    run K      do K steps now, together with the other processes of the contender
-                         quit       end; the end of the stream means the same, so nothing outlives a killed harness
-    process → harness    {"ready": true}          once, when a first step could be done
-                         {"step_s": [0.1, …]}     after each `run K`: K times in seconds; training adds
-                                                  "losses": [2.3, …], one a step
+    harness → program    run K      do K steps now, together with the other processes of the contender
+                         quit       exit; the end of the stream means the same, so no program outlives a killed harness
+    program → harness    {"ready": true}          once, when the program is ready for its first step
+                         {"step_s": [0.1, …]}     after each `run K`: the seconds of each of the K steps; training adds
+                                                  "losses": [2.3, …], one per step
 
-Between two lines a process blocks on its stdin and costs no CPU. Any other line it prints is kept for error messages;
-an answer may follow a prefix (a launcher's role and rank), so answers are looked for from the first brace on.
-The module needs only the standard library, and imports nothing of Echelon.
+Between two lines a program blocks on its stdin and uses no CPU. The harness keeps every other line that a program
+prints for error messages. An answer may follow a prefix (such as a launcher's role and rank), so the harness looks for
+it from the first brace on.
+
+This module needs only the standard library of Python 3.10, because programs that run under MXNet's Python import it
+too.
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ QUIT = "quit\n"
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The process has started, and waits for its first command."""
+    """The program has started and waits for its first command."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How long each step of one round took, and where there is a loss, what it was."""
+    """The seconds of each step of one round and, if the steps train a network, the loss of each."""
 
     step_s: tuple[float, ...]
     losses: tuple[float, ...] = ()
@@ -39,12 +42,12 @@ Answer = Ready | Times
 
 
 def run_command(num_steps: int) -> str:
-    """The line that asks for a round."""
+    """Return the line that asks for a round."""
     return f"run {num_steps}\n"
 
 
 def encode_answer(answer: Answer) -> str:
-    """The line `decode_answer` reads."""
+    """Return the answer as a line that `decode_answer` reads."""
     if isinstance(answer, Ready):
         return json.dumps({"ready": True}) + "\n"
     losses = {"losses": answer.losses} if answer.losses else {}
@@ -52,7 +55,7 @@ def encode_answer(answer: Answer) -> str:
 
 
 def decode_answer(line: str) -> Answer | None:
-    """The answer in a line of output, or None for a line that is something else."""
+    """Return the answer in a line of output, or None if the line holds no answer."""
     start = line.find("{")
     try:
         body = json.loads(line[start:]) if start >= 0 else None
@@ -66,36 +69,36 @@ def decode_answer(line: str) -> Answer | None:
 
 
 def _numbers(values: Sequence[object]) -> tuple[float, ...]:
-    return tuple(float(value) for value in values)  # type: ignore[arg-type]  # what is no number raises TypeError
+    return tuple(float(value) for value in values)  # type: ignore[arg-type]  # a value of another type raises TypeError
 
 
 def commands() -> Iterator[int]:
-    """The number of steps of each round asked for on stdin, until `quit` or the end of the stream."""
+    """Yield the number of steps of each round requested on stdin, until `quit` or the end of the stream."""
     for line in iter(sys.stdin.readline, ""):
         word, _, number = line.strip().partition(" ")
         if word == "quit":
             return
         if word != "run" or not number.isdigit():
-            raise ValueError(f"the harness said {line!r}; expected 'run K' or 'quit'")
+            raise ValueError(f"the harness sent {line!r}; expected 'run K' or 'quit'")
         yield int(number)
 
 
-def say(answer: Answer) -> None:
-    """Print an answer at once."""
+def send(answer: Answer) -> None:
+    """Print an answer and flush it."""
     sys.stdout.write(encode_answer(answer))
     sys.stdout.flush()
 
 
 def serve(run_round: Callable[[int], Sequence[float] | Times]) -> None:
-    """The life of a driven process once it is set up: ready, then one round a command."""
-    say(Ready())
+    """Answer commands until `quit`. A worker program calls this when it is ready for its first step."""
+    send(Ready())
     for num_steps in commands():
         times = run_round(num_steps)
-        say(times if isinstance(times, Times) else Times(tuple(times)))
+        send(times if isinstance(times, Times) else Times(tuple(times)))
 
 
 def timed(step: Callable[[], None]) -> float:
-    """Seconds that one call takes."""
+    """Call `step` and return the seconds it took."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start

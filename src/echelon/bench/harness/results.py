@@ -1,6 +1,7 @@
-"""A finished benchmark, written down: the JSON under `benchmarks/results/` and the table on the terminal.
+"""The result of a benchmark: a table on the terminal and a JSON file under `benchmarks/results/`.
 
-A figure without its command, commit and machine proves nothing, so the file has all three. It names no host.
+A result file records the command, the commit and the machine, because figures are not comparable without them. It does
+not contain the host name.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -20,34 +21,13 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from echelon.bench.harness.alternate import Case, Ratio
+from echelon.atomic_file import AtomicFile
+from echelon.bench.harness.turns import Case, ratios
 from echelon.system import usable_cores
 
 
-def write_json(
-    path: Path,
-    cases: Sequence[Case],
-    ratios: Sequence[Ratio],
-    settings: Mapping[str, object],
-    command: str | None = None,
-) -> None:
-    """Write one result file. `ratios` maps a name to a number; `ratio_spread` has the same over rounds."""
-    write_body(path, {"settings": dict(settings), **figures(cases, ratios)}, command)
-
-
-def figures(cases: Sequence[Case], ratios: Sequence[Ratio]) -> dict[str, object]:
-    """Cases and ratios as a result file has them."""
-    return {
-        "cases": [asdict(case) for case in cases],
-        "ratios": {ratio.name: ratio.value for ratio in ratios},
-        "ratio_spread": {
-            ratio.name: {"low": ratio.low, "high": ratio.high, "rounds": ratio.rounds} for ratio in ratios
-        },
-    }
-
-
-def write_body(path: Path, body: Mapping[str, object], command: str | None = None) -> None:
-    """Write a result of any shape, with command, commit, machine and date in front; whole or not at all."""
+def write_result(path: Path, body: Mapping[str, object], command: str | None = None) -> None:
+    """Write a result file atomically: command, commit, machine and date, then `body`."""
     stamped = {
         "command": command or command_line(),
         "commit": commit(),
@@ -56,21 +36,32 @@ def write_body(path: Path, body: Mapping[str, object], command: str | None = Non
         **body,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(json.dumps(stamped, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    with AtomicFile(path) as file:
+        file.stream.write((json.dumps(stamped, indent=2) + "\n").encode())
+
+
+def figures(cases: Sequence[Case]) -> dict[str, object]:
+    """Return cases and ratios in the form of a result file."""
+    against_first = ratios(cases)
+    return {
+        "cases": [asdict(case) for case in cases],
+        "ratios": {ratio.name: ratio.value for ratio in against_first},
+        "ratio_spread": {
+            ratio.name: {"low": ratio.low, "high": ratio.high, "rounds": ratio.rounds} for ratio in against_first
+        },
+    }
 
 
 def command_line() -> str:
-    """How this process was started, without the folder of the program."""
+    """Return the command line of this process, without the folder of the program."""
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def commit() -> str:
-    """The commit of the code that runs, with `-dirty` where tracked files differ; "unknown" outside a checkout."""
+    """Return the commit of the running code, with `-dirty` if tracked files differ; "unknown" outside a checkout."""
     here = Path(__file__)
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
-        return "unknown"  # an installed copy inside somebody else's repository is not that repository's commit
+        return "unknown"  # an installed copy may lie inside another project's repository
     describe = _git(here.parent, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
     return describe or "unknown"
 
@@ -86,7 +77,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def machine() -> dict[str, object]:
-    """What the figures depend on."""
+    """Return the properties of this machine and its software that the figures depend on."""
     return {
         "cpu": _cpu_model(),
         "cores": usable_cores(),
@@ -105,18 +96,31 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def print_table(title: str, cases: Sequence[Case], ratios: Sequence[Ratio], console: Console | None = None) -> None:
-    """Show medians, spread and ratios."""
+def print_times(title: str, cases: Sequence[Case], console: Console | None = None) -> None:
+    """Print the median and spread of each contender's step times, then the ratios."""
+
+    def cells(case: Case) -> list[str]:
+        times = [f"{value:.3f}" for value in (case.median_ms, case.p10_ms, case.p90_ms)]
+        return [*times, str(case.samples)]
+
+    print_cases(title, cases, ("median ms", "p10", "p90", "samples"), cells, console)
+    for ratio in ratios(cases):
+        (console or Console()).print(f"{ratio.name}: {ratio.value:.2f}")
+
+
+def print_cases(
+    title: str,
+    cases: Sequence[Case],
+    headings: Sequence[str],
+    cells: Callable[[Case], Sequence[str]],
+    console: Console | None = None,
+) -> None:
+    """Print one row per contender: its name, its cells, and the ratio of the first contender to it."""
     table = Table(title=title, title_justify="left")
     table.add_column("case")
-    for heading in ("median ms", "p10", "p90", "samples", "ratio", "over rounds"):
+    for heading in (*headings, "ratio", "over rounds"):
         table.add_column(heading, justify="right")
-    by_name = {ratio.name: ratio for ratio in ratios}
-    for case in cases:
-        ratio = by_name.get(f"{cases[0].name}_vs_{case.name}")
-        spread = ("", "") if ratio is None else (f"{ratio.value:.2f} ×", f"{ratio.low:.2f} – {ratio.high:.2f}")
-        figures = (f"{value:.3f}" for value in (case.median_ms, case.p10_ms, case.p90_ms))
-        table.add_row(case.name, *figures, str(case.samples), *spread)
+    shown = [("", ""), *((f"{ratio.value:.2f} ×", f"{ratio.low:.2f} – {ratio.high:.2f}") for ratio in ratios(cases))]
+    for case, compared in zip(cases, shown, strict=True):
+        table.add_row(case.name, *cells(case), *compared)
     (console or Console()).print(table)
-    for ratio in ratios:
-        (console or Console()).print(f"{ratio.name}: {ratio.value:.2f}")

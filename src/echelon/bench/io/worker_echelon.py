@@ -1,6 +1,6 @@
-"""The process of the Echelon contender in `echelon bench io`: a step is some batches taken from the loader.
+"""The process of the Echelon contender of `echelon bench io`: a step takes some batches from the loader.
 
-A turn ends when the loader has nothing left to do ahead, as for its peer (see `io_mxnet`).
+A turn ends when the loader has stopped working ahead, as for MXNet (`worker_mxnet` says why).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ CONFIG = AugmentConfig((3, 224, 224), random_crop=True, random_mirror=True, rgb_
 def make_loader(
     rec: str, batch_size: int, threads: int, output: Output = "float32", *, pin_memory: bool = False
 ) -> Loader:
-    """Batches of 3x224x224 with random crop and mirror, shuffled, every batch full."""
+    """Return a loader of shuffled full batches of 3x224x224 with random crop and mirror."""
     source = RecordSource(rec)
     sampling = Sampling(len(source), batch_size, last_batch="wrap")
     return Loader(source, CONFIG, sampling, threads=threads, processes=True, output=output, pin_memory=pin_memory)
 
 
 def forever(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
-    """Epoch after epoch."""
+    """Yield the batches of one epoch after another."""
     while True:
         yield from batches
 
 
 def main() -> None:
-    """Serve rounds until told to quit."""
+    """Run rounds until the harness sends `quit`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rec", required=True)
     parser.add_argument("--batch-size", type=int, required=True)

@@ -1,17 +1,15 @@
-"""The process of the MXNet peer in `echelon bench io`: ImageRecordIter, with the same crop, mirror, shuffle and mean.
+"""The process of the MXNet peer of `echelon bench io`: ImageRecordIter with the same crop, mirror, shuffle and mean.
 
-Runs under MXNet's own environment, so it imports nothing of Echelon; the lines on stdin and stdout are those of
-`echelon.bench.harness.protocol`, written again here in a few lines.
-MXNet itself caps its decoding threads at half the processors.
+It runs under MXNet's Python, which has neither Echelon nor torch installed. MXNet limits its decoding threads to half
+the processors.
 
-It decodes 17 batches ahead, for seconds after it was last asked for one. A turn therefore ends only when that is over:
-it would otherwise take a core from the other contender's turn, and get those batches for nothing in its own.
+MXNet decodes 17 batches ahead, which takes seconds after the last batch was taken. A turn ends only when that is done.
+Otherwise the decoding would use a core during the next contender's turn, and its batches would not be timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -19,9 +17,12 @@ from typing import Any
 
 import mxnet as mx
 
+sys.path.append(str(Path(__file__).resolve().parents[3]))  # last, so that it shadows nothing of MXNet's Python
+from echelon.bench.harness.protocol import serve, timed
+
 
 class Batches:
-    """Epoch after epoch of one iterator."""
+    """The batches of one iterator, epoch after epoch."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         idx = Path(args.rec).with_suffix(".idx")
@@ -40,7 +41,7 @@ class Batches:
         )
 
     def take(self) -> None:
-        """Wait for a batch to be there."""
+        """Wait for the next batch."""
         try:
             batch = self._batches.next()
         except StopIteration:
@@ -50,7 +51,7 @@ class Batches:
 
 
 def main() -> None:
-    """Serve rounds until told to quit."""
+    """Run rounds until the harness sends `quit`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rec", required=True)
     parser.add_argument("--batch-size", type=int, required=True)
@@ -58,34 +59,28 @@ def main() -> None:
     parser.add_argument("--step-batches", type=int, required=True)
     args = parser.parse_args()
     batches = Batches(args)
-    settle()
-    say(ready=True)
-    for line in iter(sys.stdin.readline, "quit\n"):
-        if not line:
-            return
-        step_s = []
-        for _ in range(int(line.removeprefix("run "))):
-            start = time.perf_counter()
-            for _ in range(args.step_batches):
-                batches.take()
-            step_s.append(time.perf_counter() - start)
-        settle()
-        say(step_s=step_s)
+
+    def step() -> None:
+        for _ in range(args.step_batches):
+            batches.take()
+
+    def run_round(num_steps: int) -> list[float]:
+        step_s = [timed(step) for _ in range(num_steps)]
+        wait_until_idle()
+        return step_s
+
+    wait_until_idle()
+    serve(run_round)
 
 
-def settle(interval_s: float = 0.2, limit_s: float = 60.0) -> None:
-    """Wait until this process does nothing any more."""
+def wait_until_idle(interval_s: float = 0.2, limit_s: float = 60.0) -> None:
+    """Wait until this process uses no CPU time."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         before = time.process_time()
         time.sleep(interval_s)
         if time.process_time() - before < 0.05 * interval_s:
             return
-
-
-def say(**answer: object) -> None:
-    """Print an answer for the harness at once."""
-    print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

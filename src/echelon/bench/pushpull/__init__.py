@@ -1,1 +1,4 @@
-"""`echelon bench pushpull`. Read `command`, then `contenders` (add a peer there) and the `worker_*` programs."""
+"""`echelon bench pushpull`: the time of one push, sum, update and pull of a model's tensors.
+
+Read `run`, then `contenders` (add a peer there), `shapes` (the tensors) and the `worker_*` programs.
+"""

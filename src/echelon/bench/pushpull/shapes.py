@@ -1,6 +1,6 @@
-"""The tensors a benchmark moves: the gradient shapes of known models, in the order of their `parameters()`.
+"""The tensors that a benchmark moves: the gradient shapes of known models, in the order of their `parameters()`.
 
-Computed from each model's rule, because no model needs to be built to know them. Counts are those of the published
+The shapes are computed without building a model, so this module needs no torch. The counts are those of the published
 networks for ImageNet: `resnet50` has 161 tensors and 25,557,032 elements.
 """
 
@@ -18,11 +18,11 @@ from echelon.suggestions import unknown_name
 Shape = tuple[int, ...]
 
 DEFAULT_KEY_SIZE = 256
-"""Elements of a key of `keys:N`: 1 kB of float32, so that the cost of a key shows and not that of its bytes."""
+"""Elements per key of `keys:N`: 1 kB of float32, so that the fixed cost of a key dominates that of its bytes."""
 
 
 def shapes(name: str) -> list[Shape]:
-    """The shapes of a model by its name, or of N equal keys by `keys:N` or `keys:N:SIZE` (SIZE in elements)."""
+    """Return the shapes of a model by name, or those of N equal keys for `keys:N` or `keys:N:SIZE` (in elements)."""
     if name.startswith("keys:"):
         return _equal_keys(name)
     if name not in MODELS:
@@ -31,17 +31,17 @@ def shapes(name: str) -> list[Shape]:
 
 
 def num_elements(all_shapes: Sequence[Shape]) -> int:
-    """How many numbers the tensors hold together."""
+    """Return the number of elements of all tensors together."""
     return sum(prod(shape) for shape in all_shapes)
 
 
 def write_shapes(path: Path, all_shapes: Sequence[Shape]) -> None:
-    """Put shapes where a contender's processes can read them: a JSON list of lists."""
+    """Write shapes to a file for the worker programs: a JSON list of lists."""
     path.write_text(json.dumps(all_shapes), encoding="utf-8")
 
 
 def read_shapes(path: Path) -> list[Shape]:
-    """The shapes `write_shapes` wrote."""
+    """Return the shapes that `write_shapes` wrote."""
     return [tuple(shape) for shape in json.loads(path.read_text(encoding="utf-8"))]
 
 
@@ -54,7 +54,7 @@ def _equal_keys(name: str) -> list[Shape]:
 
 
 def _conv(inputs: int, outputs: int, kernel: int) -> Iterator[Shape]:
-    """A convolution without bias and its batch norm's weight and bias."""
+    """Yield a convolution without bias, and the weight and bias of its batch norm."""
     yield (outputs, inputs, kernel, kernel)
     yield (outputs,)
     yield (outputs,)
@@ -87,7 +87,7 @@ def _resnet(depths: Sequence[int], kernels: Sequence[int], expansion: int) -> It
 
 
 def _block(inputs: int, width: int, outputs: int, kernels: Sequence[int]) -> Iterator[Shape]:
-    """The residual branch; then the shortcut's projection, where a width changes."""
+    """Yield the residual branch, then the projection of the shortcut if the width changes."""
     widths = [inputs, *[width] * (len(kernels) - 1), outputs]
     for (before, after), kernel in zip(pairwise(widths), kernels, strict=True):
         yield from _conv(before, after, kernel)
@@ -106,7 +106,7 @@ def _vgg16() -> Iterator[Shape]:
 
 
 def _mlp() -> Iterator[Shape]:
-    """The digits example's net: 28×28 pixels, layers of 128 and 64, ten classes."""
+    """Return the network of the digits example: 28×28 pixels, layers of 128 and 64, ten classes."""
     return _linear([28 * 28, 128, 64, 10])
 
 

@@ -1,10 +1,10 @@
-"""One process of the Echelon contender: a worker that steps with the gradients where the Trainer has them.
+"""One process of the Echelon contender: a worker whose gradients are where a Trainer has them.
 
-Gradients lie in the store's own memory and weights arrive there, as in training (`KVStore.views`); backward's writing
-of the gradients is stood in for by a copy that is not timed, the same as for the peers. With `--copy`, the plain API is
-measured instead: gradients and weights are tensors of the caller's, copied in and out within the step.
+Gradients and weights are in the store's own memory, as in training (`KVStore.views`). An untimed copy writes the
+gradients in place of a backward pass, as for the peers. `--copy` measures the plain API instead: gradients and weights
+are the caller's tensors, and each step copies them in and out.
 
-Started in the role of server or scheduler it serves.
+In the role of a server or scheduler, the process serves the job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SETTINGS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 
 
 class Model:
-    """A model's tensors in a store."""
+    """The tensors of a model in a store."""
 
     def __init__(self, store: ServerStore, shapes: list[tuple[int, ...]], copy: bool) -> None:
         self._store = store
@@ -40,14 +40,14 @@ class Model:
             self._weights = []
 
     def step(self) -> None:
-        """Push everything, wait for everything."""
+        """Push all gradients and wait for all weights."""
         if self._copy:
             self._store.pushpull(self._names, self._gradients, self._weights)
         else:
             self._store.wait(self._store.exchange(self._keys, 1.0, []))
 
     def timed_step(self) -> float:
-        """Seconds of a step with fresh gradients."""
+        """Write new gradients, do a step and return the seconds of the step."""
         if not self._copy:
             for place, fresh in zip(self._gradients, self._fresh, strict=True):
                 place.copy_(fresh)
@@ -55,17 +55,17 @@ class Model:
 
 
 def main() -> None:
-    """Join the job, then serve rounds until told to quit."""
+    """Join the job and run rounds until the harness sends `quit`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", type=Path, required=True, help="JSON list of tensor shapes")
     parser.add_argument("--kv-store", default="dist_sync")
-    parser.add_argument("--copy", action="store_true", help="measure the plain API with the caller's own tensors")
+    parser.add_argument("--copy", action="store_true", help="measure the plain API with the caller's tensors")
     args = parser.parse_args()
     torch.set_num_threads(1)
     staleness = 3 if args.kv_store == "dist_ssync" else None
     with kvstore.create(args.kv_store, staleness=staleness) as store:
         assert isinstance(store, ServerStore)
-        model = Model(store, [tuple(shape) for shape in read_shapes(args.shapes)], args.copy)
+        model = Model(store, read_shapes(args.shapes), args.copy)
 
         def run_round(num_steps: int) -> list[float]:
             store.barrier()

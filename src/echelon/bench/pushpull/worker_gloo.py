@@ -1,15 +1,14 @@
-"""One rank of the Gloo peer: what a plain PyTorch job does with its gradients, at its best.
+"""One rank of the Gloo peer: the fastest plain way in which a PyTorch job exchanges its gradients.
 
-All-reduce of the flat gradients in 25 MB buckets (DDP's default size), all in flight at once, then one fused SGD with
-momentum and weight decay over the flat weights. Run it with `--help` for its arguments; it speaks
-`echelon.bench.harness.protocol`.
+A step is an all-reduce of the flat gradients in 25 MB buckets (DDP's default size), all in flight at once, and then one
+fused SGD with momentum and weight decay over the flat weights.
 
-The sum replaces the gradients in place, so they are written afresh before each step, as backward would; that part is
-not timed. There is no barrier between steps: a rank that is late shows in the other's all-reduce.
+The all-reduce replaces the gradients in place, so they are written again before each step, as a backward pass would.
+That part is not timed. There is no barrier between steps: a late rank delays the other's all-reduce.
 
-Tried once, 48 steps each in turn, on a machine that was not quiet: buckets of 8 MB (1.01 of this one's time) or one of
-everything (0.98) change nothing. An SGD for each bucket as it arrives took 0.94 (rounds from 0.69 to 1.20), so this may
-not be Gloo's best; it is kept as the plain form, and the other should be tried again where it is quiet.
+Alternatives, measured once on a machine with other load (48 steps each, in turns): buckets of 8 MB took 1.01 times as
+long and a single bucket 0.98 times, which is no difference. An SGD per bucket as it arrives took 0.94 times as long
+(0.69 to 1.20 over the rounds), so this may not be the fastest form of Gloo. Measure that again on a quiet machine.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class FlatModel:
-    """Weights, gradients and optimizer of a model laid end to end."""
+    """A model whose weights and gradients are one flat tensor each, with its optimizer."""
 
     def __init__(self, size: int, seed: int) -> None:
         self._fresh = torch.randn(size, generator=torch.Generator().manual_seed(seed)).mul_(1e-3)
@@ -39,7 +38,7 @@ class FlatModel:
         self._optimizer = torch.optim.SGD([self._weights], lr=0.1, momentum=0.9, weight_decay=1e-4, fused=True)
 
     def backward(self) -> None:
-        """Stand in for the backward pass."""
+        """Write the gradients, as a backward pass would."""
         self._gradients.copy_(self._fresh)
 
     def step(self) -> None:
@@ -49,22 +48,20 @@ class FlatModel:
         self._optimizer.step()
 
     def timed_step(self) -> float:
-        """Seconds of a step with fresh gradients."""
+        """Write new gradients, do a step and return the seconds of the step."""
         self.backward()
         return timed(self.step)
 
 
 def main() -> None:
-    """Join the group, then serve rounds until told to quit."""
+    """Join the process group and run rounds until the harness sends `quit`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", type=Path, required=True, help="JSON list of tensor shapes")
-    parser.add_argument("--store", type=Path, required=True, help="file through which the ranks find each other")
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--process-group", required=True, help="URL of the rendezvous, with rank and world size")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{args.store}", rank=args.rank, world_size=args.world_size)
-    model = FlatModel(num_elements(read_shapes(args.shapes)), seed=args.rank)
+    dist.init_process_group("gloo", args.process_group)
+    model = FlatModel(num_elements(read_shapes(args.shapes)), seed=dist.get_rank())
 
     def run_round(num_steps: int) -> list[float]:
         dist.barrier()

@@ -1,28 +1,29 @@
-"""One process of the MXNet peer. Runs under MXNet's own environment, so it imports nothing of Echelon.
+"""One process of the MXNet peer. It runs under MXNet's Python, which has neither Echelon nor torch installed.
 
-Started with DMLC_ROLE=scheduler or server it serves from within `import mxnet` and never returns from there. A worker
-pushes all gradients, pulls all weights and waits for them; with `--one-call` it does both at once, key by key. SGD with
-momentum and weight decay runs on the servers, and both ways give the same weights. The lines on stdin and stdout are
-those of `echelon.bench.harness.protocol`, said again here in a few lines.
+With DMLC_ROLE=scheduler or server, `import mxnet` serves the job and never returns. A worker pushes all gradients,
+pulls all weights and waits for them; with `--one-call` it does both in one call per key. SGD with momentum and weight
+decay runs on the servers, and both ways give the same weights.
 
-MXNet deals ranks by the order of its ports, so any worker may be rank 0; they all do the same work, and each times its
-own steps. There is no barrier between steps, only before each round.
+MXNet assigns ranks in the order of its ports, so any worker may be rank 0. All workers do the same work, and each times
+its own steps. There is no barrier between steps, only before each round.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import mxnet as mx
 
+sys.path.append(str(Path(__file__).resolve().parents[3]))  # last, so that it shadows nothing of MXNet's Python
+from echelon.bench.harness.protocol import serve, timed
+from echelon.bench.pushpull.shapes import read_shapes
+
 
 class Worker:
-    """Keys 0 to N-1 on the servers, and this worker's gradients and weights for them."""
+    """This worker's gradients and weights of the keys 0 to N-1 on the servers."""
 
     def __init__(self, kv_type: str, shapes: list[tuple[int, ...]], one_call: bool) -> None:
         self._one_call = one_call
@@ -37,7 +38,7 @@ class Worker:
         self._kv._barrier()
 
     def step(self) -> None:
-        """Push every gradient, first layers first; pull every weight; wait until the last one is there."""
+        """Push every gradient, first layers first, pull every weight and wait for all of them."""
         if self._one_call:
             for key, gradient in enumerate(self._gradients):
                 self._kv.pushpull(key, gradient, out=self._weights[key], priority=-key)
@@ -53,35 +54,19 @@ class Worker:
             self._kv.pull(key, weight, priority=-key)
 
     def run_round(self, num_steps: int) -> list[float]:
-        """Seconds of each step."""
+        """Do the steps of a round and return the seconds of each."""
         self._kv._barrier()
-        return [self._timed_step() for _ in range(num_steps)]
-
-    def _timed_step(self) -> float:
-        start = time.perf_counter()
-        self.step()
-        return time.perf_counter() - start
-
-
-def say(**answer: object) -> None:
-    """Print an answer for the harness at once."""
-    print(json.dumps(answer), flush=True)
+        return [timed(self.step) for _ in range(num_steps)]
 
 
 def main() -> None:
-    """Serve rounds until told to quit."""
+    """Join the job and run rounds until the harness sends `quit`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", type=Path, required=True, help="JSON list of tensor shapes")
     parser.add_argument("--kv-store", required=True, help="dist_sync or dist_async")
-    parser.add_argument("--one-call", action="store_true", help="pushpull instead of push and pull")
+    parser.add_argument("--one-call", action="store_true", help="use pushpull instead of push and pull")
     args = parser.parse_args()
-    shapes = [tuple(shape) for shape in json.loads(args.shapes.read_text())]
-    worker = Worker(args.kv_store, shapes, args.one_call)
-    say(ready=True)
-    for line in iter(sys.stdin.readline, "quit\n"):
-        if not line:
-            return
-        say(step_s=worker.run_round(int(line.removeprefix("run "))))
+    serve(Worker(args.kv_store, read_shapes(args.shapes), args.one_call).run_round)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One process of the Echelon contender of `echelon bench train`: a plain loop around `echelon.Trainer`.
 
-Started in the role of server or scheduler it serves.
+In the role of a server or scheduler, the process serves the job.
 """
 
 from __future__ import annotations
@@ -11,27 +11,28 @@ import torch
 
 from echelon import Trainer, kvstore
 from echelon.bench.harness.protocol import serve
-from echelon.bench.train.workloads import WORKLOADS, Loop, make_batch, make_model, make_optimizer
+from echelon.bench.train.networks import make_batch, make_model, make_optimizer, make_step
+from echelon.bench.train.workloads import WORKLOADS, Loop
 
 STALENESS = 3
 
 
 def main() -> None:
-    """Join the job, then serve rounds until told to quit."""
+    """Join the job and run rounds until the harness sends `quit`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=WORKLOADS, required=True)
-    parser.add_argument("--batch-size", type=int, required=True, help="of this worker")
-    parser.add_argument("--threads", type=int, required=True, help="of this worker")
+    parser.add_argument("--batch-size", type=int, required=True, help="samples per step of this worker")
+    parser.add_argument("--threads", type=int, required=True, help="threads of this worker")
     parser.add_argument("--kv-store", default="dist_sync")
-    parser.add_argument("--push-factors", type=int, default=1, help="as the trainers have it")
+    parser.add_argument("--push-factors", type=int, default=1, help="as in the training scripts")
     args = parser.parse_args()
     store = kvstore.create(args.kv_store, staleness=STALENESS if args.kv_store == "dist_ssync" else None)
     torch.set_num_threads(args.threads)
     model = make_model(args.model)
     optimizer = make_optimizer(args.model, model)
     with Trainer(model, optimizer, store, push_factors=bool(args.push_factors)) as trainer:
-        batch = make_batch(args.model, args.batch_size, store.rank)
-        serve(Loop(model, batch, store.barrier, trainer.step, trainer.sync).run_round)
+        step = make_step(model, make_batch(args.model, args.batch_size, store.rank), trainer.step)
+        serve(Loop(step, store.barrier, trainer.sync).run_round)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Contenders that take turns, and the statistics of their steps.
 
-Figures taken one after the other drift with the machine (frequency, neighbours, page cache); figures taken in turn
-drift together, so their ratio stays. That is why every contender is started first and then idles, blocked, while
-another runs, and why the order rotates: nobody always runs after the same neighbour. This module owns the turns and the
-arithmetic; it knows nothing of processes (`process`) or of files and tables (`results`).
+The speed of a machine drifts (clock frequency, other load, page cache). If contenders ran one after another, their
+ratio would drift too; if they take turns, it does not. Therefore all contenders are started first, and each blocks
+while another one runs. The order rotates from round to round, so that no contender always runs after the same one. This
+module owns the turns and the statistics. Processes are in `process`, tables and files in `results`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -21,29 +22,29 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from echelon.errors import UsageError
 
 Rounds = list[list[float]]
-"""Seconds of each step, a list for each round."""
+"""The seconds of each step: one list per round."""
 
 
 class Contender(ABC):
-    """Something that can do steps when it is its turn. Used in a `with` block: started on entry, stopped on exit."""
+    """A job that does steps when it is its turn. As a context manager it starts on entry and stops on exit."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     @abstractmethod
     def start(self) -> None:
-        """Get to the point where a first step could be done; then idle."""
+        """Start everything that the first step needs; then idle."""
 
     @abstractmethod
     def run_round(self, num_steps: int) -> list[float]:
-        """Do that many steps and return the seconds each took; then idle again."""
+        """Do `num_steps` steps and return the seconds of each; then idle again."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Leave nothing running. Harmless when nothing was started."""
+        """End every process that was started. Does nothing if none was."""
 
     def abort(self) -> None:
-        """`stop` when something already failed: need not be gentle."""
+        """Stop after a failure; processes need not exit cleanly."""
         self.stop()
 
     def __enter__(self) -> Self:
@@ -61,7 +62,7 @@ class Contender(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One contender's figures. `rounds` has every sample, in milliseconds, as they were taken."""
+    """One contender's figures. `rounds` holds every sample in milliseconds, in the order of measurement."""
 
     name: str
     median_ms: float
@@ -73,7 +74,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times faster the first contender is than another: their medians divided, and the same round by round."""
+    """How many times faster the first contender is than another: the ratio of their medians, overall and by round."""
 
     name: str
     value: float
@@ -81,19 +82,28 @@ class Ratio:
 
     @property
     def low(self) -> float:
-        """The round in which the first contender did worst."""
+        """The ratio of the round in which the first contender did worst."""
         return min(self.rounds)
 
     @property
     def high(self) -> float:
-        """The round in which the first contender did best."""
+        """The ratio of the round in which the first contender did best."""
         return max(self.rounds)
+
+
+def measure(contenders: Sequence[Contender], rounds: int, steps: int, warmup: int) -> list[Case]:
+    """Start all contenders, run them in turns, stop them, and return each one's figures."""
+    with ExitStack() as started:
+        for contender in contenders:
+            started.enter_context(contender)
+        taken = alternate(contenders, rounds, steps, warmup)
+    return summarise(taken)
 
 
 def alternate(
     contenders: Sequence[Contender], rounds: int, steps: int, warmup: int, console: Console | None = None
 ) -> dict[str, Rounds]:
-    """Run started contenders in turn. Each turn begins with `warmup` steps that are not counted."""
+    """Run started contenders in turns and return their times. Each turn begins with `warmup` untimed steps."""
     names = [contender.name for contender in contenders]
     if len(set(names)) < len(names):
         raise UsageError(f"contenders must have different names, not {', '.join(names)}")
@@ -109,7 +119,7 @@ def alternate(
 
 
 def turn_order(contenders: Sequence[Contender], round_index: int) -> list[Contender]:
-    """Who runs after whom in a round: the first one moves by one place each time."""
+    """Return the order of a round. It starts one contender later each round."""
     first = round_index % len(contenders) if contenders else 0
     return [*contenders[first:], *contenders[:first]]
 
@@ -134,7 +144,7 @@ def _progress(console: Console | None) -> Progress:
 
 
 def summarise(taken: dict[str, Rounds]) -> list[Case]:
-    """The figures of each contender over all its rounds."""
+    """Return the figures of each contender over all its rounds."""
     return [_case(name, rounds) for name, rounds in taken.items()]
 
 
@@ -146,9 +156,9 @@ def _case(name: str, rounds: Rounds) -> Case:
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
-    """The value below which that share of the samples lies, on the straight line between its two neighbours."""
+    """Return the value below which `share` of the samples lie, interpolated linearly between neighbours."""
     if not samples:
-        raise UsageError("there is no percentile of no samples")
+        raise UsageError("cannot compute a percentile of no samples")
     ordered = sorted(samples)
     position = share * (len(ordered) - 1)
     below = int(position)
@@ -157,7 +167,7 @@ def percentile(samples: Sequence[float], share: float) -> float:
 
 
 def ratios(cases: Sequence[Case]) -> list[Ratio]:
-    """The first case against each other one; above 1 the first is faster."""
+    """Compare the first case with each other one; a ratio above 1 means that the first is faster."""
     return [_ratio(cases[0], other) for other in cases[1:]]
 
 

@@ -1,7 +1,7 @@
-"""A worker that puts a model into the store, steps, and says how much memory it and the servers took for it.
+"""A worker that puts a model into the store, steps, and prints how much memory it and the servers use for it.
 
-Counted is a process's own memory: anonymous pages (RssAnon) and, for a worker, the shared segments it owns (each
-worker's segments once, with the worker, although servers map them too).
+The memory of a process is its anonymous pages (RssAnon) and, for a worker, the shared segments that it owns. A segment
+counts once, for its worker, although servers map it too.
 """
 
 import json
@@ -17,17 +17,17 @@ from echelon.bench.pushpull.shapes import read_shapes
 from echelon.kvstore.servers.store import ServerStore
 
 
-def anonymous(pid: int) -> int:
-    """RssAnon of a process."""
+def anonymous_bytes(pid: int) -> int:
+    """Return the RssAnon of a process."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024
     return 0
 
 
-def segments() -> int:
-    """Bytes of memory that are really there in this process's memfds."""
-    sizes: dict[int, int] = {}  # by inode: a mapping has a descriptor of its own
+def segment_bytes() -> int:
+    """Return the allocated bytes of this process's memfds."""
+    sizes: dict[int, int] = {}  # by inode, because several descriptors may refer to one segment
     for entry in Path("/proc/self/fd").iterdir():
         try:
             if "memfd:echelon" in str(entry.readlink()):
@@ -38,8 +38,8 @@ def segments() -> int:
     return sum(sizes.values())
 
 
-def servers() -> dict[int, int]:
-    """Rank and pid of the servers, which are this process's siblings."""
+def server_pids() -> dict[int, int]:
+    """Return the pid of each server by rank. Servers are siblings of this process."""
     parent = psutil.Process(os.getppid())
     found = {}
     for child in parent.children():
@@ -49,7 +49,7 @@ def servers() -> dict[int, int]:
 
 
 def main() -> None:
-    """Measure empty, then full."""
+    """Measure with an empty store, then with the model in it."""
     torch.set_num_threads(1)
     shapes = read_shapes(Path(sys.argv[1]))
     with kvstore.create("dist_sync") as store:
@@ -57,10 +57,10 @@ def main() -> None:
         store.init("small", torch.zeros(1))
         store.set_optimizer("sgd", lr=0.1, momentum=0.9, weight_decay=1e-4)
         store.pushpull("small", torch.zeros(1))
-        siblings = servers() if store.rank == 0 else {}
+        siblings = server_pids() if store.rank == 0 else {}
         store.barrier()
-        before = {rank: anonymous(pid) for rank, pid in siblings.items()}
-        own = anonymous(os.getpid())
+        before = {rank: anonymous_bytes(pid) for rank, pid in siblings.items()}
+        own = anonymous_bytes(os.getpid())
         names = [str(index) for index in range(len(shapes))]
         store.init(names, [torch.zeros(1).expand(shape) for shape in shapes])
         keys = [store.key_number(name) for name in names]
@@ -69,10 +69,10 @@ def main() -> None:
         for _ in range(3):
             store.wait(store.exchange(keys, 1.0, []))
         store.barrier()
-        worker = {"private": anonymous(os.getpid()) - own, "segments": segments()}
+        worker = {"private": anonymous_bytes(os.getpid()) - own, "segments": segment_bytes()}
         print(json.dumps({"who": f"worker {store.rank}", **worker}), flush=True)
         for rank, pid in siblings.items():
-            print(json.dumps({"who": f"server {rank}", "private": anonymous(pid) - before[rank]}), flush=True)
+            print(json.dumps({"who": f"server {rank}", "private": anonymous_bytes(pid) - before[rank]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""`echelon bench costs`: the fixed costs of a job. Read `run`; it starts `worker_memory`."""
