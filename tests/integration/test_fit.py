@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from echelon.errors import DataError, UsageError
-from echelon.train.checkpoint import names as snapshots
 from echelon.train.checkpoint import saver as saving
+from echelon.train.checkpoint.format import load, save
+from echelon.train.checkpoint.names import find, path_for
 from echelon.train.loop.fit import fit
-from echelon.train.loop.run import STOPS
+from echelon.train.loop.stopping import EXIT_STATUS
 from echelon.train.recipe.options import TrainOptions
 
 # 1437 samples in batches of 128: 12 steps an epoch, the last of 29 samples.
@@ -33,8 +34,8 @@ def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def weights(prefix: Path, epoch: int, batch: int | None = None) -> dict[str, Tensor]:
-    snapshot = snapshots.load(snapshots.path_for(prefix, 0, epoch, batch))
-    return snapshot.weights | snapshot.optimizer
+    checkpoint = load(path_for(prefix, 0, epoch, batch))
+    return checkpoint.weights | checkpoint.optimizer
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
@@ -73,7 +74,7 @@ def test_the_log_is_mxnets(lines: pytest.LogCaptureFixture, tmp_path: Path) -> N
 
 
 def test_it_learns(uninterrupted: Path) -> None:
-    facts = snapshots.load(snapshots.path_for(uninterrupted, 0, 3)).facts
+    facts = load(path_for(uninterrupted, 0, 3)).metadata
     assert facts["metrics"]["accuracy"] > 0.8
     assert (facts["epoch"], facts["batch"], facts["network"]) == (3, 0, "digits-cnn")
 
@@ -104,8 +105,8 @@ def test_every_kind_of_loader_goes_on_in_mid_epoch_with_the_same_bits(
         fit(options)
     whole = weights(tmp_path / "m", 2)
     for end in (2, 1):
-        snapshots.path_for(tmp_path / "m", 0, end).unlink()
-    middle = snapshots.find(tmp_path / "m")[0]
+        path_for(tmp_path / "m", 0, end).unlink()
+    middle = find(tmp_path / "m")[0]
     assert middle.epoch == 1
     assert middle.batch >= 3
     fit(replace(options, resume=True))
@@ -114,7 +115,7 @@ def test_every_kind_of_loader_goes_on_in_mid_epoch_with_the_same_bits(
 
 def test_what_was_saved_in_mid_epoch_goes_when_the_epoch_ends(tmp_path: Path) -> None:
     fit(replace(OPTIONS, num_epochs=2, save_batches=3, model_prefix=str(tmp_path / "m")))
-    assert [one.point for one in snapshots.find(tmp_path / "m")] == [(2, 0), (1, 0)]
+    assert [one.position for one in find(tmp_path / "m")] == [(2, 0), (1, 0)]
 
 
 def test_sigterm_saves_and_leaves_and_going_on_gives_the_same_bits(
@@ -132,8 +133,8 @@ def test_sigterm_saves_and_leaves_and_going_on_gives_the_same_bits(
         return line(epoch, first, last, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(log_lines, "speed_line", tell_and_terminate)
-    assert fit(part) == STOPS["SIGTERM"] == 143
-    assert [one.point for one in snapshots.find(prefix)] == [(1, 5), (1, 0)]
+    assert fit(part) == EXIT_STATUS["SIGTERM"] == 143
+    assert [one.position for one in find(prefix)] == [(1, 5), (1, 0)]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     fit(replace(part, resume=True))
     assert same(weights(prefix, 3), weights(uninterrupted, 3))
@@ -145,7 +146,7 @@ def test_a_half_written_checkpoint_is_named_and_the_last_good_one_used(
     prefix = tmp_path / "model"
     part = replace(OPTIONS, model_prefix=str(prefix))
     fit(replace(part, num_epochs=2))
-    newest = snapshots.path_for(prefix, 0, 2)
+    newest = path_for(prefix, 0, 2)
     newest.write_bytes(newest.read_bytes()[:5000])
     lines.clear()
     fit(replace(part, resume=True))
@@ -178,7 +179,7 @@ def middle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "prune", lambda *_, **__: [])
         fit(replace(SHUFFLED, save_batches=3, model_prefix=str(prefix)))
-    snapshots.path_for(prefix, 0, 1).unlink()
+    path_for(prefix, 0, 1).unlink()
     return prefix
 
 
@@ -190,22 +191,22 @@ SHUFFLED = replace(
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"seed": 8}, "samples: seed 7 there, 8 here. Give"),
+        ({"seed": 8}, "order: seed 7 there, 8 here. Give"),
         ({"num_examples": 640}, "num_samples 512 there, 640 here; num_examples 512 there, 640 here"),
-        ({"benchmark": False}, "samples: num_samples 512 there, 1437 here. Give"),
+        ({"benchmark": False}, "order: num_samples 512 there, 1437 here. Give"),
         ({"benchmark": False, "num_examples": None}, "num_examples 512 there, 1437 here"),
     ],
 )
 def test_a_place_in_another_order_of_samples_is_refused(middle: Path, changed: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said) as refused:
         fit(replace(SHUFFLED, model_prefix=str(middle), resume=True, **changed))
-    assert f"{middle}-0000-b00003.safetensors is of the middle of an epoch" in str(refused.value)
+    assert f"{middle}-0000-b00003.safetensors was saved in the middle of an epoch" in str(refused.value)
 
 
 def test_a_place_is_taken_up_where_the_checkpoint_does_not_know_its_order(middle: Path, tmp_path: Path) -> None:
-    snapshot = snapshots.load(snapshots.path_for(middle, 0, 0, 3))
-    older = {name: value for name, value in snapshot.facts.items() if name != "order"}
-    snapshots.save(snapshots.path_for(tmp_path / "m", 0, 0, 3), replace(snapshot, facts=older))
+    checkpoint = load(path_for(middle, 0, 0, 3))
+    older = {name: value for name, value in checkpoint.metadata.items() if name != "order"}
+    save(path_for(tmp_path / "m", 0, 0, 3), replace(checkpoint, metadata=older))
     assert fit(replace(SHUFFLED, seed=8, model_prefix=str(tmp_path / "m"), resume=True)) == 0
 
 
@@ -236,19 +237,19 @@ def test_other_images_are_welcome_where_the_weights_fit(tmp_path: Path) -> None:
     resnet = replace(MADE, network="resnet", num_layers=8, model_prefix=str(tmp_path / "resnet"))
     fit(replace(resnet, image_shape=(3, 8, 8), optimizer="SGD"))
     assert fit(replace(resnet, image_shape=(3, 12, 12), num_epochs=2, resume=True)) == 0, "names are of any case"
-    assert snapshots.load(snapshots.path_for(tmp_path / "resnet", 0, 2)).facts["image_shape"] == [3, 12, 12]
+    assert load(path_for(tmp_path / "resnet", 0, 2)).metadata["image_shape"] == [3, 12, 12]
 
 
 def test_with_nothing_left_to_train_that_is_said(uninterrupted: Path, lines: pytest.LogCaptureFixture) -> None:
     before = weights(uninterrupted, 3)
     assert fit(replace(OPTIONS, model_prefix=str(uninterrupted), resume=True)) == 0
-    assert "nothing is left to train: 3 epochs of --num-epochs 3" in lines.text
+    assert "nothing is left to train: 3 of --num-epochs 3 epochs are done" in lines.text
     assert same(weights(uninterrupted, 3), before)
 
 
 def test_with_nothing_to_resume_training_begins(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
     assert fit(replace(OPTIONS, num_epochs=1, model_prefix=str(tmp_path / "none"), resume=True)) == 0
-    assert "training begins at the beginning" in lines.text
+    assert "training starts from the beginning" in lines.text
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "nag", "adadelta", "nadam", "dcasgd", "sgld", "lamb"])
@@ -274,10 +275,10 @@ def test_half_precision_learns_with_float32_weights(tmp_path: Path) -> None:
     for dtype in ("bfloat16", "float16"):
         prefix = tmp_path / dtype
         fit(replace(OPTIONS, dtype=dtype, num_epochs=2, model_prefix=str(prefix)))
-        snapshot = snapshots.load(snapshots.path_for(prefix, 0, 2))
-        assert snapshot.facts["metrics"]["accuracy"] > 0.7
-        assert all(t.dtype is torch.float32 for t in snapshot.weights.values() if t.is_floating_point())
-        assert ("loss_scale" in snapshot.extra) == (dtype == "float16")
+        checkpoint = load(path_for(prefix, 0, 2))
+        assert checkpoint.metadata["metrics"]["accuracy"] > 0.7
+        assert all(t.dtype is torch.float32 for t in checkpoint.weights.values() if t.is_floating_point())
+        assert ("loss_scale" in checkpoint.extra) == (dtype == "float16")
 
 
 def test_the_monitor_and_the_pipeline_alone(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
@@ -294,7 +295,7 @@ def test_the_monitor_and_the_pipeline_alone(tmp_path: Path, lines: pytest.LogCap
 def test_num_examples_scales_any_run_down(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
     fit(replace(OPTIONS, num_epochs=1, num_examples=16, model_prefix=str(tmp_path / "few")))
     assert "--batch-size 128 is more than an epoch has for a worker: it is 16" in lines.text
-    assert snapshots.load(snapshots.path_for(tmp_path / "few", 0, 1)).facts["options"]["batch_size"] == 16
+    assert load(path_for(tmp_path / "few", 0, 1)).metadata["options"]["batch_size"] == 16
 
 
 def test_synthetic_data_needs_no_file(lines: pytest.LogCaptureFixture) -> None:
@@ -314,7 +315,7 @@ def test_an_average_of_the_weights_is_validated_saved_and_gone_on_with(tmp_path:
     fit(replace(options, model_prefix=str(tmp_path / "whole")))
     fit(replace(options, model_prefix=str(tmp_path / "part"), num_epochs=1))
     fit(replace(options, model_prefix=str(tmp_path / "part"), resume=True))
-    whole, part = (snapshots.load(snapshots.path_for(tmp_path / name, 0, 2)) for name in ("whole", "part"))
+    whole, part = (load(path_for(tmp_path / name, 0, 2)) for name in ("whole", "part"))
     assert same(whole.weights, part.weights), "training does not see the average"
     kept = {name for name in whole.extra if name.startswith("average.")}
     assert kept

@@ -18,9 +18,10 @@ from torch.optim import SGD
 import echelon
 from echelon.kvstore import KVStore
 from echelon.train import log_lines
-from echelon.train.checkpoint import names as snapshots
+from echelon.train.checkpoint.format import load
+from echelon.train.checkpoint.names import find, path_for
 from echelon.train.loop.fit import fit
-from echelon.train.loop.run import STOPS
+from echelon.train.loop.stopping import EXIT_STATUS
 from echelon.train.recipe.options import TrainOptions
 
 ASKED_AFTER = 3
@@ -157,9 +158,9 @@ def test_a_run_that_one_worker_ends_goes_on_with_the_same_bits(tmp_path: Path) -
         return run_as_launched(program, (2, 1, 1))
 
     assert fitted("whole", options) == [0, 0]
-    assert fitted("parts", options, tell_and_terminate) == [STOPS["SIGTERM"]] * 2
+    assert fitted("parts", options, tell_and_terminate) == [EXIT_STATUS["SIGTERM"]] * 2
     prefix = tmp_path / "parts" / "m"
-    assert [snapshots.find(str(prefix), rank=rank)[0].point for rank in (0, 1)] == [(1, 7), (1, 7)]
+    assert [find(str(prefix), rank=rank)[0].position for rank in (0, 1)] == [(1, 7), (1, 7)]
     assert fitted("parts", replace(options, resume=True)) == [0, 0]
-    found, whole = (snapshots.load(snapshots.path_for(tmp_path / name / "m", 0, 2)) for name in ("parts", "whole"))
+    found, whole = (load(path_for(tmp_path / name / "m", 0, 2)) for name in ("parts", "whole"))
     assert_same_bits(found.weights | found.optimizer, whole.weights | whole.optimizer)

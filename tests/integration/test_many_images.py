@@ -17,7 +17,7 @@ from PIL import Image
 
 from echelon.data.loading.sources import MANY
 from echelon.data.records.io import Header, IndexedWriter, pack
-from echelon.train.checkpoint import names as snapshots
+from echelon.train.checkpoint.names import find
 from jobs import until
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "image-classification" / "train_imagenet.py"
@@ -68,7 +68,7 @@ def test_a_signal_to_all_processes_saves_and_leaves_and_training_goes_on(tmp_pat
     assert not psutil.wait_procs(children, 30)[1]
     log = said.read_text()
     assert "Traceback" not in log
-    saved = snapshots.find(tmp_path / "model")[0]
+    saved = find(tmp_path / "model")[0]
     assert log.endswith(f'Saved checkpoint to "{saved.path.name}"\nINFO:root:training stopped: SIGTERM\n')
     assert (saved.epoch, saved.batch) > (0, 2)
     on = start(tmp_path, "--num-epochs", str(saved.epoch + 1))

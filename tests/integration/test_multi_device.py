@@ -26,7 +26,7 @@ import echelon
 import tolerances
 from echelon.kvstore import KVStore
 from echelon.testing import check_kvstore
-from echelon.train.checkpoint.names import load
+from echelon.train.checkpoint.format import load
 from echelon.train.loop.fit import fit
 from echelon.train.recipe.options import TrainOptions
 from jobs import Job, rows
@@ -108,7 +108,7 @@ def places(kv: KVStore) -> tuple[Any, ...]:
     kv.barrier()
     trainer.refresh()
     state = snapshot(model)
-    reported = trainer.facts()
+    reported = trainer.metadata()
     trainer.close()
     return *facts, reported["clock"], reported["samples"], state
 
@@ -134,7 +134,7 @@ def unequal(kv: KVStore) -> tuple[int, State]:
     trainer.refresh()
     state = snapshot(model)
     trainer.close()
-    return trainer.facts()["clock"], state
+    return trainer.metadata()["clock"], state
 
 
 def test_who_has_no_more_data_takes_part_with_nothing() -> None:
@@ -341,7 +341,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     names = sorted(path.name for path in parts.glob("*-0002.safetensors"))
     assert names == ["m-0002.safetensors", *(f"m-{rank}-0002.safetensors" for rank in (1, 2, 3))]
     assert_same_bits(load(parts / names[0]).weights, load(whole / names[0]).weights)
-    measured = [load(whole / f"m{one}-0002.safetensors").facts["metrics"] for one in ("", "-1", "-2", "-3")]
+    measured = [load(whole / f"m{one}-0002.safetensors").metadata["metrics"] for one in ("", "-1", "-2", "-3")]
     assert measured[0] == measured[1], "what is shown is of all devices of a worker"
     assert measured[2] == measured[3] != measured[0]
     assert differs(load(whole / names[0]).weights, load(whole / "m-0001.safetensors").weights)

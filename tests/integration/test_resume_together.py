@@ -16,7 +16,8 @@ from plain_loops import assert_same_bits
 
 from echelon.environment import Job
 from echelon.errors import DataError
-from echelon.train.checkpoint.names import load, path_for
+from echelon.train.checkpoint.format import load
+from echelon.train.checkpoint.names import path_for
 from echelon.train.loop.fit import fit
 from echelon.train.recipe.options import TrainOptions
 from forked import Fork

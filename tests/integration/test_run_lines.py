@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UsageError
-from echelon.train.checkpoint import names as snapshots
+from echelon.train.checkpoint.names import find
 from echelon.train.loop.fit import fit
-from echelon.train.loop.stopping import STOPS
+from echelon.train.loop.stopping import EXIT_STATUS
 from echelon.train.recipe.options import TrainOptions
 
 # 1437 samples in batches of 128: 12 steps an epoch.
@@ -65,7 +65,7 @@ def test_a_run_that_goes_on_evaluates_after_the_steps_of_one_that_was_never_stop
     fit(replace(options, model_prefix=None))
     whole = where_validated(lines)
     fit(replace(options, **stopped))
-    assert snapshots.find(tmp_path / "m")[0].point == point
+    assert find(tmp_path / "m")[0].position == point
     lines.clear()
     fit(replace(options, resume=True))
     assert where_validated(lines) == whole[left]
@@ -96,7 +96,7 @@ def test_a_target_that_is_reached_in_mid_epoch_is_the_reason_that_is_given(
     assert float(said[1]) >= 0.15
     assert where_validated(lines)[-1] == f"Epoch[0] Batch [{said[2]}]"
     assert not any("Train-accuracy" in line for line in before), "the epoch was not gone through"
-    assert [one.point for one in snapshots.find(tmp_path / "m")] == [(0, int(said[2]))]
+    assert [one.position for one in find(tmp_path / "m")] == [(0, int(said[2]))]
 
 
 def test_a_target_that_is_reached_at_an_epochs_end_leaves_a_checkpoint_of_it(
@@ -106,7 +106,7 @@ def test_a_target_that_is_reached_at_an_epochs_end_leaves_a_checkpoint_of_it(
     assert fit(replace(OPTIONS, num_epochs=5, save_period=5, target_accuracy=0.1, model_prefix=prefix)) == 0
     assert where_validated(lines) == ["Epoch[0]"]
     assert lines.messages[-1].startswith("training stopped: target accuracy 0.1 reached: ")
-    assert [one.point for one in snapshots.find(prefix)] == [(1, 0)]
+    assert [one.position for one in find(prefix)] == [(1, 0)]
 
 
 @pytest.mark.parametrize(("every", "batches"), [(20, [11]), (5, [4, 9, 11]), (6, [5, 11])])
@@ -155,9 +155,9 @@ def test_a_step_that_a_signal_spoils_ends_the_run_and_is_not_saved(
     monkeypatch.setenv("SPOILT_BY", name)
     before = signal.getsignal(signal.SIGTERM)
     options = replace(OPTIONS, network=f"{__name__}:spoilt", save_batches=2, model_prefix=str(tmp_path / "m"))
-    assert fit(options) == STOPS[name]
+    assert fit(options) == EXIT_STATUS[name]
     assert lines.messages[-1] == f"training stopped: {name}, in a step that was not finished and is not saved"
-    assert [one.point for one in snapshots.find(tmp_path / "m")] == [(0, 2)]
+    assert [one.position for one in find(tmp_path / "m")] == [(0, 2)]
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -22,7 +22,7 @@ import torch
 from tiny_data import make_data, write_idx
 
 from echelon.train import script
-from echelon.train.checkpoint import names as snapshots
+from echelon.train.checkpoint.names import find
 from jobs import Job, until
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "image-classification"
@@ -63,7 +63,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("train_mnist --kv-store dist_sync", "dist_sync needs a scheduler and servers: start this program with"),
         ("train_mnist --load-epoch 3", "name its prefix: --model-prefix PREFIX"),
         ("train_mnist --load-epoch 3 --model-prefix no/x", "there is no checkpoint no/x-0003.safetensors"),
-        ("train_mnist --model-prefix data/cifar10_val.rec/x", "no checkpoint can be written in "),
+        ("train_mnist --model-prefix data/cifar10_val.rec/x", "checkpoints cannot be written in "),
     ],
 )
 def test_a_mistake_is_one_line(data: Path, monkeypatch: pytest.MonkeyPatch, command: str, said: str) -> None:
@@ -122,7 +122,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.long
 def test_ctrl_c_leaves_a_checkpoint_of_every_device(interrupted: Path) -> None:
-    names = [one.path.name for rank in (0, 1) for one in snapshots.find(interrupted / "model", rank)[:1]]
+    names = [one.path.name for rank in (0, 1) for one in find(interrupted / "model", rank)[:1]]
     assert len(names) == 2
     assert all(re.fullmatch(r"model(-1)?-\d{4}(-b\d{5})?\.safetensors", name) for name in names), names
     said = (interrupted / "log").read_text()
@@ -141,7 +141,7 @@ def losses(log: str) -> list[float]:
 
 def goes_on(interrupted: Path, after: str, batches_in_one: int) -> None:
     """A run went on from where the interrupted one was, and with what that one had learnt."""
-    newest = snapshots.find(interrupted / "model")[0]
+    newest = find(interrupted / "model")[0]
     shown = re.findall(r"Epoch\[(\d+)\] Batch \[(\d+)-", after)
     assert f"Loaded model model_{newest.epoch:04d}.params" in after
     assert [int(number) for number in shown[0]] == [newest.epoch, newest.batch // batches_in_one]

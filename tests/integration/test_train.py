@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
-from safetensors.torch import load_file
 
 from echelon import models
 from echelon.cli.main import main
 from echelon.cli.train import once
 from echelon.data.sets.digits import load_digits
+from echelon.train.checkpoint.format import load
 from echelon.train.loop.evaluate import predict
+from echelon.train.predict import Predictor
 
 NUM_TRAIN = 1437
 EPOCHS = 4
@@ -89,15 +89,28 @@ def test_the_run_directory_has_a_link_a_picture_and_events(gsync: Run) -> None:
     assert kinds >= {"registered", "begin", "progress", "validation", "done", "final", "checkpoint", "view", "left"}
 
 
-def test_the_checkpoint_is_the_model_that_was_scored(gsync: Run) -> None:
-    path = gsync.directory / "checkpoint.safetensors"
+def test_the_checkpoint_holds_the_validated_weights_and_the_optimizer_state(gsync: Run) -> None:
+    checkpoint = load(gsync.directory / "checkpoint.safetensors")
     model = models.build("digits-cnn", num_classes=10, image_shape=(1, 8, 8))
-    model.load_state_dict(load_file(path))
+    model.load_state_dict(checkpoint.weights)
     images, labels = load_digits()[1]
     accuracy = float((predict(model.eval(), images).argmax(1) == labels).double().mean())
-    assert accuracy == gsync.summary["accuracy"]
-    with safe_open(path, "pt") as file:
-        assert json.loads(file.metadata()["echelon"])["accuracy"] == accuracy
+    assert accuracy == gsync.summary["accuracy"] == checkpoint.metadata["metrics"]["accuracy"]
+    assert (checkpoint.metadata["epoch"], checkpoint.metadata["network"]) == (EPOCHS, "digits-cnn")
+    parameters = dict(model.named_parameters())
+    assert checkpoint.optimizer.keys() == {f"{name}/momentum_buffer" for name in parameters}
+    assert all(state.shape == parameters[name.rpartition("/")[0]].shape for name, state in checkpoint.optimizer.items())
+    assert not (gsync.directory / "optimizer.safetensors").exists()
+
+
+def test_score_and_predictor_read_the_checkpoint_of_a_run(gsync: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    path = gsync.directory / "checkpoint.safetensors"
+    assert main(["score", "--model", str(path), "--data", "digits"]) == 0
+    assert f"('accuracy', {gsync.summary['accuracy']})" in capsys.readouterr().out
+    images, labels = load_digits()[1]
+    rankings = Predictor.load(path)(images)
+    right = sum(ranking[0][0] == label for ranking, label in zip(rankings, labels.tolist(), strict=True))
+    assert right / len(labels) == gsync.summary["accuracy"]
 
 
 def test_the_final_weights_have_the_updates_of_those_who_finished_after_the_leader(gsync: Run) -> None:

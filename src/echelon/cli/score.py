@@ -1,7 +1,7 @@
-"""`echelon score`: how good a checkpoint is on a validation set, every image counted once.
+"""`echelon score`: measure a checkpoint on a validation set, with every image counted once.
 
-Prints what MXNet's score.py prints: the speed, and a tuple for each metric. The network, the shape of its images and
-their mean and std come from the checkpoint, unless flags say otherwise.
+Prints the same lines as MXNet's score.py: the speed, and one tuple per metric. The network, the shape of its images and
+their mean and std come from the checkpoint, unless flags replace them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from echelon.data.loading.sources import FolderSource, RecordSource, Source
 from echelon.data.progress import Advance, bar
 from echelon.data.sets.datasets import DataOptions, dataset_names, make_loader, open_dataset
 from echelon.errors import DataError, UsageError
-from echelon.train.checkpoint.names import Snapshot, load, load_latest, locate
+from echelon.train.checkpoint.format import Checkpoint, load
+from echelon.train.checkpoint.names import load_at, load_newest
 from echelon.train.predict import model_of, preprocessing_of
 from echelon.train.recipe.ranges import check_numbers
 from echelon.train.step.metrics import Metrics
@@ -34,24 +35,24 @@ log = logging.getLogger(__name__)
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `score`."""
     parser = subparsers.add_parser("score", help="measure a checkpoint on a validation set", description=__doc__)
-    parser.add_argument("--model", required=True, metavar="PREFIX|FILE", help="a checkpoint, or the prefix of several")
-    parser.add_argument("--load-epoch", type=int, metavar="K", help="PREFIX-000K (default: the newest good one)")
+    parser.add_argument(
+        "--model", required=True, metavar="PREFIX|FILE", help="a checkpoint file, or the prefix of several"
+    )
+    parser.add_argument("--load-epoch", type=int, metavar="K", help="use PREFIX-000K (default: the newest valid file)")
     data = parser.add_mutually_exclusive_group(required=True)
-    data.add_argument("--data-val", metavar="FILE|FOLDER", help="a .rec file, or a folder with one folder a class")
-    data.add_argument("--data", metavar="NAME", help=f"the validation part of {', '.join(dataset_names())}")
-    parser.add_argument("--data-dir", default="data", help="where the files of --data are (%(default)s)")
+    data.add_argument("--data-val", metavar="FILE|FOLDER", help="a .rec file, or a folder with one folder per class")
+    data.add_argument("--data", metavar="NAME", help=f"use the validation data of {', '.join(dataset_names())}")
+    parser.add_argument("--data-dir", default="data", help="folder of the files of --data (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--gpus", default="", metavar="ID", help="the GPU to use (default: none)")
     parser.add_argument(
-        "--data-nthreads", type=int, default=4, help="processes that decode; for small sets, threads (%(default)s)"
+        "--data-nthreads", type=int, default=4, help="decoding processes; for small data sets, threads (%(default)s)"
     )
-    parser.add_argument(
-        "--skip-bad-records", action="store_true", help="count and report records that cannot be read, and go on"
-    )
-    parser.add_argument("--top-k", type=int, default=5, help="also: the right class is among the K best; 0: not")
-    parser.add_argument("--rgb-mean", metavar="R,G,B", help="default: the checkpoint's")
-    parser.add_argument("--rgb-std", metavar="R,G,B", help="default: the checkpoint's")
-    parser.add_argument("--image-shape", metavar="C,H,W", help="default: the checkpoint's")
+    parser.add_argument("--skip-bad-records", action="store_true", help="skip and count records that cannot be read")
+    parser.add_argument("--top-k", type=int, default=5, help="also show the top-K accuracy; 0: do not (%(default)s)")
+    parser.add_argument("--rgb-mean", metavar="R,G,B", help="default: from the checkpoint")
+    parser.add_argument("--rgb-std", metavar="R,G,B", help="default: from the checkpoint")
+    parser.add_argument("--image-shape", metavar="C,H,W", help="default: from the checkpoint")
     parser.set_defaults(run=run)
 
 
@@ -59,9 +60,9 @@ def run(options: argparse.Namespace) -> int:
     """Score the checkpoint that the command line names."""
     metrics, device = Metrics(top_k=options.top_k), device_of(options.gpus)
     check_numbers(vars(options))
-    snapshot, path = find_snapshot(options.model, options.load_epoch)
-    preprocessing = preprocessing_of(with_flags(snapshot, options), path)
-    model = model_of(snapshot, path).to(device).eval()
+    checkpoint, path = find_checkpoint(options.model, options.load_epoch)
+    preprocessing = preprocessing_of(with_flags(checkpoint, options), path)
+    model = model_of(checkpoint, path).to(device).eval()
     num_classes = count_classes(model, preprocessing.shape, device)
     source = source_of(options, num_classes)
     sampling = Sampling(len(source), options.batch_size, shuffle=False)
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
 def sums_of(
     model: nn.Module, loader: Batches, metrics: Metrics, num_classes: int, device: torch.device, advance: Advance
 ) -> Tensor:
-    """The metrics' sums over an epoch, in float64: float32 counts no further than 16 million."""
+    """Return the sums of the metrics over an epoch, in float64 because float32 counts exactly only to 16 million."""
     total = torch.zeros(len(metrics.names) + 1, dtype=torch.float64, device=device)
     with torch.inference_mode():
         for images, labels in loader:
@@ -98,9 +99,9 @@ def sums_of(
 
 
 def check_labels(labels: Tensor, num_classes: int) -> None:
-    """A set with other classes would silently score as wrong predictions."""
+    """Reject labels that are not classes of the network; they would silently count as wrong predictions."""
     if labels.dim() != 1:
-        raise DataError(f"the images have {labels.shape[1]} labels each; a score needs one class number an image")
+        raise DataError(f"the images have {labels.shape[1]} labels each; a score needs one class number per image")
     lowest, highest = int(labels.min()), int(labels.max())
     if lowest < 0 or highest >= num_classes:
         wrong = lowest if lowest < 0 else highest
@@ -108,43 +109,40 @@ def check_labels(labels: Tensor, num_classes: int) -> None:
 
 
 def count_classes(model: nn.Module, shape: tuple[int, int, int], device: torch.device) -> int:
-    """What the network tells apart; refuses a shape it cannot take before any image is read."""
+    """Return the number of the network's outputs; rejects an unsuitable image shape before any image is read."""
     try:
         with torch.inference_mode():
             return int(model(torch.zeros(1, *shape, device=device)).shape[1])
     except RuntimeError as error:
         given = ",".join(map(str, shape))
-        raise UsageError(f"the network takes no images of {given}: {error}; leave --image-shape out") from error
+        raise UsageError(f"the network does not accept images of {given}: {error}; leave --image-shape out") from error
 
 
-def find_snapshot(model: str, load_epoch: int | None) -> tuple[Snapshot, Path]:
-    """The checkpoint of that name, or of that prefix."""
+def find_checkpoint(model: str, load_epoch: int | None) -> tuple[Checkpoint, Path]:
+    """Load the checkpoint of that file name or prefix."""
     if Path(model).is_file():
         if load_epoch is not None:
-            raise UsageError(f"--model {model} is one file; --load-epoch {load_epoch} goes with a prefix")
+            raise UsageError(f"--model {model} is one file; --load-epoch {load_epoch} needs a prefix")
         return load(model), Path(model)
-    if load_epoch is not None:
-        path = locate(model, 0, load_epoch)
-        return load(path), path
-    found = load_latest(model)
+    found = load_newest(model) if load_epoch is None else load_at(model, load_epoch)
     if found is None:
-        raise DataError(f"there is no good checkpoint {model} or {model}-0001.safetensors, 0002, …; check --model")
-    return found
+        raise DataError(f"there is no valid checkpoint {model} or {model}-0001.safetensors, 0002, …; check --model")
+    return found.rank_0, found.path
 
 
-def with_flags(snapshot: Snapshot, options: argparse.Namespace) -> Snapshot:
-    """The snapshot as if the training had had the flags given here."""
+def with_flags(checkpoint: Checkpoint, options: argparse.Namespace) -> Checkpoint:
+    """Return the checkpoint with the preprocessing flags given here in place of the run's."""
     given: dict[str, Any] = {}
     for name, kind in (("rgb_mean", float), ("rgb_std", float), ("image_shape", int)):
         text = getattr(options, name)
         if text is not None:
             given[name] = numbers(text, kind, "--" + name.replace("_", "-"))
-    trained = snapshot.facts.get("options") or {}
-    return replace(snapshot, facts={**snapshot.facts, "options": {**trained, **given}})
+    trained = checkpoint.metadata.get("options") or {}
+    return replace(checkpoint, metadata={**checkpoint.metadata, "options": {**trained, **given}})
 
 
 def numbers(text: str, kind: type[int] | type[float], flag: str) -> list[int | float]:
-    """`3,224,224`: one or three numbers are what a flag takes."""
+    """Parse a list such as `3,224,224`: three whole numbers, or one or three decimal ones."""
     try:
         found: list[int | float] = [kind(part) for part in text.split(",")]
     except ValueError:
@@ -156,12 +154,13 @@ def numbers(text: str, kind: type[int] | type[float], flag: str) -> list[int | f
 
 
 def source_of(options: argparse.Namespace, num_classes: int) -> Source:
-    """The validation images."""
+    """Open the validation images."""
     if options.data is not None:
-        told = DataOptions(data_dir=options.data_dir, skip_bad_records=options.skip_bad_records)
-        dataset = open_dataset(options.data, told)
+        dataset = open_dataset(
+            options.data, DataOptions(data_dir=options.data_dir, skip_bad_records=options.skip_bad_records)
+        )
         if dataset.validation is None:
-            raise UsageError(f"--data {options.data} has no validation part in {options.data_dir}; give --data-val")
+            raise UsageError(f"--data {options.data} has no validation data in {options.data_dir}; give --data-val")
         return dataset.validation
     path = Path(options.data_val)
     if not path.is_dir() or list(path.glob("*.rec")):
@@ -169,14 +168,14 @@ def source_of(options: argparse.Namespace, num_classes: int) -> Source:
     folders = FolderSource.from_classes(path)
     if len(folders.classes) != num_classes:
         raise DataError(
-            f"{path} has folders of {len(folders.classes)} classes, the network has {num_classes}; they are numbered "
-            "by the order of their folders, so make an empty one for a class without images"
+            f"{path} has folders for {len(folders.classes)} classes, but the network has {num_classes}; classes are "
+            "numbered by the order of their folders, so create an empty folder for a class without images"
         )
     return folders
 
 
 def records_of(options: argparse.Namespace, num_classes: int) -> RecordSource:
-    """The images of record files; to skip bad ones is to skip labels that are no class, too, as training does."""
+    """Open record files; with --skip-bad-records, records with an invalid label are skipped too, as in training."""
     if not options.skip_bad_records:
         return RecordSource(options.data_val)
     bad: list[DataError] = []
@@ -188,12 +187,14 @@ def records_of(options: argparse.Namespace, num_classes: int) -> RecordSource:
 
 
 def device_of(gpus: str) -> torch.device:
-    """`0` or nothing."""
+    """Return the device for --gpus, which names one GPU or none."""
     if not gpus:
         return torch.device("cpu")
     if not gpus.isdigit():
         raise UsageError(f"--gpus {gpus}: a score uses one GPU; give one number, for example --gpus 0")
     count = torch.cuda.device_count()
     if int(gpus) >= count:
-        raise UsageError(f"--gpus {gpus}: this machine shows {count} GPUs, from 0; leave it out for the processor")
+        raise UsageError(
+            f"--gpus {gpus}: this machine has {count} GPUs, numbered from 0; leave the flag out to use the CPU"
+        )
     return torch.device("cuda", int(gpus))

@@ -1,12 +1,12 @@
-"""Predictions of a checkpoint's network, in three lines:
+"""Predictions with the network of a checkpoint, in three lines:
 
     from echelon.train.predict import Predictor
-    predict = Predictor.load("prefix-0012.safetensors")
+    predict = Predictor.load("prefix-0012.safetensors")  # or runs/latest/checkpoint.safetensors
     predict("photo.jpg")
 
-Owns the way from a snapshot to a network in eval mode, and from an image to what the network got in validation: the
-same shape, centre crop, mean and std, which the checkpoint has in its facts. A network named package.module:function
-is imported, so load such checkpoints only from people you trust with that.
+This module turns a checkpoint into a network in eval mode, and preprocesses images as validation did: with the shape,
+centre crop, mean and std that the checkpoint's metadata holds. A network named package.module:function is imported, so
+load such checkpoints only from people whose code you would run.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from echelon import models
 from echelon.data.images.augment import Augmenter, Normaliser, num_lanes
 from echelon.data.images.config import AugmentConfig
 from echelon.errors import DataError, UsageError
-from echelon.train.checkpoint.format import Snapshot, load
+from echelon.train.checkpoint.format import Checkpoint, load
 from echelon.train.step.average import averaged
 
 Picture: TypeAlias = str | os.PathLike[str] | Image.Image | NDArray[np.uint8]
 Ranking: TypeAlias = list[tuple[int, float]]
 
-_Kind = TypeVar("_Kind")
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
@@ -43,7 +43,7 @@ class _Network(msgspec.Struct):
     num_classes: int
     image_shape: tuple[int, int, int]
     num_layers: int | None = None
-    network_options: dict[str, Any] = {}  # msgspec makes a new one each time
+    network_options: dict[str, Any] = {}  # msgspec copies it for each instance
 
 
 class _Preprocessing(msgspec.Struct):
@@ -53,7 +53,7 @@ class _Preprocessing(msgspec.Struct):
 
 
 class Predictor:
-    """A network with the preprocessing it was validated with. Calls from several threads must take turns."""
+    """A network with the preprocessing it was validated with. Not thread-safe."""
 
     def __init__(self, model: nn.Module, preprocessing: AugmentConfig, device: torch.device | str = "cpu") -> None:
         self._device = _usable(device)
@@ -61,26 +61,26 @@ class Predictor:
         self.preprocessing = preprocessing
         self._augmenter = Augmenter(preprocessing, fast=False)
         self._normaliser = Normaliser(preprocessing)
-        self._draws = [0.0] * num_lanes(preprocessing)  # nothing is random
+        self._draws = [0.0] * num_lanes(preprocessing)  # preprocessing is not random
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu", *, resize: int = -1) -> Self:
-        """The network of a checkpoint. With `resize`, a picture's shorter edge is first made that long.
+        """Load the network of a checkpoint. With `resize`, the shorter edge of an image is first scaled to that length.
 
-        Validation crops without resizing, as it gets images of a fitting size; photographs need a `resize`.
+        Validation crops without resizing, because its images already have a suitable size; photographs need `resize`.
         """
-        snapshot = load(path)
-        return cls(model_of(snapshot, path), preprocessing_of(snapshot, path, resize), device)
+        checkpoint = load(path)
+        return cls(model_of(checkpoint, path), preprocessing_of(checkpoint, path, resize), device)
 
-    @overload  # a path is a sequence of strings too, which the first signature catches
+    @overload  # a str is also a Sequence; the first signature matches it
     def __call__(self, images: Picture, top_k: int = 5) -> Ranking: ...  # type: ignore[overload-overlap]
     @overload
     def __call__(self, images: Sequence[Picture] | Tensor, top_k: int = 5) -> list[Ranking]: ...
     def __call__(self, images: Picture | Sequence[Picture] | Tensor, top_k: int = 5) -> Ranking | list[Ranking]:
-        """The `top_k` likeliest classes as (class, probability), likeliest first; for many images a list of these.
+        """Return the `top_k` likeliest classes as (class, probability), likeliest first; for several images, a list.
 
         An image is a path, a PIL image, or a uint8 array (height, width, channels). A float tensor is a batch that is
-        preprocessed already.
+        already preprocessed.
         """
         if top_k < 1:
             raise UsageError(f"top_k is {top_k}; ask for 1 class or more")
@@ -88,12 +88,12 @@ class Predictor:
             return self._rank(self._checked(images), top_k)
         if isinstance(images, (str, os.PathLike, Image.Image, np.ndarray)):
             return self._rank(self.prepare([images]), top_k)[0]
-        if not _are_several(images):
-            raise _no_image(images)
+        if not _is_sequence(images):
+            raise _not_an_image(images)
         return self._rank(self.prepare(images), top_k) if len(images) else []
 
     def prepare(self, images: Sequence[Picture]) -> Tensor:
-        """The batch the network gets for these images."""
+        """Preprocess images into a batch for the network."""
         batch = torch.empty((len(images), *self.preprocessing.shape))
         for place, image in enumerate(images):
             try:
@@ -105,7 +105,7 @@ class Predictor:
         return batch
 
     def _payload(self, image: Picture) -> bytes | NDArray[np.uint8]:
-        """What the augmenter takes: encoded bytes, or pixels of the right number of channels."""
+        """Return encoded bytes, or pixels with the right number of channels, for the augmenter."""
         channels = self.preprocessing.shape[0]
         if isinstance(image, (str, os.PathLike)):
             try:
@@ -115,12 +115,12 @@ class Predictor:
         if isinstance(image, Image.Image):
             image = np.asarray(image.convert(_MODES[channels]))
         if not isinstance(image, np.ndarray):
-            raise _no_image(image)
+            raise _not_an_image(image)
         pixels = image[..., None] if image.ndim == 2 else image
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != channels or not pixels.size:
             raise UsageError(
                 f"expected a uint8 array (height, width, {channels}), got {image.dtype} {image.shape}; "
-                "a float tensor is taken as a preprocessed batch"
+                "a preprocessed batch must be a float tensor"
             )
         return pixels
 
@@ -132,17 +132,17 @@ class Predictor:
 
     def _rank(self, batch: Tensor, top_k: int) -> list[Ranking]:
         with torch.inference_mode():
-            probabilities = self.model(batch.to(self._device)).float().softmax(1)
-            values, classes = probabilities.topk(min(top_k, probabilities.shape[1]))
+            outputs = self.model(batch.to(self._device)).float().softmax(1)
+            values, classes = outputs.topk(min(top_k, outputs.shape[1]))
         rows = zip(classes.tolist(), values.tolist(), strict=True)
-        return [list(zip(numbers, shares, strict=True)) for numbers, shares in rows]
+        return [list(zip(numbers, probabilities, strict=True)) for numbers, probabilities in rows]
 
 
-def _are_several(given: object) -> bool:
+def _is_sequence(given: object) -> bool:
     return isinstance(given, Sequence) and not isinstance(given, (bytes, bytearray))
 
 
-def _no_image(given: object) -> UsageError:
+def _not_an_image(given: object) -> UsageError:
     hint = "; open encoded bytes with PIL.Image.open(io.BytesIO(...))" if isinstance(given, (bytes, bytearray)) else ""
     return UsageError(f"an image is a path, a PIL image or a uint8 array, not {type(given).__name__}{hint}")
 
@@ -151,44 +151,46 @@ def _usable(device: torch.device | str) -> torch.device:
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
-    except (AssertionError, RuntimeError) as error:  # what torch raises depends on how it was built
+    except (AssertionError, RuntimeError) as error:  # which of them torch raises depends on its build
         why = str(error).partition("\n")[0]
         raise UsageError(f"device {str(device)!r} cannot be used here: {why}; use 'cpu'") from error
     return found
 
 
-def model_of(snapshot: Snapshot, path: str | os.PathLike[str]) -> nn.Module:
-    """The network a snapshot is of, with its weights or their average, on the processor; `path` is for messages."""
-    facts = _typed({**_options(snapshot), **snapshot.facts}, _Network, path)
-    with torch.random.fork_rng(devices=[]):  # building draws initial weights, which are not used
+def model_of(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> nn.Module:
+    """Build a checkpoint's network on the CPU, with its weights or their moving average; `path` is for messages."""
+    found = _typed({**_options(checkpoint), **checkpoint.metadata}, _Network, path)
+    with torch.random.fork_rng(devices=[]):  # building draws initial weights, which are replaced
         model = models.build(
-            facts.network,
-            num_classes=facts.num_classes,
-            image_shape=facts.image_shape,
-            num_layers=facts.num_layers,
-            **facts.network_options,
+            found.network,
+            num_classes=found.num_classes,
+            image_shape=found.image_shape,
+            num_layers=found.num_layers,
+            **found.network_options,
         )
     try:
-        model.load_state_dict(averaged(snapshot.weights, snapshot.extra))
+        model.load_state_dict(averaged(checkpoint.weights, checkpoint.extra))
     except RuntimeError as error:
-        raise DataError(f"{os.fspath(path)} has other weights than its network {facts.network!r}: {error}") from error
+        raise DataError(f"{os.fspath(path)}: the weights do not fit the network {found.network!r}: {error}") from error
     return model
 
 
-def preprocessing_of(snapshot: Snapshot, path: str | os.PathLike[str], resize: int = -1) -> AugmentConfig:
-    """What validation did to an image before the network got it; the training's options say it, or else the facts."""
-    facts = _typed({**snapshot.facts, **_options(snapshot)}, _Preprocessing, path)
-    return AugmentConfig(shape=facts.image_shape, resize=resize, rgb_mean=facts.rgb_mean, rgb_std=facts.rgb_std)
+def preprocessing_of(checkpoint: Checkpoint, path: str | os.PathLike[str], resize: int = -1) -> AugmentConfig:
+    """Return the preprocessing of validation images, from the options of the run or else from the metadata."""
+    found = _typed({**checkpoint.metadata, **_options(checkpoint)}, _Preprocessing, path)
+    return AugmentConfig(shape=found.image_shape, resize=resize, rgb_mean=found.rgb_mean, rgb_std=found.rgb_std)
 
 
-def _options(snapshot: Snapshot) -> dict[str, Any]:
-    """What the training was told, without what it was left to find out."""
-    return {name: value for name, value in (snapshot.facts.get("options") or {}).items() if value is not None}
+def _options(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the options of the run that have a value."""
+    return {name: value for name, value in (checkpoint.metadata.get("options") or {}).items() if value is not None}
 
 
-def _typed(facts: dict[str, Any], kind: type[_Kind], path: str | os.PathLike[str]) -> _Kind:
+def _typed(values: dict[str, Any], kind: type[_Struct], path: str | os.PathLike[str]) -> _Struct:
     try:
-        return msgspec.convert(facts, kind)
+        return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        there = ", ".join(sorted(facts)) or "nothing"
-        raise DataError(f"the facts of the checkpoint {os.fspath(path)} do not do: {error}; it has {there}") from error
+        names = ", ".join(sorted(values)) or "nothing"
+        raise DataError(
+            f"the metadata of the checkpoint {os.fspath(path)} is incomplete or invalid: {error}; it has {names}"
+        ) from error

@@ -9,7 +9,8 @@ import pytest
 
 from echelon.environment import Job
 from echelon.errors import UsageError
-from echelon.train.checkpoint.names import load, path_for
+from echelon.train.checkpoint.format import load
+from echelon.train.checkpoint.names import path_for
 from echelon.train.loop.fit import fit
 from echelon.train.predict import Predictor
 from echelon.train.recipe.options import TrainOptions
@@ -30,7 +31,7 @@ def test_a_flag_of_a_network_is_trained_saved_and_used_again(tmp_path: Path) -> 
     check(options, Job())
     assert fit(options) == 0
     path = path_for(prefix, 0, 1)
-    assert load(path).facts["network_options"] == {"add_stn": True}
+    assert load(path).metadata["network_options"] == {"add_stn": True}
     assert "features.stn.affine.weight" in Predictor.load(path).model.state_dict()
     assert fit(replace(options, num_epochs=2, resume=True)) == 0
     with pytest.raises(UsageError, match="network options add_stn=True there, none here"):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from echelon.errors import UsageError
-from echelon.train.checkpoint.names import load, path_for
+from echelon.train.checkpoint.format import load
+from echelon.train.checkpoint.names import path_for
 from echelon.train.loop.fit import fit
 from echelon.train.recipe.options import TrainOptions
 

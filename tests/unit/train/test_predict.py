@@ -19,7 +19,7 @@ from echelon.data.loading.order import Sampling
 from echelon.data.loading.sources import FolderSource
 from echelon.data.sets.datasets import make_loader
 from echelon.errors import DataError, UsageError
-from echelon.train.checkpoint.names import Snapshot, load, save
+from echelon.train.checkpoint.format import Checkpoint, load, save
 from echelon.train.predict import Predictor, model_of
 
 CLASSES = 7
@@ -34,7 +34,7 @@ def write_checkpoint(path: Path, shape: tuple[int, int, int] = (3, 16, 20)) -> P
     model = models.build("digits-cnn", num_classes=CLASSES, image_shape=shape)
     options = {"image_shape": None, "rgb_mean": (120, 110.5, 100)[: shape[0]], "rgb_std": (50, 60, 70)[: shape[0]]}
     facts = {"network": "digits-cnn", "num_classes": CLASSES, "image_shape": shape, "options": options}
-    save(path, Snapshot(model.state_dict(), facts=facts))
+    save(path, Checkpoint(model.state_dict(), metadata=facts))
     return path
 
 
@@ -114,7 +114,7 @@ def test_the_networks_own_options(tmp_path: Path) -> None:
     model = models.build("lenet", num_classes=CLASSES, image_shape=shape, add_stn=True)
     options = {"rgb_mean": [0], "rgb_std": [255], "network_options": {"add_stn": True}}
     facts = {"network": "lenet", "num_classes": CLASSES, "image_shape": shape, "options": options}
-    save(tmp_path / "x-0001.safetensors", Snapshot(model.state_dict(), facts=facts))
+    save(tmp_path / "x-0001.safetensors", Checkpoint(model.state_dict(), metadata=facts))
     predict = Predictor.load(tmp_path / "x-0001.safetensors")
     assert predict.model.state_dict().keys() == model.state_dict().keys()
     assert not predict.model.training
@@ -146,10 +146,10 @@ def test_what_is_no_image(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_does_not_say_enough(checkpoint: Path) -> None:
-    snapshot = load(checkpoint)
-    with pytest.raises(DataError, match=r"(?s)x-0001.* other weights than its network 'mlp'.*Missing key"):
-        model_of(replace(snapshot, facts={**snapshot.facts, "network": "mlp"}), checkpoint)
-    save(checkpoint, replace(snapshot, facts={**snapshot.facts, "options": {}}))
+    loaded = load(checkpoint)
+    with pytest.raises(DataError, match=r"(?s)x-0001.*the weights do not fit the network 'mlp'.*Missing key"):
+        model_of(replace(loaded, metadata={**loaded.metadata, "network": "mlp"}), checkpoint)
+    save(checkpoint, replace(loaded, metadata={**loaded.metadata, "options": {}}))
     with pytest.raises(DataError, match=r"x-0001.*missing required field `rgb_mean`; it has image_shape, network"):
         Predictor.load(checkpoint)
 

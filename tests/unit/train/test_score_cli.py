@@ -15,7 +15,8 @@ from echelon import models
 from echelon.cli.main import main
 from echelon.data.records.io import Header, IndexedWriter, pack
 from echelon.data.sets.digits import load_digits
-from echelon.train.checkpoint.names import Snapshot, path_for, save
+from echelon.train.checkpoint.format import Checkpoint, save
+from echelon.train.checkpoint.names import path_for
 
 COUNT = 23
 
@@ -43,7 +44,7 @@ def write_model(path: Path, scale: float = 1.0, mean: tuple[float, ...] = (0, 0,
         "image_shape": (3, 8, 8),
         "options": {"rgb_mean": mean, "rgb_std": (1, 1, 1)},
     }
-    save(path, Snapshot({"scale": torch.tensor(scale)}, facts=facts))
+    save(path, Checkpoint({"scale": torch.tensor(scale)}, metadata=facts))
     return path
 
 
@@ -107,7 +108,7 @@ def test_class_folders(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "('accuracy', 1.0)" in capsys.readouterr().out
     (tmp_path / "val" / "d").mkdir()
     assert score("--model", prefix, "--data-val", tmp_path / "val") == 2
-    assert "has folders of 4 classes, the network has 3" in capsys.readouterr().err
+    assert "has folders for 4 classes, but the network has 3" in capsys.readouterr().err
 
 
 def test_the_mean_is_the_checkpoints_unless_given(
@@ -128,7 +129,7 @@ def test_a_dataset_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     model = models.build("digits-cnn", num_classes=10, image_shape=(1, 8, 8))
     options = {"rgb_mean": (4.8,), "rgb_std": (8.0,)}
     facts = {"network": "digits-cnn", "num_classes": 10, "image_shape": (1, 8, 8), "options": options}
-    save(tmp_path / "d-0001.safetensors", Snapshot(model.state_dict(), facts=facts))
+    save(tmp_path / "d-0001.safetensors", Checkpoint(model.state_dict(), metadata=facts))
     assert score("--model", tmp_path / "d", "--data", "digits", "--top-k", "3") == 0
     _, (images, labels) = load_digits()
     with torch.no_grad():
@@ -138,15 +139,15 @@ def test_a_dataset_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr().out.splitlines()[1:]
     assert printed == [f"('accuracy', {accuracy})", f"('top_k_accuracy_3', {top})"]
     assert score("--model", tmp_path / "d", "--data", "digits", "--image-shape", "1,12,12") == 2
-    assert "the network takes no images of 1,12,12: mat1 and mat2" in capsys.readouterr().err
+    assert "the network does not accept images of 1,12,12: mat1 and mat2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--load-epoch", "9"], r"no checkpoint .*x-0009\.safetensors; the newest of this prefix: x-0002\.safetensors"),
+        (["--load-epoch", "9"], r"no checkpoint .*x-0009\.safetensors; the newest ones .*: x-0002\.safetensors"),
         (["--gpus", "0,1"], "a score uses one GPU"),
-        (["--gpus", "99"], r"this machine shows \d+ GPUs"),
+        (["--gpus", "99"], r"this machine has \d+ GPUs"),
         (["--image-shape", "3,8"], "--image-shape '3,8' is not a list like 3,224,224"),
         (["--rgb-mean", "red"], "--rgb-mean 'red' is not a list like 123.68"),
         (["--top-k", "1"], "--top-k 1"),
@@ -164,9 +165,9 @@ def test_what_it_refuses(
 
 def test_no_checkpoint(prefix: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert score("--model", f"{prefix}y", "--data-val", record) == 2
-    assert "there is no good checkpoint" in capsys.readouterr().err
+    assert "there is no valid checkpoint" in capsys.readouterr().err
     assert score("--model", path_for(prefix, 0, 1), "--load-epoch", "1", "--data-val", record) == 2
-    assert "is one file; --load-epoch 1 goes with a prefix" in capsys.readouterr().err
+    assert "is one file; --load-epoch 1 needs a prefix" in capsys.readouterr().err
 
 
 def test_bad_records_are_left_out_where_asked(

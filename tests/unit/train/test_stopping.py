@@ -7,24 +7,24 @@ import signal
 
 import pytest
 
-from echelon.train.loop.stopping import STOPS, Interrupted, Stopping
+from echelon.train.loop.stopping import EXIT_STATUS, Interrupted, StopSignals
 
 BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
 
 @BOTH
 def test_a_signal_is_noted_and_the_handlers_come_back(number: signal.Signals) -> None:
-    stopping, before = Stopping(), signal.getsignal(number)
-    with stopping.noting(), stopping.instead_of_errors():
+    stopping, before = StopSignals(), signal.getsignal(number)
+    with stopping.recorded(), stopping.instead_of_errors():
         os.kill(os.getpid(), number)
-    assert stopping.asked == number.name
-    assert STOPS[number.name] == 128 + number
+    assert stopping.requested == number.name
+    assert EXIT_STATUS[number.name] == 128 + number
     assert signal.getsignal(number) is before
 
 
 @BOTH
 def test_while_compiling_it_ends_at_once_whoever_catches_errors(number: signal.Signals) -> None:
-    stopping = Stopping()
+    stopping = StopSignals()
 
     def compile_something() -> None:
         try:
@@ -32,13 +32,13 @@ def test_while_compiling_it_ends_at_once_whoever_catches_errors(number: signal.S
         except Exception:  # as compilers have it around what they only try
             pass
 
-    with stopping.noting(), pytest.raises(Interrupted, match=number.name), stopping.at_once():
+    with stopping.recorded(), pytest.raises(Interrupted, match=number.name), stopping.at_once():
         compile_something()
 
 
 def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not() -> None:
-    stopping = Stopping()
-    with stopping.noting():
+    stopping = StopSignals()
+    with stopping.recorded():
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
@@ -46,10 +46,10 @@ def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not() -> None:
 
 
 def test_an_error_is_an_error_until_a_signal_comes() -> None:
-    stopping = Stopping()
+    stopping = StopSignals()
     with pytest.raises(ZeroDivisionError), stopping.instead_of_errors():
         raise ZeroDivisionError
-    stopping.asked = "SIGTERM"
+    stopping.requested = "SIGTERM"
     with pytest.raises(Interrupted, match="SIGTERM") as caught, stopping.instead_of_errors():
         raise ZeroDivisionError
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

@@ -1,1 +1,4 @@
-"""Checkpoints. Read `format` (the bytes of a file), `names` (which file is which), `saver` (when a run saves)."""
+"""Checkpoints. Read `format` (the file), `names` (which file is which), `saver` (what a run saves and resumes from).
+
+`compatibility` rejects checkpoints of another run; `random_state` captures torch's random number generators.
+"""

@@ -1,12 +1,13 @@
-"""The bytes of a checkpoint: one safetensors file that any reader of the format opens, and that knows its own damage.
+"""The checkpoint file: a safetensors file that any reader of that format opens, with digests that detect damage.
 
-Tensors are named `weights/…`, `optimizer/…` and `extra/…`; the facts are JSON text in the metadata. The metadata also
-has a BLAKE2b digest of every tensor's bytes and, at a fixed place, one of the header itself, taken with zeros in that
-place. So every byte of the file is covered, and the tensor with a wrong one is named. Nothing here knows file names.
+Tensors are named `weights/…`, `optimizer/…` and `extra/…`. The run's metadata is JSON text in the safetensors metadata,
+together with a BLAKE2b digest of each tensor's bytes. A last digest, at a fixed offset, covers the header itself; it is
+computed with zeros in its own place. Every byte of the file is therefore covered, and an error names the damaged
+tensor. This module does not choose file names.
 
-The file is written here and not by safetensors' own writer: the header's place must be fixed, and a tensor at a time is
-copied to the processor, so that saving takes the memory of the largest tensor and not of the model. The digests cost
-about a second a gigabyte.
+Echelon writes the file itself instead of calling safetensors, for two reasons: the header digest needs a fixed offset,
+and copying one tensor at a time to the CPU limits the extra memory to the largest tensor. The digests take about one
+second per gigabyte.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from echelon.errors import DataError, UsageError
 Tensors: TypeAlias = dict[str, Tensor]
 
 _GROUPS = ("weights", "optimizer", "extra")
-_HEAD = b'{"__metadata__":{"blake2b":"'
+_HEADER_START = b'{"__metadata__":{"blake2b":"'
 _DIGEST_BYTES = 16
 _BLANK = "0" * (2 * _DIGEST_BYTES)
 _LENGTH_BYTES = 8
@@ -48,13 +49,13 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What a worker needs to go on. The facts are JSON: tuples come back as lists, and NaN as None."""
+class Checkpoint:
+    """What one process needs to resume. The metadata is stored as JSON: tuples are loaded as lists, and NaN as None."""
 
     weights: Tensors
     optimizer: Tensors = field(default_factory=dict)
     extra: Tensors = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 class _Entry(msgspec.Struct):
@@ -63,7 +64,9 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-class _Metadata(msgspec.Struct):
+class _FileMetadata(msgspec.Struct):
+    """The safetensors metadata, which holds only strings: two of these are JSON texts."""
+
     blake2b: str
     echelon: str
     digests: str
@@ -73,29 +76,29 @@ class _Metadata(msgspec.Struct):
 class _Header:
     entries: dict[str, _Entry]
     digests: dict[str, str]
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
 
-def save(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
-    """Write a file that appears whole or not at all, and is on the disk when this returns. Makes its folder.
+def save(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
+    """Write the file atomically and flush it to the disk. Creates the folder if necessary.
 
-    Tensors may be on any device, of any strides, and share memory.
+    Tensors may be on any device, have any strides, and share memory.
     """
     path = Path(path)
-    tensors = _in_order(snapshot)
+    tensors = _sorted_tensors(checkpoint)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with AtomicFile(path) as file:
-            _write(file.stream, tensors, snapshot.facts)
+            _write(file.stream, tensors, checkpoint.metadata)
         _sync_folder(path.parent)
     except OSError as error:
         raise DataError(
-            f"cannot write the checkpoint {path}: {error.strerror or error}; an older file of this name is as it was"
+            f"cannot write the checkpoint {path}: {error.strerror or error}; an existing file of this name is unchanged"
         ) from error
 
 
-def load(path: str | os.PathLike[str]) -> Snapshot:
-    """Read a file that `save` wrote, every byte checked; DataError says what is wrong with it."""
+def load(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read a file that `save` wrote and verify all digests; raises DataError if the file is missing or damaged."""
     path = Path(path)
     try:
         with open(path, "rb") as stream:
@@ -106,27 +109,29 @@ def load(path: str | os.PathLike[str]) -> Snapshot:
         raise DataError(f"cannot read the checkpoint {path}: {error.strerror or error}") from error
 
 
-def _in_order(snapshot: Snapshot) -> Tensors:
-    """All tensors by their names in the file, wide types first: readers that map the file need them aligned."""
-    named = {f"{group}/{name}": tensor for group in _GROUPS for name, tensor in getattr(snapshot, group).items()}
+def _sorted_tensors(checkpoint: Checkpoint) -> Tensors:
+    """Return all tensors by their name in the file, widest types first, so that readers can map them aligned."""
+    named = {f"{group}/{name}": tensor for group in _GROUPS for name, tensor in getattr(checkpoint, group).items()}
     for name, tensor in named.items():
         if tensor.dtype not in _DTYPES or tensor.layout is not torch.strided:
             kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
             raise UsageError(
                 f"a checkpoint cannot hold {name}, a {tensor.layout} tensor of {tensor.dtype}; "
-                f"it takes strided tensors of {kinds}"
+                f"only strided tensors of {kinds} can be saved"
             )
     return dict(sorted(named.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
-def _write(stream: BinaryIO, tensors: Tensors, facts: dict[str, Any]) -> None:
+def _write(stream: BinaryIO, tensors: Tensors, metadata: dict[str, Any]) -> None:
     entries: dict[str, _Entry] = {}
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
         entries[name] = _Entry(_DTYPES[tensor.dtype], tuple(tensor.shape), (begin, end))
-    header = _Header(entries, dict.fromkeys(tensors, _BLANK), facts)
-    stream.write(_encode(header))  # keeps the place: digests have one length, so the last header is as long
+    header = _Header(entries, dict.fromkeys(tensors, _BLANK), metadata)
+    stream.write(
+        _encode(header)
+    )  # reserves the space: all digests have the same length, so the final header has this length too
     for name, tensor in tensors.items():
         copied = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
         data = _bytes_of(copied)
@@ -137,21 +142,21 @@ def _write(stream: BinaryIO, tensors: Tensors, facts: dict[str, Any]) -> None:
 
 
 def _encode(header: _Header) -> bytes:
-    """The length and the header, which is padded to keep the tensors aligned, and sealed."""
-    texts = (msgspec.json.encode(part).decode() for part in (header.facts, header.digests))
-    text = msgspec.json.encode({"__metadata__": _Metadata(_BLANK, *texts), **header.entries})
+    """Return the length field and the header, padded to keep the tensors aligned, with the header digest filled in."""
+    texts = (msgspec.json.encode(part).decode() for part in (header.metadata, header.digests))
+    text = msgspec.json.encode({"__metadata__": _FileMetadata(_BLANK, *texts), **header.entries})
     text += b" " * (-len(text) % _LENGTH_BYTES)
     blank = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    return _with_seal(blank, _digest(blank))
+    return _with_header_digest(blank, _digest(blank))
 
 
-def _with_seal(header: bytes, seal: str) -> bytes:
-    at = _LENGTH_BYTES + len(_HEAD)
-    return header[:at] + seal.encode() + header[at + len(seal) :]
+def _with_header_digest(header: bytes, digest: str) -> bytes:
+    start = _LENGTH_BYTES + len(_HEADER_START)
+    return header[:start] + digest.encode() + header[start + len(digest) :]
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new name is on the disk only when its folder is."""
+    """Flush the folder: a new file name is durable only once its folder is on the disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -159,7 +164,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _read(stream: BinaryIO, path: Path) -> Snapshot:
+def _read(stream: BinaryIO, path: Path) -> Checkpoint:
     header = _read_header(stream, path)
     groups: dict[str, Tensors] = {group: {} for group in _GROUPS}
     for name, entry in header.entries.items():
@@ -167,62 +172,66 @@ def _read(stream: BinaryIO, path: Path) -> Snapshot:
         data = _bytes_of(tensor)
         stream.readinto(data)  # type: ignore[attr-defined]
         if _digest(data) != header.digests[name]:
-            _bad(path, f"the digest of tensor {name!r} is {_digest(data)}, but its header has {header.digests[name]}")
+            _raise_damaged(
+                path, f"the digest of tensor {name!r} is {_digest(data)}, but the header says {header.digests[name]}"
+            )
         group, _, own_name = name.partition("/")
         groups[group][own_name] = tensor
-    return Snapshot(**groups, facts=header.facts)
+    return Checkpoint(**groups, metadata=header.metadata)
 
 
 def _read_header(stream: BinaryIO, path: Path) -> _Header:
-    """Read up to the first tensor; what is returned agrees with itself and with the file's size."""
+    """Read up to the first tensor, and verify the header's digest, its entries and the file size."""
     size = os.fstat(stream.fileno()).st_size
-    start = stream.read(_LENGTH_BYTES + len(_HEAD) + len(_BLANK))
-    if not _HEAD.startswith(start[_LENGTH_BYTES:][: len(_HEAD)]):
-        begins = start[_LENGTH_BYTES:][: len(_HEAD)].decode(errors="replace")
-        raise DataError(f"{path} is no checkpoint of Echelon's: expected {_HEAD.decode()!r} at byte 8, got {begins!r}")
+    start = stream.read(_LENGTH_BYTES + len(_HEADER_START) + len(_BLANK))
+    if not _HEADER_START.startswith(start[_LENGTH_BYTES:][: len(_HEADER_START)]):
+        begins = start[_LENGTH_BYTES:][: len(_HEADER_START)].decode(errors="replace")
+        raise DataError(
+            f"{path} is not an Echelon checkpoint: expected {_HEADER_START.decode()!r} at byte 8, got {begins!r}"
+        )
     needed = _LENGTH_BYTES + int.from_bytes(start[:_LENGTH_BYTES], "little")
-    if size < max(needed, len(start), _LENGTH_BYTES + len(_HEAD) + len(_BLANK)):
-        _bad(path, f"it is cut off at {size} bytes, and its header alone has {needed}")
+    if size < max(needed, len(start), _LENGTH_BYTES + len(_HEADER_START) + len(_BLANK)):
+        _raise_damaged(path, f"it is cut off at {size} bytes, but its header alone has {needed}")
     whole = start + stream.read(max(0, needed - len(start)))
-    seal, found = start[-len(_BLANK) :].decode(errors="replace"), _digest(_with_seal(whole, _BLANK))
-    if seal != found:
-        _bad(path, f"the digest of its header is {found}, but the header itself has {seal}")
+    stored, found = start[-len(_BLANK) :].decode(errors="replace"), _digest(_with_header_digest(whole, _BLANK))
+    if stored != found:
+        _raise_damaged(path, f"the digest of its header is {found}, but the header says {stored}")
     header = _decode(whole[_LENGTH_BYTES:], path)
     total = needed + max((entry.data_offsets[1] for entry in header.entries.values()), default=0)
     if size < total:
-        _bad(path, f"it is cut off at {size} of {total} bytes")
+        _raise_damaged(path, f"it is cut off at {size} of {total} bytes")
     if size > total:
-        _bad(path, f"it has {size} bytes, and its header speaks of {total}")
+        _raise_damaged(path, f"it has {size} bytes, but its header describes {total}")
     return header
 
 
 def _decode(text: bytes, path: Path) -> _Header:
-    """The header's parts, in the order of the tensors."""
+    """Parse the header; entries are in the order of the tensors in the file."""
     try:
         raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(raw.pop("__metadata__"), type=_Metadata)
+        file_metadata = msgspec.json.decode(raw.pop("__metadata__"), type=_FileMetadata)
         entries = {name: msgspec.json.decode(one, type=_Entry) for name, one in raw.items()}
-        digests = msgspec.json.decode(metadata.digests, type=dict[str, str])
-        facts = msgspec.json.decode(metadata.echelon, type=dict[str, Any])
+        digests = msgspec.json.decode(file_metadata.digests, type=dict[str, str])
+        run_metadata = msgspec.json.decode(file_metadata.echelon, type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        _bad(path, f"its header cannot be read: {error}")
+        _raise_damaged(path, f"its header cannot be read: {error}")
     _check_entries(entries, digests, path)
-    return _Header(entries, digests, facts)
+    return _Header(entries, digests, run_metadata)
 
 
 def _check_entries(entries: dict[str, _Entry], digests: dict[str, str], path: Path) -> None:
-    """The digest has excluded accidents; this is for headers that somebody made."""
+    """Reject inconsistent entries. The digest already excludes accidents; this guards against crafted headers."""
     end = 0
     for name, entry in entries.items():
         begin = end
         end += prod(entry.shape) * _BY_NAME[entry.dtype].itemsize if entry.dtype in _BY_NAME else 0
         known = entry.dtype in _BY_NAME and name.partition("/")[0] in _GROUPS and name in digests
         if not known or min(entry.shape, default=0) < 0 or entry.data_offsets != (begin, end):
-            _bad(path, f"its header has no sound entry for tensor {name!r}: {entry}")
+            _raise_damaged(path, f"its header has an invalid entry for tensor {name!r}: {entry}")
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the processor."""
+    """Return the memory of a contiguous CPU tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -230,5 +239,5 @@ def _digest(data: bytes | memoryview) -> str:
     return blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
-def _bad(path: Path, what: str) -> NoReturn:
+def _raise_damaged(path: Path, what: str) -> NoReturn:
     raise DataError(f"the checkpoint {path} is damaged: {what}; use an earlier one")

@@ -1,37 +1,29 @@
-"""When a run saves and how it goes on from what it saved.
+"""What a run saves, and how it resumes.
 
-Rank 0's file has weights, optimizer state and random numbers; the other ranks' files only what is theirs alone
-(BatchNorm's statistics, random numbers). What goes on: the weights to the bit, the schedule, the order of the data.
+Rank 0's file holds the weights, the optimizer state and the random number generators. The other ranks' files hold only
+what differs between ranks: BatchNorm statistics and random number generators. A resumed run continues with the same
+weights to the bit, the same learning rate schedule and the same order of samples.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from echelon import __version__
 from echelon.data.sets.datasets import Dataset
 from echelon.errors import UsageError
 from echelon.train import log_lines
-from echelon.train.checkpoint.names import (
-    Found,
-    Snapshot,
-    capture_rng,
-    find,
-    load_common,
-    load_point,
-    path_for,
-    prune,
-    restore_rng,
-    save,
-)
+from echelon.train.checkpoint.compatibility import check_network_and_optimizer, check_sample_order, check_shapes
+from echelon.train.checkpoint.format import Checkpoint, Tensors, save
+from echelon.train.checkpoint.names import ResumeFrom, find, load_at, load_newest, path_for, prune
+from echelon.train.checkpoint.random_state import capture_rng, restore_rng
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import Place
 from echelon.train.step.average import MovingAverage
@@ -40,10 +32,12 @@ from echelon.train.trainer.base import Trainer
 
 log = logging.getLogger(__name__)
 
+RESULT_FILE = "checkpoint.safetensors"  # in the run directory
+
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """A place in a run: epochs done, steps of this process and samples of all processes in the epoch under way."""
+class RunPosition:
+    """How far a run is: completed epochs; in the current epoch, this process's steps and all processes' samples."""
 
     epoch: int = 0
     batch: int = 0
@@ -51,7 +45,7 @@ class Point:
 
 
 class Saver:
-    """Writes and reads the snapshots of one process. Without a prefix it does neither."""
+    """Writes and reads the checkpoints of one process."""
 
     def __init__(
         self,
@@ -68,75 +62,116 @@ class Saver:
         self._augment = dataset.augment
         self._num_classes = dataset.num_classes
         num_samples = len(dataset.train)
-        num_examples = min(options.num_examples or num_samples, num_samples)  # of an epoch
+        num_examples = min(options.num_examples or num_samples, num_samples)  # per epoch
         self._order = {"seed": options.seed, "num_samples": num_samples, "num_examples": num_examples}
         self._scaler = scaler
         self._average = average
-        self._prefix = options.model_prefix
-        if self._prefix is None and (options.resume or options.load_epoch is not None):
-            raise UsageError("to go on from a checkpoint, name its prefix: --model-prefix PREFIX")
 
-    def save(self, point: Point, metrics: dict[str, float]) -> str | None:
-        """Save this process's part of the run; all processes call it at the same point. Returns the file."""
+    def save(self, position: RunPosition, metrics: dict[str, float]) -> None:
+        """Save this process's checkpoint if the run has a prefix. All processes call it at the same position."""
         self._trainer.sync()
-        if self._prefix is None:
-            return None
-        optimizer = self._trainer.optimizer_state()  # all processes: parts of it may be everywhere
-        model, rank = self._trainer.model, self._place.rank
-        path = path_for(self._prefix, rank, point.epoch, point.batch or None)
-        extra = capture_rng(self._device) | (self._scaler.state() if self._scaler else {})
-        if self._average is not None and rank == 0:
-            extra |= self._average.state()
-        save(
-            path,
-            Snapshot(
-                weights=dict(model.state_dict()) if rank == 0 else dict(model.named_buffers()),
-                optimizer=optimizer if rank == 0 else {},
-                extra=extra,
-                facts=self._facts(point, metrics),
-            ),
-        )
-        prune(self._prefix, rank=rank)
+        prefix, rank = self._options.model_prefix, self._place.rank
+        if prefix is None:
+            return
+        optimizer = self._trainer.optimizer_state()  # every process calls it: each may hold a part of the state
+        path = path_for(prefix, rank, position.epoch, position.batch or None)
+        save(path, self._checkpoint(position, metrics, optimizer))
+        prune(prefix, rank=rank)
         if rank == 0:
             log.info(log_lines.saved_line(str(path)))
-        return str(path)
 
-    def load(self) -> Point:
-        """Go on from the snapshot that the options name; the beginning, if they name none."""
-        if self._prefix is None:
-            return Point()
-        point = self._load(self._prefix)
-        _check_writable(self._prefix)
-        return point
+    def save_result(self, directory: str, position: RunPosition, metrics: dict[str, float], optimizer: Tensors) -> Path:
+        """Save the final checkpoint in the run directory, as rank 0. `optimizer` is `Trainer.optimizer_state()`."""
+        path = Path(directory) / RESULT_FILE
+        save(path, self._checkpoint(position, metrics, optimizer))
+        return path
 
-    def _load(self, prefix: str) -> Point:
-        rank, size = self._place.rank, self._place.size
-        found: Found | None
-        if self._options.load_epoch is not None:
-            found = load_point(prefix, rank, size, self._options.load_epoch)
-        elif self._options.resume:
-            found = load_common(prefix, rank, size)
+    def load(self) -> RunPosition:
+        """Restore the checkpoint that the options name; returns its position, or the start if they name none."""
+        prefix = self._options.model_prefix
+        if prefix is None:
+            return RunPosition()
+        position = self._load(prefix)
+        _check_writable(prefix)
+        return position
+
+    def _checkpoint(self, position: RunPosition, metrics: dict[str, float], optimizer: Tensors) -> Checkpoint:
+        model, is_rank_0 = self._trainer.model, self._place.rank == 0
+        extra = capture_rng(self._device) | (self._scaler.state() if self._scaler else {})
+        if self._average is not None and is_rank_0:
+            extra |= self._average.state()
+        return Checkpoint(
+            weights=dict(model.state_dict()) if is_rank_0 else dict(model.named_buffers()),
+            optimizer=optimizer if is_rank_0 else {},
+            extra=extra,
+            metadata=self._metadata(position, metrics),
+        )
+
+    def _metadata(self, position: RunPosition, metrics: dict[str, float]) -> dict[str, Any]:
+        options, image_shape = self._options, list(self._augment.shape)
+        preprocessing = {
+            "image_shape": image_shape,
+            "rgb_mean": list(self._augment.rgb_mean),
+            "rgb_std": list(self._augment.rgb_std),
+        }
+        return {
+            "epoch": position.epoch,
+            "batch": position.batch,
+            "samples_done": position.samples_done,
+            "order": self._order,
+            "num_workers": self._place.num_workers,
+            "num_processes": self._place.size,
+            "network": options.network,
+            "num_classes": self._num_classes,
+            "image_shape": image_shape,
+            "num_layers": options.num_layers,
+            "network_options": options.network_options,
+            "options": asdict(options) | preprocessing,
+            "metrics": metrics,
+            "version": __version__,
+        }
+
+    def _load(self, prefix: str) -> RunPosition:
+        options, rank, size = self._options, self._place.rank, self._place.size
+        found: ResumeFrom | None
+        if options.load_epoch is not None:
+            found = load_at(prefix, options.load_epoch, rank=rank, size=size)
+        elif options.resume:
+            found = load_newest(prefix, rank, size)
         else:
-            self._warn_of_earlier(prefix)
-            return Point()
+            self._warn_if_checkpoints_exist(prefix)
+            return RunPosition()
         if found is None:
-            log.info("no checkpoint %s-* to go on from: training begins at the beginning", prefix)
-            return Point()
-        self._check(found.first.facts, str(found.path))
-        self._check_order(found.first.facts, str(found.path))
-        self._check_fit(found.first, str(found.path))
-        self._apply(found)
-        facts = found.first.facts
-        log.info(log_lines.loaded_line(prefix, facts["epoch"]))
-        return Point(facts["epoch"], facts["batch"], facts["samples_done"])
+            log.info("there is no checkpoint %s-* to resume from: training starts from the beginning", prefix)
+            return RunPosition()
+        metadata, path = found.rank_0.metadata, str(found.path)
+        check_network_and_optimizer(metadata, path, options, self._num_classes)
+        check_sample_order(metadata, path, self._order)
+        check_shapes(found.rank_0, path, self._trainer.model.state_dict(), self._augment.shape)
+        self._restore(found)
+        log.info(log_lines.loaded_line(prefix, metadata["epoch"]))
+        return RunPosition(metadata["epoch"], metadata["batch"], metadata["samples_done"])
 
-    def _warn_of_earlier(self, prefix: str) -> None:
-        """A later --resume would take an earlier run's newest file for this one's."""
+    def _restore(self, found: ResumeFrom) -> None:
+        rank_0, own = found.rank_0, found.own
+        self._trainer.load_weights(rank_0.weights)
+        if rank_0.optimizer:
+            self._trainer.load_optimizer_state(rank_0.optimizer)
+        if own is not rank_0:
+            _set_buffers(self._trainer.model, own.weights)
+        restore_rng(own.extra, self._device)
+        if self._scaler is not None:
+            self._scaler.load(dict(own.extra))
+        if self._average is not None:
+            self._average.load(dict(rank_0.extra))
+
+    def _warn_if_checkpoints_exist(self, prefix: str) -> None:
+        """Warn because a later --resume would take an earlier run's newest file for this run's."""
         names = find(prefix) if self._place.rank == 0 else []
         if names:
             log.warning(
-                "%s is there from an earlier run, and this one begins at the beginning; --resume auto goes on from it, "
-                "and another --model-prefix keeps the two apart",
+                "%s exists from an earlier run, but this run starts from the beginning; use --resume auto to continue "
+                "the earlier run, or another --model-prefix to keep the two apart",
                 names[0].path,
             )
 
@@ -144,97 +179,9 @@ class Saver:
     def _device(self) -> torch.device:
         return next(self._trainer.model.parameters()).device
 
-    def _apply(self, found: Found) -> None:
-        first, own = found.first, found.own
-        self._trainer.load_weights(first.weights)
-        if first.optimizer:
-            self._trainer.load_optimizer_state(first.optimizer)
-        if own is not first:
-            _set_buffers(self._trainer.model, own.weights)
-        restore_rng(own.extra, self._device)
-        if self._scaler is not None:
-            self._scaler.load(dict(own.extra))
-        if self._average is not None:
-            self._average.load(dict(first.extra))
-
-    def _facts(self, point: Point, metrics: dict[str, float]) -> dict[str, Any]:
-        options = self._options
-        return {
-            "epoch": point.epoch,
-            "batch": point.batch,
-            "samples_done": point.samples_done,
-            "order": self._order,
-            "num_workers": self._place.num_workers,
-            "num_processes": self._place.size,
-            "network": options.network,
-            "num_classes": self._num_classes,
-            "image_shape": list(self._augment.shape),
-            "num_layers": options.num_layers,
-            "network_options": options.network_options,
-            "options": asdict(options)
-            | {
-                "image_shape": list(self._augment.shape),
-                "rgb_mean": list(self._augment.rgb_mean),
-                "rgb_std": list(self._augment.rgb_std),
-            },
-            "metrics": metrics,
-            "version": __version__,
-        }
-
-    def _check(self, facts: dict[str, Any], path: str) -> None:
-        """A file of another network or optimizer is refused with both values."""
-        options = self._options
-        wanted = {
-            "network": options.network,
-            "num_layers": options.num_layers,
-            "num_classes": self._num_classes,
-            "network options": _listed(options.network_options),
-            "optimizer": options.optimizer.lower(),
-        }
-        saved = {name: facts.get(name) for name in wanted} | {
-            "network options": _listed(facts.get("network_options", options.network_options)),
-            "optimizer": facts.get("options", {}).get("optimizer", options.optimizer).lower(),
-        }
-        if pairs := _differences(saved, wanted):
-            raise UsageError(f"{path} is of another run: {pairs}. Give the same flags, or another prefix")
-
-    def _check_order(self, facts: dict[str, Any], path: str) -> None:
-        """A place in the middle of an epoch means nothing in another order. Older files do not say theirs."""
-        if facts["samples_done"] and (pairs := _differences(facts.get("order", self._order), self._order)):
-            raise UsageError(
-                f"{path} is of the middle of an epoch, and its place is in another order of samples: {pairs}. Give the "
-                "same flags and data, go on from the end of an epoch (--load-epoch), or give another prefix"
-            )
-
-    def _check_fit(self, snapshot: Snapshot, path: str) -> None:
-        """Another image shape will do if no weight depends on it; what does not fit is named."""
-        there, here = (_shapes(named) for named in (snapshot.weights, self._trainer.model.state_dict()))
-        if there == here:
-            return
-        name = next(name for name in (*here, *there) if here.get(name) != there.get(name))
-        images = " there, ".join(
-            ",".join(map(str, shape)) for shape in (snapshot.facts.get("image_shape", "?"), self._augment.shape)
-        )
-        raise UsageError(
-            f"{path} does not fit the network: weight {name} is {there.get(name, 'missing')} there, "
-            f"{here.get(name, 'missing')} here; images are {images} here. Give the same flags, or another prefix"
-        )
-
-
-def _differences(there: Mapping[str, object], here: Mapping[str, object]) -> str:
-    return "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in here if there[name] != here[name])
-
-
-def _listed(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in options.items()) or "none"
-
-
-def _shapes(named: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in named.items()}
-
 
 def _check_writable(prefix: str) -> None:
-    """Said at the beginning: the first checkpoint may be hours away."""
+    """Report an unwritable folder at the start, because the first checkpoint may be hours away."""
     folder = Path(prefix).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -242,12 +189,12 @@ def _check_writable(prefix: str) -> None:
             pass
     except OSError as error:
         raise UsageError(
-            f"--model-prefix {prefix}: no checkpoint can be written in {folder.absolute()}: "
-            f"{error.strerror or error}; make it a folder to write in, or name another"
+            f"--model-prefix {prefix}: checkpoints cannot be written in {folder.absolute()}: "
+            f"{error.strerror or error}; make it a writable folder, or give another prefix"
         ) from error
 
 
-def _set_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
+def _set_buffers(model: nn.Module, values: Tensors) -> None:
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name in values:

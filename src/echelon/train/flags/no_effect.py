@@ -86,6 +86,8 @@ def check_alone(options: TrainOptions) -> None:
         raise UsageError("--slow and --stall multiply the seconds of --pace: give that, too, for example --pace 0.05")
     if options.save_batches and not options.model_prefix:
         raise UsageError(f"--save-batches {options.save_batches} has nowhere to save: give --model-prefix, too")
+    if (options.resume or options.load_epoch is not None) and not options.model_prefix:
+        raise UsageError("to go on from a checkpoint, name its prefix: --model-prefix PREFIX")
     if options.data_sharding != TrainOptions().data_sharding and not options.data_allocator:
         raise UsageError(f"--data-sharding {options.data_sharding} is not read without --data-allocator 1: give both")
     if options.resume and options.load_epoch is not None:

@@ -1,5 +1,5 @@
 """The training loop of the scripts. Read `fit` (puts a run together), then `run` (epochs, steps, evaluations, the end).
 
-`inputs` opens the data, `evaluate` measures on validation data, `stopping` handles signals; `monitor`,
-`tensorboard` and `progress` show what happens.
+`inputs` opens the data, `evaluate` measures on validation data, `stopping` handles signals, `reporting` writes lines;
+`monitor`, `tensorboard` and `progress` are what it reports to.
 """

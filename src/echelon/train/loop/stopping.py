@@ -1,7 +1,7 @@
-"""How a run is stopped from outside: SIGTERM and Ctrl-C are noted, and the loop looks for them after every step.
+"""How a run is stopped from outside: SIGTERM and Ctrl-C are recorded, and the loop checks for them after every step.
 
-The signal often goes to the whole process group, and ends what a step needs: a compiler, a process that decodes. What
-such a step raises is no error to show, but the stop that was asked for.
+The signal often goes to the whole process group and also ends processes that a step needs, such as a compiler or a
+decoder. An error that such a step raises is not shown; the run stops as requested.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-STOPS = {number.name: 128 + number for number in (signal.SIGINT, signal.SIGTERM)}  # why a run was stopped: its status
+EXIT_STATUS = {number.name: 128 + number for number in (signal.SIGINT, signal.SIGTERM)}  # by the name of the signal
 
 
 class Interrupted(BaseException):
-    """A signal came, and the step under way was not finished: weights and optimizer may be of two minds about it.
+    """A signal arrived and the current step did not finish: weights and optimizer may be out of step.
 
-    As KeyboardInterrupt, it is none of the errors that somebody on the way may try to go on after.
+    Like KeyboardInterrupt it is not an Exception, so that no handler on the way resumes the step.
     """
 
 
-class Stopping:
-    """Whether a signal asked for the end."""
+class StopSignals:
+    """Records whether a signal requested the end of the run: `requested` is its name."""
 
     def __init__(self) -> None:
-        self.asked: str | None = None
+        self.requested: str | None = None
         self._at_once = False
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Inside, SIGTERM and Ctrl-C are only noted; a second Ctrl-C ends at once."""
+    def recorded(self) -> Iterator[None]:
+        """Record SIGTERM and Ctrl-C instead of raising inside this context; a second Ctrl-C raises at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._record) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
@@ -43,26 +43,26 @@ class Stopping:
 
     @contextmanager
     def instead_of_errors(self) -> Iterator[None]:
-        """Inside, what fails after a signal is `Interrupted`."""
+        """Turn errors that follow a signal into `Interrupted` inside this context."""
         try:
             yield
         except Exception as error:
-            if self.asked is None:
+            if self.requested is None:
                 raise
-            raise Interrupted(self.asked) from error
+            raise Interrupted(self.requested) from error
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, a signal does not wait for the step's end, which is long to come and has nothing to save."""
+        """Raise `Interrupted` immediately on a signal inside this context: for a long step with nothing to save."""
         self._at_once = True
         try:
             yield
         finally:
             self._at_once = False
 
-    def _note(self, number: int, frame: object) -> None:
-        if self.asked is not None and number == signal.SIGINT:
+    def _record(self, number: int, frame: object) -> None:
+        if self.requested is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = signal.Signals(number).name
+        self.requested = signal.Signals(number).name
         if self._at_once:
-            raise Interrupted(self.asked)
+            raise Interrupted(self.requested)

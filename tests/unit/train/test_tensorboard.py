@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import UsageError
-from echelon.train.loop.tensorboard import Board
+from echelon.train.loop.tensorboard import ScalarWriter
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -24,28 +24,28 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "one"  # made on the way
-    board = Board.open(str(directory))
+    board = ScalarWriter.open(str(directory))
     for step in range(3):
-        board.scalar("train/accuracy", 0.25 * step, step)
-    board.scalar("lr", 0.5, 7)
+        board.write("train/accuracy", 0.25 * step, step)
+    board.write("lr", 0.5, 7)
     board.close()
     assert scalars(directory) == {"train/accuracy": [(0, 0.0), (1, 0.25), (2, 0.5)], "lr": [(7, 0.5)]}
 
 
 def test_closing_twice_and_writing_after_it_do_no_harm(tmp_path: Path) -> None:
-    board = Board.open(str(tmp_path))
-    board.scalar("lr", 0.5, 0)
+    board = ScalarWriter.open(str(tmp_path))
+    board.write("lr", 0.5, 0)
     board.close()
     board.close()
-    board.scalar("lr", 0.25, 1)
+    board.write("lr", 0.25, 1)
     assert scalars(tmp_path) == {"lr": [(0, 0.5)]}
 
 
 CODE = """
 import sys
-from echelon.train.loop.tensorboard import Board
-board = Board.open(None)
-board.scalar("lr", 0.1, 0)
+from echelon.train.loop.tensorboard import ScalarWriter
+board = ScalarWriter.open(None)
+board.write("lr", 0.1, 0)
 board.close()
 assert not any(name.startswith(("tensorboard", "torch")) for name in sys.modules), sorted(sys.modules)
 """
@@ -59,12 +59,12 @@ def test_without_a_directory_nothing_is_imported_or_written(tmp_path: Path) -> N
 def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # what Python does where it is not installed
     with pytest.raises(UsageError, match=re.escape("pip install 'echelon[tensorboard]'")):
-        Board.open(str(tmp_path))
+        ScalarWriter.open(str(tmp_path))
 
 
 def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        UsageError, match=re.escape(f"--tensorboard {tmp_path / 'file'}: File exists; give a directory")
+        UsageError, match=re.escape(f"--tensorboard {tmp_path / 'file'}: File exists; give a writable directory")
     ):
-        Board.open(str(tmp_path / "file"))
+        ScalarWriter.open(str(tmp_path / "file"))

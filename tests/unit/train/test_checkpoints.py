@@ -15,30 +15,20 @@ import torch
 from torch import nn
 
 from echelon.errors import DataError, UsageError
-from echelon.train.checkpoint import names as snapshots
-from echelon.train.checkpoint.names import (
-    Snapshot,
-    find,
-    load,
-    load_common,
-    load_latest,
-    load_point,
-    locate,
-    path_for,
-    prune,
-    save,
-)
+from echelon.train.checkpoint.format import Checkpoint, load, save
+from echelon.train.checkpoint.names import find, load_at, load_newest, path_for, prune
+from echelon.train.checkpoint.random_state import capture_rng, restore_rng
 from forked import Fork
 
 
-def snapshot(value: float) -> Snapshot:
-    return Snapshot({"w": torch.full((4,), value)}, facts={"value": value})
+def checkpoint(value: float) -> Checkpoint:
+    return Checkpoint({"w": torch.full((4,), value)}, metadata={"value": value})
 
 
 def write(prefix: Path, *points: tuple[int, int, int]) -> None:
-    """Snapshots of (rank, epoch, batch), each with a value of its own."""
+    """Save checkpoints of (rank, epoch, batch), each with a value of its own."""
     for rank, epoch, batch in points:
-        save(path_for(prefix, rank, epoch, batch), snapshot(rank * 10_000 + epoch * 100 + batch))
+        save(path_for(prefix, rank, epoch, batch), checkpoint(rank * 10_000 + epoch * 100 + batch))
 
 
 def flip(path: Path, at: int = -1) -> None:
@@ -66,8 +56,8 @@ def test_find_is_by_epoch_then_batch_and_sees_only_its_own(tmp_path: Path) -> No
     write(prefix, (0, 9999, 7), (0, 10000, 0), (0, 9999, 0), (0, 0, 12), (1, 3, 0), (12, 3, 4))
     for stranger in ("x-0001.params", "y-0001.safetensors", "x-012.safetensors", "x-00012.safetensors", "xx-0001-b1"):
         (tmp_path / stranger).touch()
-    assert [one.point for one in find(prefix)] == [(10000, 0), (9999, 7), (9999, 0), (0, 12)]
-    assert [(one.rank, one.point) for one in find(prefix, 12)] == [(12, (3, 4))]
+    assert [one.position for one in find(prefix)] == [(10000, 0), (9999, 7), (9999, 0), (0, 12)]
+    assert [(one.rank, one.position) for one in find(prefix, 12)] == [(12, (3, 4))]
     assert find(prefix, 1)[0].path == path_for(prefix, 1, 3)
     assert find(tmp_path / "nowhere" / "x") == []
 
@@ -78,35 +68,15 @@ def test_the_last_good_file_is_used_and_bad_ones_are_named(tmp_path: Path, caplo
     flip(path_for(prefix, 0, 2, 5))
     os.truncate(path_for(prefix, 0, 2), 40)
     with caplog.at_level(logging.WARNING):
-        found = load_latest(prefix)
+        found = load_newest(prefix)
     assert found is not None
-    assert (found[0].facts["value"], found[1]) == (100, path_for(prefix, 0, 1))
+    assert found.own is found.rank_0
+    assert (found.own.metadata["value"], found.path) == (100, path_for(prefix, 0, 1))
     first, second = (record.getMessage() for record in caplog.records)
     assert "x-0002-b00005.safetensors is damaged: the digest of tensor 'weights/w'" in first
     assert "x-0002.safetensors is damaged: it is cut off at 40 bytes" in second
     flip(path_for(prefix, 0, 1))
-    log = logging.getLogger("a.users")
-    assert load_latest(prefix, log=log) is None
-    assert caplog.records[-1].name == "a.users"
-
-
-@pytest.mark.parametrize(
-    ("points", "expected"),
-    [
-        ([(0, 2, 0)], 200),  # none of its own
-        ([(0, 2, 0), (3, 2, 0)], 30_200),
-        ([(0, 2, 0), (3, 1, 0)], 200),  # its own is from an older run
-        ([(0, 2, 9), (3, 2, 7)], 30_207),  # stopped a little earlier in the same epoch
-        ([(0, 2, 0), (3, 2, 0), (3, 2, 7)], 30_207),
-    ],
-)
-def test_another_rank_prefers_its_own_of_the_newest_epoch(
-    tmp_path: Path, points: list[tuple[int, int, int]], expected: float
-) -> None:
-    write(tmp_path / "x", *points)
-    found = load_latest(tmp_path / "x", rank=3)
-    assert found is not None
-    assert found[0].facts["value"] == expected
+    assert load_newest(prefix) is None
 
 
 def test_all_ranks_find_the_same_point_and_each_its_own_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -116,52 +86,52 @@ def test_all_ranks_find_the_same_point_and_each_its_own_file(tmp_path: Path, cap
         flip(path_for(prefix, rank, epoch))
     for rank in range(3):
         caplog.clear()
-        found = load_common(prefix, rank, 3)
+        found = load_newest(prefix, rank, 3)
         assert found is not None
-        assert (found.path, found.first.facts["value"]) == (path_for(prefix, 0, 2), 200)
-        assert found.own.facts["value"] == rank * 10_000 + 200
+        assert (found.path, found.rank_0.metadata["value"]) == (path_for(prefix, 0, 2), 200)
+        assert found.own.metadata["value"] == rank * 10_000 + 200
         newest, older = caplog.messages
         assert "x-1-0004.safetensors is damaged" in newest
         assert "x-1-0003.safetensors is damaged" in older
         assert "x-2-0003.safetensors is damaged" in older
     flip(path_for(prefix, 2, 2))
     flip(path_for(prefix, 0, 1))
-    assert load_common(prefix, 0, 3) is None
+    assert load_newest(prefix, 0, 3) is None
 
 
 def test_a_rank_without_a_file_and_another_number_of_ranks_use_rank_0s(tmp_path: Path) -> None:
     prefix = tmp_path / "x"
-    save(path_for(prefix, 0, 1), Snapshot({}, facts={"num_processes": 3}))
+    save(path_for(prefix, 0, 1), Checkpoint({}, metadata={"num_processes": 3}))
     write(prefix, (1, 1, 0))
-    found = load_point(prefix, 2, 3, 1)
-    assert found.own is found.first
-    assert load_point(prefix, 1, 3, 1).own.facts["value"] == 10_100
+    found = load_at(prefix, 1, rank=2, size=3)
+    assert found.own is found.rank_0
+    assert load_at(prefix, 1, rank=1, size=3).own.metadata["value"] == 10_100
     flip(path_for(prefix, 1, 1))
     with pytest.raises(DataError, match=r"x-1-0001\.safetensors is damaged"):
-        load_point(prefix, 2, 3, 1)
-    found = load_point(prefix, 1, 2, 1)
-    assert found.own is found.first
+        load_at(prefix, 1, rank=2, size=3)
+    found = load_at(prefix, 1, rank=1, size=2)
+    assert found.own is found.rank_0
 
 
-def test_locate_one_point(tmp_path: Path) -> None:
+def test_one_position_is_loaded_by_epoch_and_batch(tmp_path: Path) -> None:
     prefix = tmp_path / "x"
     write(prefix, (0, 1, 0), (0, 1, 4), (2, 1, 0))
-    assert locate(prefix, 0, 1) == path_for(prefix, 0, 1)
-    assert locate(prefix, 2, 1) == path_for(prefix, 2, 1)
-    assert locate(prefix, 2, 1, 4) == path_for(prefix, 0, 1, 4)
-    with pytest.raises(DataError, match=r"x-2-0007\.safetensors or .*x-0007\.s.* x-0001-b00004\.s.*, x-0001\.s"):
-        locate(prefix, 2, 7)
+    assert load_at(prefix, 1).path == path_for(prefix, 0, 1)
+    assert load_at(prefix, 1, rank=2, size=3).own.metadata["value"] == 20_100
+    assert load_at(prefix, 1, 4, rank=2, size=3).own.metadata["value"] == 104
+    with pytest.raises(DataError, match=r"x-0007\.safetensors; the newest .*: x-0001-b00004\.s.*, x-0001\.s"):
+        load_at(prefix, 7)
 
 
 def test_prune_keeps_ends_of_epochs_and_the_newest_middles(tmp_path: Path) -> None:
     prefix = tmp_path / "x"
     write(prefix, (0, 11, 5), (0, 12, 0), (0, 12, 1), (0, 12, 2), (0, 12, 3), (1, 11, 5))
     assert sorted(prune(prefix, keep=2)) == [path_for(prefix, 0, 11, 5), path_for(prefix, 0, 12, 1)]
-    assert [one.point for one in find(prefix)] == [(12, 3), (12, 2), (12, 0)]
+    assert [one.position for one in find(prefix)] == [(12, 3), (12, 2), (12, 0)]
     write(prefix, (0, 13, 0))
     prune(prefix, keep=2)
-    assert [one.point for one in find(prefix)] == [(13, 0), (12, 0)]
-    assert [one.point for one in find(prefix, 1)] == [(11, 5)]
+    assert [one.position for one in find(prefix)] == [(13, 0), (12, 0)]
+    assert [one.position for one in find(prefix, 1)] == [(11, 5)]
     with pytest.raises(UsageError, match="cannot keep -1"):
         prune(prefix, keep=-1)
 
@@ -176,7 +146,7 @@ def test_tied_weights_and_channels_last(tmp_path: Path) -> None:
             self.two.weight = self.one.weight
 
     model, other = Tied(), Tied()
-    save(tmp_path / "x-0001.safetensors", Snapshot(model.state_dict()))
+    save(tmp_path / "x-0001.safetensors", Checkpoint(model.state_dict()))
     loaded = load(tmp_path / "x-0001.safetensors").weights
     assert all(tensor.is_contiguous() for tensor in loaded.values())
     other.load_state_dict(loaded)
@@ -185,10 +155,10 @@ def test_tied_weights_and_channels_last(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_saved(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"weights/z, a torch.strided tensor of torch.complex64; it takes strided"):
-        save(tmp_path / "x-0001.safetensors", Snapshot({"z": torch.zeros(2, dtype=torch.complex64)}))
+    with pytest.raises(UsageError, match=r"weights/z, a torch.strided tensor of torch.complex64; only strided"):
+        save(tmp_path / "x-0001.safetensors", Checkpoint({"z": torch.zeros(2, dtype=torch.complex64)}))
     with pytest.raises(UsageError, match=r"extra/s, a torch.sparse_coo tensor"):
-        save(tmp_path / "x-0001.safetensors", Snapshot({}, extra={"s": torch.eye(2).to_sparse()}))
+        save(tmp_path / "x-0001.safetensors", Checkpoint({}, extra={"s": torch.eye(2).to_sparse()}))
     assert names(tmp_path) == set()
 
 
@@ -197,7 +167,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there is no checkpoint .*x-0001\.safetensors"):
         load(path)
     torch.save({"a": torch.zeros(3)}, path)
-    with pytest.raises(DataError, match=r"x-0001\.safetensors is no checkpoint of Echelon's: expected"):
+    with pytest.raises(DataError, match=r"x-0001\.safetensors is not an Echelon checkpoint: expected"):
         load(path)
     path.unlink()
     path.mkdir()
@@ -207,7 +177,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_a_cut_in_the_last_tensor_is_told_in_bytes(tmp_path: Path) -> None:
     path = tmp_path / "x-0001.safetensors"
-    save(path, snapshot(1))
+    save(path, checkpoint(1))
     size = path.stat().st_size
     os.truncate(path, size - 3)
     with pytest.raises(DataError, match=rf"x-0001\.s.* is damaged: it is cut off at {size - 3} of {size} bytes"):
@@ -217,7 +187,7 @@ def test_a_cut_in_the_last_tensor_is_told_in_bytes(tmp_path: Path) -> None:
 def test_tensors_are_aligned_for_readers_that_map_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x-0001.safetensors"
     odd = {"a": torch.zeros(3, dtype=torch.uint8), "b": torch.zeros(3, dtype=torch.float64), "c": torch.zeros(1).half()}
-    save(path, Snapshot(odd))
+    save(path, Checkpoint(odd))
     length = int.from_bytes(path.read_bytes()[:8], "little")
     entries = json.loads(path.read_bytes()[8 : 8 + length])
     starts = {name: 8 + length + entries[f"weights/{name}"]["data_offsets"][0] for name in odd}
@@ -225,47 +195,47 @@ def test_tensors_are_aligned_for_readers_that_map_the_file(tmp_path: Path) -> No
 
 
 def test_the_folder_is_made(tmp_path: Path) -> None:
-    save(tmp_path / "new" / "folder" / "x-0001.safetensors", snapshot(1))
-    assert load(tmp_path / "new" / "folder" / "x-0001.safetensors").facts == {"value": 1}
+    save(tmp_path / "new" / "folder" / "x-0001.safetensors", checkpoint(1))
+    assert load(tmp_path / "new" / "folder" / "x-0001.safetensors").metadata == {"value": 1}
 
 
 def test_a_failure_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x-0001.safetensors"
-    save(path, snapshot(1))
+    save(path, checkpoint(1))
     tensors = {"a": torch.zeros(100), "b": torch.empty(100, device="meta")}
     with pytest.raises(NotImplementedError):
-        save(path, Snapshot(tensors))  # b has no data: it fails after a is written
-    assert load(path).facts == {"value": 1}
+        save(path, Checkpoint(tensors))  # b has no data: it fails after a is written
+    assert load(path).metadata == {"value": 1}
     assert names(tmp_path) == {path.name}
 
 
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x-0001.safetensors"
-    save(path, snapshot(1))
+    save(path, checkpoint(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
     try:
         with pytest.raises(DataError, match=r"cannot write the checkpoint .*x-0001\.safetensors: File too large"):
-            save(path, Snapshot({"w": torch.zeros(2**20)}))
+            save(path, Checkpoint({"w": torch.zeros(2**20)}))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert load(path).facts == {"value": 1}
+    assert load(path).metadata == {"value": 1}
     assert names(tmp_path) == {path.name}
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_kill_9_leaves_the_old_file(tmp_path: Path, call: str) -> None:
     path = tmp_path / "x-0001.safetensors"
-    save(path, snapshot(1))
-    assert killed_at(call, lambda: save(path, snapshot(2)))
-    assert load(path).facts == {"value": 1}
+    save(path, checkpoint(1))
+    assert killed_at(call, lambda: save(path, checkpoint(2)))
+    assert load(path).metadata == {"value": 1}
     assert [one.path for one in find(tmp_path / "x")] == [path]
     prune(tmp_path / "x", rank=1)
     assert len(names(tmp_path)) == 2
     prune(tmp_path / "x")
     assert names(tmp_path) == {path.name}
-    save(path, snapshot(3))
-    assert load(path).facts == {"value": 3}
+    save(path, checkpoint(3))
+    assert load(path).metadata == {"value": 3}
 
 
 def killed_at(call: str, action: Callable[[], None]) -> bool:
@@ -282,10 +252,10 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     path = tmp_path / "x-0001.safetensors"
     torch.manual_seed(5)
     torch.rand(3)
-    save(path, Snapshot({}, extra=snapshots.capture_rng()))
+    save(path, Checkpoint({}, extra=capture_rng()))
     expected = torch.rand(3)
     torch.manual_seed(6)
-    snapshots.restore_rng(load(path).extra)
+    restore_rng(load(path).extra)
     assert torch.equal(torch.rand(3), expected)
-    snapshots.restore_rng({})
+    restore_rng({})
     assert not torch.equal(torch.rand(3), expected)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from echelon.errors import DataError
-from echelon.train.checkpoint.format import Snapshot, load, save
+from echelon.train.checkpoint.format import Checkpoint, load, save
 
 DTYPES = (
     torch.float64,
@@ -57,7 +57,7 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 GROUPS = st.dictionaries(NAMES, tensors(), max_size=4)
-SNAPSHOTS = st.builds(Snapshot, GROUPS, GROUPS, GROUPS, st.dictionaries(NAMES, JSON, max_size=4))
+CHECKPOINTS = st.builds(Checkpoint, GROUPS, GROUPS, GROUPS, st.dictionaries(NAMES, JSON, max_size=4))
 
 
 def bits(group: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
@@ -73,28 +73,28 @@ def a_file() -> Iterator[Path]:
         yield Path(folder) / "x-0001.safetensors"
 
 
-@given(SNAPSHOTS)
-def test_what_is_saved_is_loaded(snapshot: Snapshot) -> None:
+@given(CHECKPOINTS)
+def test_what_is_saved_is_loaded(checkpoint: Checkpoint) -> None:
     with a_file() as path:
-        save(path, snapshot)
+        save(path, checkpoint)
         loaded = load(path)
         others = load_file(path)
-    assert bits(loaded.weights) == bits(snapshot.weights)
-    assert bits(loaded.optimizer) == bits(snapshot.optimizer)
-    assert bits(loaded.extra) == bits(snapshot.extra)
-    assert loaded.facts == snapshot.facts
+    assert bits(loaded.weights) == bits(checkpoint.weights)
+    assert bits(loaded.optimizer) == bits(checkpoint.optimizer)
+    assert bits(loaded.extra) == bits(checkpoint.extra)
+    assert loaded.metadata == checkpoint.metadata
     named = {
         f"{group}/{name}": tensor
         for group in ("weights", "optimizer", "extra")
-        for name, tensor in getattr(snapshot, group).items()
+        for name, tensor in getattr(checkpoint, group).items()
     }
     assert bits(others) == bits(named)
 
 
-@given(SNAPSHOTS, st.data())
-def test_a_file_cut_off_anywhere_is_noticed(snapshot: Snapshot, draw: st.DataObject) -> None:
+@given(CHECKPOINTS, st.data())
+def test_a_file_cut_off_anywhere_is_noticed(checkpoint: Checkpoint, draw: st.DataObject) -> None:
     with a_file() as path:
-        save(path, snapshot)
+        save(path, checkpoint)
         whole = path.read_bytes()
         size = draw.draw(st.integers(0, len(whole) - 1))
         path.write_bytes(whole[:size])
@@ -102,10 +102,10 @@ def test_a_file_cut_off_anywhere_is_noticed(snapshot: Snapshot, draw: st.DataObj
             load(path)
 
 
-@given(SNAPSHOTS, st.data())
-def test_a_changed_byte_anywhere_is_noticed(snapshot: Snapshot, draw: st.DataObject) -> None:
+@given(CHECKPOINTS, st.data())
+def test_a_changed_byte_anywhere_is_noticed(checkpoint: Checkpoint, draw: st.DataObject) -> None:
     with a_file() as path:
-        save(path, snapshot)
+        save(path, checkpoint)
         changed = bytearray(path.read_bytes())
         at = draw.draw(st.integers(0, len(changed) - 1))
         changed[at] ^= draw.draw(st.integers(1, 255))
@@ -114,12 +114,12 @@ def test_a_changed_byte_anywhere_is_noticed(snapshot: Snapshot, draw: st.DataObj
             load(path)
 
 
-@given(SNAPSHOTS, st.binary(min_size=1, max_size=9))
-def test_bytes_too_many_are_noticed(snapshot: Snapshot, more: bytes) -> None:
+@given(CHECKPOINTS, st.binary(min_size=1, max_size=9))
+def test_bytes_too_many_are_noticed(checkpoint: Checkpoint, more: bytes) -> None:
     with a_file() as path:
-        save(path, snapshot)
+        save(path, checkpoint)
         size = path.stat().st_size
         with path.open("ab") as stream:
             stream.write(more)
-        with pytest.raises(DataError, match=f"it has {size + len(more)} bytes, and its header speaks of {size};"):
+        with pytest.raises(DataError, match=f"it has {size + len(more)} bytes, but its header describes {size};"):
             load(path)
