@@ -42,7 +42,7 @@ class Job:
     num_devices: int = 1
     device_port: int | None = None  # where the devices of one worker meet, on its own machine
     device_fd: int | None = None
-    meeting_hosted: bool = False  # torchrun has a store at the address already
+    rendezvous_hosted: bool = False  # torchrun has a store at the address already
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> Job:
@@ -73,7 +73,7 @@ class Job:
             num_devices=_number(env, "ECHELON_NUM_DEVICES", 1, low=1),
             device_port=_port(env, "ECHELON_DEVICE_PORT") or None,
             device_fd=_optional(env, "ECHELON_DEVICE_FD"),
-            meeting_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            rendezvous_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
         if not job.distributed and env.get("WORLD_SIZE"):
             return _as_torchrun_says(job, env)
@@ -108,7 +108,7 @@ class Job:
             "ECHELON_DEVICE_INDEX": self.device_index,
             "ECHELON_NUM_DEVICES": self.num_devices,
             "ECHELON_DEVICE_PORT": self.device_port,
-            "TORCHELASTIC_USE_AGENT_STORE": self.meeting_hosted or None,
+            "TORCHELASTIC_USE_AGENT_STORE": self.rendezvous_hosted or None,
         }
         return {name: str(value) for name, value in values.items() if value is not None}
 

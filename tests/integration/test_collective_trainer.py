@@ -431,7 +431,7 @@ def test_models_that_differ_are_refused() -> None:
     def program(kv: KVStore) -> str:
         model = nn.Linear(3, 2 + kv.rank)
         if kv.rank == 0:
-            kv.group.agree("the model's parameters", "weight (2, 3)")  # type: ignore[attr-defined]
+            kv.group.check_same("the model's parameters", "weight (2, 3)")  # type: ignore[attr-defined]
             return ""
         with pytest.raises(UsageError) as caught:
             echelon.Trainer(model, SGD(model.parameters(), lr=0.1), kv)
@@ -445,7 +445,7 @@ def test_models_that_differ_are_refused() -> None:
 
 
 def test_who_does_not_come_is_named() -> None:
-    with pytest.raises(JobError, match=r"worker 0, device 1 did not come to 127.0.0.1:\d+ in 1 s"):
+    with pytest.raises(JobError, match=r"worker 0, device 1 did not arrive at 127.0.0.1:\d+ in 1 s"):
         create("nccl", job=Job(num_devices=2, device_port=free_port(), timeout_s=1.0))
 
 

@@ -85,7 +85,7 @@ def by_hand(tmp_path: Path) -> Iterator[ByHand]:
 
 def spoken(output: str) -> list[str]:
     """What the script itself said, without PS_VERBOSE's lines."""
-    return [line for line in output.splitlines() if " hears " not in line and " joined the job of " not in line]
+    return [line for line in output.splitlines() if " received " not in line and " joined the job of " not in line]
 
 
 def test_one_script_in_every_role_started_by_hand_in_any_order(by_hand: ByHand) -> None:
@@ -95,7 +95,7 @@ def test_one_script_in_every_role_started_by_hand_in_any_order(by_hand: ByHand) 
     assert by_hand.statuses() == {"worker late": 0, "worker early": 0, "server": 0, "scheduler": 0}
     assert by_hand.out("scheduler") == "imported\n", "it serves from create() and ends there"
     assert spoken(by_hand.out("server")) == ["imported"], "it serves from create() and ends there"
-    assert "hears Finish()" in by_hand.out("server")
+    assert "received Finish()" in by_hand.out("server")
     said = [spoken(by_hand.out(name)) for name in ("worker late", "worker early")]
     assert sorted(text[1] for text in said) == ["rank 0 of 2", "rank 1 of 2"]
     assert [text[2] for text in said] == ["result [3.0, 3.0]"] * 2
@@ -105,8 +105,8 @@ def test_ranks_come_from_the_order_of_arrival(tmp_path: Path) -> None:
     arrive = """
 from echelon.environment import Job
 from echelon.transport import by_name
-from echelon.transport.enlist import enlist
-with enlist(Job.from_environment(), "worker", by_name("tcp")) as post:
+from echelon.transport.registration import register
+with register(Job.from_environment(), "worker", by_name("tcp")) as post:
     print("rank", post.rank)
 """
     names = ["worker c", "worker a", "worker b"]

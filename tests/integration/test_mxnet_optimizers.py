@@ -232,7 +232,7 @@ def test_nccl_refuses_what_looks_at_whole_parameters() -> None:
             model = seeded(Net)
             with pytest.raises(UsageError, match="cannot run on parts of tensors, as nccl does; use nccl_allreduce"):
                 echelon.Trainer(model, ALL[name](model), kv)
-        with pytest.raises(UsageError, match="lamb needs the norm of whole values, which nccl divides"):
+        with pytest.raises(UsageError, match="lamb needs the norm of whole values, which nccl shards"):
             kv.set_optimizer("lamb")
 
     run(program, "nccl")

@@ -55,7 +55,7 @@ JOB = Job(
     num_devices=2,
     device_port=9092,
     device_fd=12,
-    meeting_hosted=True,
+    rendezvous_hosted=True,
 )
 
 
@@ -97,7 +97,7 @@ def test_torchruns_nodes_are_workers_and_its_processes_their_devices() -> None:
     job = Job.from_environment({**launched, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29500"})
     assert (job.scheduler_host, job.scheduler_port, job.num_servers) == ("10.0.0.9", 29500, 0)
     assert (job.rank, job.num_workers, job.device_index, job.num_devices) == (1, 2, 1, 4)
-    assert not job.meeting_hosted
+    assert not job.rendezvous_hosted
 
 
 def test_ranks_by_hand_are_workers() -> None:

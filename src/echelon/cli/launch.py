@@ -7,6 +7,7 @@ import math
 import os
 from pathlib import Path
 
+from echelon.cluster.shares import read_groups
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch import local
@@ -79,8 +80,6 @@ def _check_dials(job: Job) -> None:
     if job.staleness is not None and job.staleness < 0:
         raise UsageError(f"--staleness must be 0 or more, not {job.staleness}")
     if job.groups:
-        from echelon.kvstore.groups import read_groups  # brings torch, which takes seconds
-
         read_groups(job.groups, local.hosts_of(job))
     if job.run_dir:
         try:

@@ -12,10 +12,9 @@ from typing import Any
 import msgspec
 
 from echelon.cli.launch import add_job_arguments, job_from
+from echelon.cluster.shares import find_groups, read_groups
 from echelon.environment import Job
 from echelon.errors import UsageError
-from echelon.kvstore.create import GROUPS_FILE
-from echelon.kvstore.groups import read_groups
 from echelon.launch import local
 from echelon.launch.supervise import Line
 from echelon.report.curves import draw_curves
@@ -98,7 +97,7 @@ def check(settings: TrainOptions, job: Job) -> None:
 
 def groups_of(settings: TrainOptions, job: Job) -> list[list[int]] | None:
     """The groups of ranks that the workers of this machine will read."""
-    given = settings.groups or (GROUPS_FILE if Path(GROUPS_FILE).is_file() else None)
+    given = find_groups(settings.groups)
     if given is None or settings.kv_store != "dist_gsync":
         return [[0]] if settings.groups else None
     return read_groups(given, local.hosts_of(job))

@@ -9,12 +9,44 @@ A host named once means all workers on it; named k times, its k workers in rank 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from echelon.errors import UsageError
 
+GROUPS_FILE = "groups"
+Groups = str | Path | Sequence[Iterable[int]]  # a groups file, groups as text, or lists of ranks
 _TOLERANCE = 1e-9
 _INLINE = re.compile(r"[\d\s,/]+")
+
+
+def find_groups(given: str | None) -> str | None:
+    """Return the given groups or, without any, the file `groups` of the working directory, as MXNet-G does."""
+    return given or (GROUPS_FILE if Path(GROUPS_FILE).is_file() else None)
+
+
+def read_groups(given: Groups, hosts: Mapping[int, str]) -> list[list[int]]:
+    """Return groups of ranks from a groups file, from text like `0,1/2`, or from lists. `hosts` maps ranks to hosts."""
+    if not isinstance(given, str | Path):
+        text = "\n".join(" ".join(str(rank) for rank in group) for group in given)
+        return [list(group) for group in parse_groups(text, hosts)]
+    inline = inline_groups(str(given))
+    if inline is not None:
+        return [list(group) for group in parse_groups(inline, hosts, f"groups {str(given)!r}")]
+    path = Path(given)
+    if not path.is_file():
+        raise UsageError(f"no groups file {path}; write one group per line, as hosts or ranks")
+    return [list(group) for group in parse_groups(read_text(path), hosts, str(path))]
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a groups or data_sharding file."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not valid UTF-8 (byte {error.start}); save the file as UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def inline_groups(text: str) -> str | None:

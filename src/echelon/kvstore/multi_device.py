@@ -1,9 +1,10 @@
-"""The store of a worker with several devices: one process a device, and to the servers they are one worker.
+"""The store of a worker with several devices: one process per device, which together are one worker to the servers.
 
-Device 0 alone is known to the scheduler and the servers. What the devices push is summed between them, by collectives,
-and leaves as one push; what comes back goes on to all. All devices of a worker make the same calls in the same order.
-What device 0 knows of the job (who lives, whether to stop) the others hear at the end of a step and in `barrier`, and
-device 0 itself goes by what it has told: the devices of a worker decide alike, or they would wait for each other.
+Only device 0 is connected to the scheduler and the servers. Collectives sum what the devices push, and device 0 sends
+the sum as one push; weights that come back are broadcast to all devices. All devices of a worker make the same calls in
+the same order. At the end of a step and in `barrier`, device 0 shares its view of the job (its rank, the living
+workers, whether to stop). Device 0 itself uses only what it has shared: if the devices of a worker decided differently,
+they would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -18,95 +19,99 @@ from torch import Tensor
 from echelon.cluster.messages import OptimizerSpec
 from echelon.cluster.placement import KeySpec
 from echelon.kvstore.arguments import Key, Keys, Values, as_keys
-from echelon.kvstore.collective.process_group import Group
+from echelon.kvstore.collective.process_group import ProcessGroup
 from echelon.kvstore.servers.store import ServerStore
 from echelon.kvstore.store import KVStore
 from echelon.observe.events import EventLog
+from echelon.schemes.stores import store_kind
 
-HALT = "halt"
+HALT = "halt"  # the key in the group's store that holds the reason to stop
 
 
 class MultiDeviceStore(KVStore):
-    """Made by `echelon.kvstore.create`. `served` is device 0's connection to the servers, None on the others."""
+    """Created by `echelon.kvstore.create`. `server_store` is device 0's connection to the servers, None on others."""
 
-    def __init__(self, name: str, group: Group, served: ServerStore | None, *, check_finite: bool = False) -> None:
-        events = EventLog(None, "worker", 0) if served is None else served.events  # device 0 reports for the worker
-        super().__init__(name, events, check_finite=check_finite, sums_replace=name == "dist_sync")
+    def __init__(
+        self, name: str, group: ProcessGroup, server_store: ServerStore | None, *, check_finite: bool = False
+    ) -> None:
+        # Device 0 writes the events of the worker.
+        events = EventLog(None, "worker", 0) if server_store is None else server_store.events
+        super().__init__(name, events, check_finite=check_finite, sums_replace=store_kind(name).lock_step)
         self.group = group
-        self.served = served
+        self.server_store = server_store
         self.on_retire: Callable[[], None] = lambda: None
         self.on_closed: Callable[[], None] = lambda: None
-        self._known: dict[Key, KeySpec] = {}
-        self._asked = False
-        self._news = ""
-        self._news_number = 0
+        self._specs_by_key: dict[Key, KeySpec] = {}
+        self._halt_requested = False
+        self._job_state = ""  # what device 0 has shared, as JSON, and how often it has changed
+        self._job_state_number = 0
         self._worker = 0
         self._workers: list[int] = []
         self._halted: str | None = None
-        self.share_news()
+        self.share_job_state()
 
     # --- who and where
 
     @property
     def rank(self) -> int:
-        """This process's number among all devices of all workers."""
+        """This process's rank among all devices of all workers."""
         return self._worker * self.group.size + self.group.rank
 
     @property
     def worker_rank(self) -> int:
-        """The number of the worker that this device belongs to."""
+        """The rank of the worker that this device belongs to."""
         return self._worker
 
     @property
     def workers(self) -> list[int]:
-        """The ranks of all devices of the workers that live, in order."""
+        """The ranks of all devices of the living workers, in order."""
         devices = range(self.group.size)
         return [worker * self.group.size + device for worker in self._workers for device in devices]
 
     @property
     def halted(self) -> str | None:
-        """Why a worker asked everybody to stop training, or None."""
+        """The reason why a worker asked all workers to stop training, or None."""
         return self._halted
 
     @property
     def halt_flag(self) -> float:
-        """1 if this device has something to ask for: to be summed over the worker's devices."""
-        return float(self._asked)
+        """1.0 if this device asks to stop, else 0.0. The sum over the worker's devices goes to `forward_halt`."""
+        return float(self._halt_requested)
 
-    def pass_on(self, total: float) -> None:
-        """The sum of the devices' `halt_flag`: what one of them asked for, device 0 asks of everybody, once."""
-        if total and self.served is not None and not self._asked:
-            self.halt(self.group.told(HALT))
+    def forward_halt(self, total: float) -> None:
+        """Take the sum of the devices' `halt_flag`. If it is not 0, device 0 asks all workers to stop, once."""
+        if total and self.server_store is not None and not self._halt_requested:
+            self.halt(self.group.get_text(HALT))
 
-    def share_news(self) -> None:
-        """What device 0 knows of the job, to all devices. All call it."""
-        if self.served is not None:
-            news = json.dumps([self.served.rank, self.served.workers, self.served.halted])
-            if news != self._news:
-                self._news_number += 1
-                self.group.tell(f"news/{self._news_number}", news)
-                self._news = news
-        number = torch.tensor([self._news_number], device=self.group.device)
+    def share_job_state(self) -> None:
+        """Send device 0's view of the job to all devices. All devices call this."""
+        if self.server_store is not None:
+            state = json.dumps([self.server_store.rank, self.server_store.workers, self.server_store.halted])
+            if state != self._job_state:
+                self._job_state_number += 1
+                self.group.set_text(f"job state/{self._job_state_number}", state)
+                self._job_state = state
+        number = torch.tensor([self._job_state_number], device=self.group.device)
         self.group.broadcast([number])
-        if int(number) != self._news_number:
-            self._news_number = int(number)
-            self._news = self.group.told(f"news/{self._news_number}")
-        self._worker, self._workers, self._halted = json.loads(self._news)
+        if int(number) != self._job_state_number:
+            self._job_state_number = int(number)
+            self._job_state = self.group.get_text(f"job state/{self._job_state_number}")
+        self._worker, self._workers, self._halted = json.loads(self._job_state)
 
     # --- the calls
 
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
-        """Sum over the worker's devices, and send that on its way."""
-        sums = [self._summed(tensor) for tensor in self._checked(key, value)]
-        if self.served is not None:
-            self.served.push(key, sums)
+        """Sum the values over the worker's devices and send the sum to the servers."""
+        sums = [self._sum_over_devices(tensor) for tensor in self._checked(key, value)]
+        if self.server_store is not None:
+            self.server_store.push(key, sums)
 
     def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
-        """Wait until the scheme lets this worker go on, then copy the weights into `out` (every tensor of a list)."""
+        """Wait until the scheme answers, then copy the weights into `out` (into every tensor of a list)."""
         outs = self._targets(key, out)
         firsts = [tensors[0].detach() for tensors in outs]
-        if self.served is not None:
-            self.served.pull(as_keys(key), firsts)
+        if self.server_store is not None:
+            self.server_store.pull(as_keys(key), firsts)
         self.group.broadcast(firsts)
         for first, tensors in zip(firsts, outs, strict=True):
             for tensor in tensors[1:]:
@@ -120,72 +125,70 @@ class MultiDeviceStore(KVStore):
         self.pull(key, target, priority)
 
     def _use_optimizer(self, spec: OptimizerSpec) -> None:
-        """Run this optimizer on the servers."""
-        self.group.agree("the optimizer", str(spec))
-        if self.served is not None:
-            self.served.use_optimizer(spec)
+        self.group.check_same("the optimizer", str(spec))
+        if self.server_store is not None:
+            self.server_store.use_optimizer(spec)
         self.optimizer_spec = spec
 
     def _retire(self) -> None:
-        """Push no more; waits until all devices of the worker have come to that, and takes part with nothing."""
+        """Stop pushing, when all devices of the worker have retired. Until then the Trainer takes part with zeros."""
         self.on_retire()
-        if self.served is not None:
-            self.served.retire()
+        if self.server_store is not None:
+            self.server_store.retire()
 
     def _barrier(self) -> None:
-        """Wait until all devices of all living workers are here."""
-        self.pass_on(self.group.meet(self.halt_flag))
-        if self.served is not None:
-            self.served.barrier()
-        self.share_news()
+        self.forward_halt(self.group.barrier(self.halt_flag))
+        if self.server_store is not None:
+            self.server_store.barrier()
+        self.share_job_state()
 
     def _halt(self, reason: str) -> None:
-        """Ask every worker to stop training; a device that is not the first asks in the next barrier or step."""
-        if self._asked:
+        """Ask all workers to stop training. Other devices than device 0 ask in the next barrier or step."""
+        if self._halt_requested:
             return
-        self._asked = True
-        if self.served is not None:
-            self.served.halt(reason)
+        self._halt_requested = True
+        if self.server_store is not None:
+            self.server_store.halt(reason)
         else:
-            self.group.tell(HALT, reason)
+            self.group.set_text(HALT, reason)
 
     def save_optimizer_states(self, path: str | Path) -> None:
-        """Write the servers' optimizer state to a file, on device 0; on others nothing. Call it on one worker."""
-        if self.served is not None:
-            self.served.save_optimizer_states(path)
+        """Write the servers' optimizer state to a file. Only device 0 does it; call it on one worker."""
+        if self.server_store is not None:
+            self.server_store.save_optimizer_states(path)
 
     def load_optimizer_states(self, path: str | Path) -> None:
-        """Give the servers a state, on device 0; on others nothing. Call it on one worker, then a barrier."""
-        if self.served is not None:
-            self.served.load_optimizer_states(path)
+        """Restore the servers' optimizer state. Only device 0 does it; call it on one worker, then `barrier`."""
+        if self.server_store is not None:
+            self.server_store.load_optimizer_states(path)
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the servers and the other devices. Harmless when done twice."""
+        """Disconnect from the servers and leave the process group. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
         try:
-            if self.served is not None and not failed:
-                self.served.close("one of its devices died or failed" if self.group.broken else None)
+            if self.server_store is not None and not failed:
+                self.server_store.close("one of its devices died or failed" if self.group.broken else None)
         finally:
             self.group.close(failed=failed)
             self.on_closed()
 
-    # --- within
+    # --- internals
 
-    def _summed(self, tensor: Tensor) -> Tensor:
+    def _sum_over_devices(self, tensor: Tensor) -> Tensor:
         flat = tensor.to(self.group.device, copy=True).reshape(-1)
         return self.group.all_reduce(flat).result().view(tensor.shape).to(tensor.dtype)
 
     def _names(self) -> Iterable[Key]:
-        return self._known
+        return self._specs_by_key
 
     def _find(self, key: Key) -> KeySpec | None:
-        return self._known.get(key)
+        return self._specs_by_key.get(key)
 
     def _init(self, specs: Sequence[KeySpec], values: Sequence[Tensor]) -> None:
-        self.group.agree("keys, their shapes and dtypes", ", ".join(f"{spec.name!r} {spec}" for spec in specs))
-        if self.served is not None:
-            self.served.init([spec.name for spec in specs], list(values))
-        self._known |= {spec.name: spec for spec in specs}
-        self.group.meet()
+        self.group.check_same("keys, their shapes and dtypes", ", ".join(f"{spec.name!r} {spec}" for spec in specs))
+        if self.server_store is not None:
+            self.server_store.init([spec.name for spec in specs], list(values))
+        self._specs_by_key |= {spec.name: spec for spec in specs}
+        self.group.barrier()

@@ -13,7 +13,7 @@ from echelon.errors import UsageError
 from echelon.launch.devices import threads_and_interface
 from echelon.launch.supervise import Command, Line, Supervisor, print_line
 from echelon.transport.control import frame
-from echelon.transport.enlist import interface_address
+from echelon.transport.registration import interface_address
 
 LOOPBACK = "127.0.0.1"
 

@@ -26,12 +26,17 @@ class Use(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StoreKind:
-    """What a store's name means. `lock_step`: each step waits for all workers; `spans_workers`: not only one worker."""
+    """What a store's name means.
+
+    `lock_step`: each step waits for all workers. `spans_workers`: not only the devices of one worker. `sharded`: each
+    device updates its own part of every value.
+    """
 
     name: str
     scheme: str
     lock_step: bool = False
     spans_workers: bool = True
+    sharded: bool = False
     servers: Use = Use.REQUIRED
     staleness: Use = Use.NEVER
     groups: Use = Use.NEVER
@@ -66,7 +71,7 @@ _ALL = (
     StoreKind("local", "BSP", lock_step=True, spans_workers=False, servers=Use.NEVER),
     StoreKind("device", "BSP", lock_step=True, spans_workers=False, servers=Use.NEVER),
     StoreKind("nccl_allreduce", "BSP", lock_step=True, spans_workers=False, servers=Use.NEVER),
-    StoreKind("nccl", "BSP", lock_step=True, spans_workers=False, servers=Use.NEVER),
+    StoreKind("nccl", "BSP", lock_step=True, spans_workers=False, sharded=True, servers=Use.NEVER),
     # between workers, through servers
     StoreKind("dist_sync", "BSP", lock_step=True, servers=Use.OPTIONAL),
     StoreKind("dist_async", "ASP"),

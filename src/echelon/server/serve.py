@@ -33,8 +33,8 @@ from echelon.observe.events import EventLog
 from echelon.server.shard import Shard
 from echelon.system import usable_cores
 from echelon.transport.allocator import keep_freed_memory
-from echelon.transport.enlist import enlist
 from echelon.transport.interface import Endpoint, Peer, Transport
+from echelon.transport.registration import register
 
 POLL_S = 1.0
 AWAKE_S = 5e-3  # waiting for the next push of a step without going to sleep: waking up takes a tenth of a millisecond
@@ -48,7 +48,7 @@ def serve(job: Job, transport: Transport) -> int:
     keep_freed_memory(one_arena=True)
     inbox: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
     try:
-        with enlist(job, SERVER, transport) as post, EventLog.open(job.run_dir, SERVER, post.rank) as events:
+        with register(job, SERVER, transport) as post, EventLog.open(job.run_dir, SERVER, post.rank) as events:
             endpoint = post.endpoint
             assert endpoint is not None
 
@@ -56,7 +56,7 @@ def serve(job: Job, transport: Transport) -> int:
                 inbox.put(message)
                 endpoint.wake()
 
-            post.listen(on_message)
+            post.set_handler(on_message)
             return _Server(post.rank, post.roster, endpoint, transport, events).run(inbox, lambda: post.control.lost)
     except JobError as error:
         print(f"server stops: {error}", file=sys.stderr, flush=True)

@@ -87,14 +87,14 @@ def check(options: TrainOptions, job: Job) -> None:
     """What is wrong with the flags together is said before anything is started."""
     from echelon import models
     from echelon.data.sets.datasets import check_files, dataset_names, open_dataset, recipe
-    from echelon.kvstore.create import check_name
+    from echelon.schemes.stores import store_kind
     from echelon.suggestions import unknown_name
     from echelon.train.recipe.optimizers import check_on_servers, check_optimizer, warms_up_by_norm
     from echelon.train.recipe.plan import device_batch
     from echelon.train.recipe.schedules import make_schedule
 
     vain.check_alone(options)
-    check_name(options.kv_store)
+    store_kind(options.kv_store)  # raises for an unknown name
     check_optimizer(options.optimizer)
     by_norm = warms_up_by_norm(options.optimizer, options.warmup_strategy)
     make_schedule(

@@ -10,9 +10,12 @@ import pytest
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore import NAMES, KVStore, create
-from echelon.kvstore.create import ALL_WORKERS, ONE_WORKER
 from echelon.launch.in_process import run
+from echelon.schemes import STORES
 
+ONE_WORKER = [kind.name for kind in STORES.values() if not kind.spans_workers]
+ALL_WORKERS = [kind.name for kind in STORES.values() if kind.spans_workers and kind.collective]
+WITH_SERVERS = [kind.name for kind in STORES.values() if not kind.collective]
 LONELY = Job()
 DISTRIBUTED = Job(scheduler_port=1, num_servers=1)
 
@@ -36,11 +39,11 @@ def test_an_unknown_store_unlike_any_gets_the_list() -> None:
 
 @pytest.mark.parametrize("name", [None, 3, ["local"]])
 def test_a_name_is_a_string(name: Any) -> None:
-    with pytest.raises(UsageError, match="named by a string"):
+    with pytest.raises(UsageError, match="the name of a store must be a string"):
         create(name, job=LONELY)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("dist") and name not in ALL_WORKERS])
+@pytest.mark.parametrize("name", WITH_SERVERS)
 def test_a_dist_store_needs_a_job(name: str) -> None:
     with pytest.raises(UsageError, match=f"{name} needs a scheduler and servers.*echelon launch"):
         create(name, job=LONELY)
@@ -54,7 +57,7 @@ def test_collectives_between_workers_need_a_job(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*ALL_WORKERS, "dist_sync"])
 def test_a_worker_must_know_its_rank(name: str) -> None:
-    with pytest.raises(UsageError, match=f"{name}: this worker does not know its rank; set ECHELON_RANK, 0 to 2"):
+    with pytest.raises(UsageError, match=f"{name}: this worker has no rank; set ECHELON_RANK, 0 to 2"):
         create(name, job=Job(scheduler_port=1, num_workers=3))
 
 
@@ -67,14 +70,14 @@ def test_alone_every_collective_is_a_store_of_one(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["nccl", "dist_device_sync"])
 def test_lock_step_has_no_dials(name: str) -> None:
-    with pytest.raises(UsageError, match=f"{name} has no staleness: its workers go in lock-step"):
+    with pytest.raises(UsageError, match=f"{name} has no staleness: its workers run in lock-step"):
         create(name, staleness=3, job=DISTRIBUTED)
     with pytest.raises(UsageError, match=f"{name} has no groups"):
         create(name, groups=[[0]], job=DISTRIBUTED)
 
 
 def test_devices_need_somewhere_to_meet() -> None:
-    with pytest.raises(UsageError, match="nccl: 2 devices need a port to meet at; set ECHELON_DEVICE_PORT"):
+    with pytest.raises(UsageError, match=r"nccl: the 2 devices need a port .*; set ECHELON_DEVICE_PORT"):
         create("nccl", job=Job(num_devices=2))
 
 
@@ -135,7 +138,7 @@ def test_groups_that_do_not_fit_the_workers(groups: list[list[int]], words: str)
 
 def test_a_missing_groups_file_is_named(tmp_path: Path) -> None:
     missing: Any = tmp_path / "nowhere"
-    with pytest.raises(UsageError, match=f"there is no groups file {missing}"):
+    with pytest.raises(UsageError, match=f"no groups file {missing}"):
         run(lambda kv: None, "dist_gsync", num_workers=1, groups=missing)
 
 

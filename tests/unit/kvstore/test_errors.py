@@ -550,7 +550,7 @@ def test_a_process_that_has_left_its_job_cannot_join_again() -> None:
         heard = [job.result() for job in [pool.submit(come_back, rank) for rank in range(2)]]
     for said in (*heard, come_back_later(whole, transport)):
         assert f"this process has left the job of 127.0.0.1:{whole.scheduler_port}" in said
-        assert "make one store, give it to every Trainer (kvstore=store)" in said
+        assert "create one store, give it to every Trainer (kvstore=store)" in said
 
 
 def come_back_later(whole: Job, transport: InProcessTransport) -> str:

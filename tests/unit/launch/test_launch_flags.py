@@ -25,16 +25,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("-i nosuch0", "no address on network interface 'nosuch0' (-i or DMLC_INTERFACE); this machine has "),
+        ("-i nosuch0", "network interface 'nosuch0' has no IPv4 address (-i or DMLC_INTERFACE); this machine has "),
         ("--stall-seconds -3", "--stall-seconds must be above 0 and finite, not -3"),
         ("--stall-seconds 0", "--stall-seconds must be above 0 and finite, not 0"),
         ("--stall-seconds nan", "--stall-seconds must be above 0 and finite, not nan"),
         ("--staleness -1", "--staleness must be 0 or more, not -1"),
         ("--run-dir /proc/nope", "--run-dir /proc/nope cannot be made: "),
         ("--run-dir by-host", "--run-dir by-host cannot be made: File exists"),
-        ("--groups nosuch", "there is no groups file nosuch"),
+        ("--groups nosuch", "no groups file nosuch"),
         ("--groups by-host", "by-host line 1: no worker runs on 'elsewhere'; the workers' hosts are 127.0.0.1"),
-        ("--groups latin", "latin is no text in UTF-8: byte 2 is none of it"),
+        ("--groups latin", "latin is not valid UTF-8 (byte 2); save the file as UTF-8"),
         ("--groups 0,1/2", "groups '0,1/2' line 2: there is no worker 2; ranks go from 0 to 1"),
     ],
 )

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from echelon.transport.enlist import interface_address
+from echelon.transport.registration import interface_address
 
 JOB = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "1", "DMLC_NUM_WORKER": "1", "DMLC_NUM_SERVER": "1"}
 

@@ -1,15 +1,14 @@
-"""How the processes of a group find each other: at a TCP store, which the first of them hosts.
+"""Rendezvous of a process group: its members find each other at a TCP store, which rank 0 hosts.
 
-Whoever waits says so every `stall_seconds`, and for whom; after `timeout_s` that is the error. The waiting is done
-here, not by torch, whose waits can neither be interrupted nor watched, and fill the screen when they miss a deadline.
+A waiting process prints every `stall_seconds` whom it waits for, and after `timeout_s` that becomes an error. This
+module does the waiting itself, because torch's own waits cannot be interrupted or observed, and print pages of
+warnings when they time out.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import sys
 import threading
 import time
 from collections import Counter
@@ -22,195 +21,244 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from echelon.errors import JobError
+from echelon.environment import Job
+from echelon.errors import JobError, UsageError
+from echelon.schemes.stores import store_kind
+from echelon.transport.deadline import Deadline
 
 POLL_S = 0.02
-KNOCK_S = 5.0
-_meetings: Counter[tuple[str, int]] = Counter()  # how often this process has met others at an address
+CONNECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where a group meets and who this process is in it. `listen_fd`: the address as a socket, for rank 0."""
+class Rendezvous:
+    """Where the members of a process group find each other, and which member this process is."""
 
     rank: int
     size: int
     host: str
     port: int
-    names: Sequence[str]  # what to call the members in an error
-    listen_fd: int | None = None
-    hosted: bool = False  # somebody else has the store at this address already
+    names: Sequence[str]  # of all members, for error messages
+    listen_fd: int | None = None  # rank 0's inherited listening socket at this address
+    hosted: bool = False  # another process already hosts a store at this address
     timeout_s: float = 600.0
     stall_seconds: float = 10.0
 
     @property
-    def me(self) -> str:
-        """What to call this process."""
+    def name(self) -> str:
+        """The name of this process."""
         return self.names[self.rank]
 
     @property
-    def where(self) -> str:
-        """The address to show."""
+    def address(self) -> str:
+        """Host and port, for messages."""
         return f"{self.host}:{self.port}"
 
     @property
-    def hosting(self) -> bool:
-        """Whether this process has the store."""
+    def is_host(self) -> bool:
+        """Whether this process hosts the store."""
         return self.rank == 0 and not self.hosted
 
 
-class _Patience:
-    """A process's wait for the others: how much of it is left, and what is said meanwhile."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
-        self._began = time.monotonic()
-        self._end = self._began + meeting.timeout_s
-        self._tell_at = self._began + meeting.stall_seconds
-
-    @property
-    def left_s(self) -> float:
-        """Until the deadline; never quite nothing, which torch takes for ever."""
-        return max(self._end - time.monotonic(), 0.1)
-
-    @property
-    def over(self) -> bool:
-        """Whether the deadline has passed."""
-        return time.monotonic() > self._end
-
-    @property
-    def due(self) -> bool:
-        """Whether it is time to say something."""
-        return time.monotonic() >= self._tell_at
-
-    def tell(self, whom: str) -> None:
-        """Say that this process waits."""
-        self._tell_at += self._meeting.stall_seconds
-        waited = time.monotonic() - self._began
-        what = f"{self._meeting.me} (pid {os.getpid()}) has waited {waited:.1f} s for {whom}"
-        limit = f"{self._meeting.timeout_s:g} s (ECHELON_TIMEOUT)"
-        print(f"{what}, and waits up to {limit}", file=sys.stderr, flush=True)
+def rendezvous_of_store(name: str, job: Job) -> Rendezvous | None:
+    """Return where the process group of a store without servers meets, or None if this process is its only member."""
+    if not store_kind(name).spans_workers:
+        return rendezvous_of_devices(name, job)
+    if job.num_workers * job.num_devices == 1:
+        return None
+    if job.rank is None:
+        raise UsageError(f"{name}: this worker has no rank; set ECHELON_RANK, 0 to {job.num_workers - 1}")
+    return Rendezvous(
+        rank=job.rank * job.num_devices + job.device_index,
+        size=job.num_workers * job.num_devices,
+        host=job.scheduler_host,
+        port=job.scheduler_port,
+        names=[name for worker in range(job.num_workers) for name in _device_names(worker, job)],
+        listen_fd=job.listen_fd,
+        hosted=job.rendezvous_hosted,
+        timeout_s=job.timeout_s,
+        stall_seconds=job.stall_seconds,
+    )
 
 
-def meet(meeting: Meeting) -> Store:
-    """Host the store or find it, and wait until all are there."""
-    _meetings[meeting.host, meeting.port] += 1
-    prefix = f"meeting {_meetings[meeting.host, meeting.port]}"
-    patience = _Patience(meeting)
-    store = _opened(meeting, prefix, patience)
-    keys = {f"here/{rank}": name for rank, name in enumerate(meeting.names)}
+def rendezvous_of_devices(name: str, job: Job) -> Rendezvous | None:
+    """Return where the devices of this worker meet, or None if it has only one.
+
+    Their own port is used, if there is one. Otherwise the job's port is free for it, provided the job has one worker.
+    """
+    if job.num_devices == 1:
+        return None
+    own = job.device_port is not None
+    if job.num_workers > 1 and not own:
+        raise UsageError(
+            f"{name} is for the devices of one worker, and this job has {job.num_workers} workers: use dist_device_sync"
+        )
+    port = job.device_port or job.scheduler_port
+    if not port:
+        raise UsageError(
+            f"{name}: the {job.num_devices} devices need a port for their rendezvous; set ECHELON_DEVICE_PORT"
+        )
+    return Rendezvous(
+        rank=job.device_index,
+        size=job.num_devices,
+        host="127.0.0.1" if own else job.scheduler_host,
+        port=port,
+        names=_device_names(job.rank or 0, job),
+        listen_fd=job.device_fd if own else job.listen_fd,
+        hosted=job.rendezvous_hosted and not own,
+        timeout_s=job.timeout_s,
+        stall_seconds=job.stall_seconds,
+    )
+
+
+def _device_names(worker: int, job: Job) -> list[str]:
+    if job.num_devices == 1:
+        return [f"worker {worker}"]
+    return [f"worker {worker}, device {index}" for index in range(job.num_devices)]
+
+
+class Rounds:
+    """Counts the rendezvous of this process at each address.
+
+    A member of a later process group may still reach the store of an earlier one, whose host is about to close it.
+    Every round has its own key prefix, so that keys of an earlier round are not taken for keys of this one.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, int]] = Counter()
+
+    def next_prefix(self, rendezvous: Rendezvous) -> str:
+        """Return the key prefix of a new round at an address."""
+        self._counts[rendezvous.host, rendezvous.port] += 1
+        return f"rendezvous {self._counts[rendezvous.host, rendezvous.port]}"
+
+
+ROUNDS = Rounds()
+
+
+def open_store(rendezvous: Rendezvous, rounds: Rounds = ROUNDS) -> Store:
+    """Host the store or connect to it, and wait until all members have arrived."""
+    prefix = rounds.next_prefix(rendezvous)
+    deadline = Deadline(rendezvous.name, rendezvous.timeout_s, rendezvous.stall_seconds)
+    store = _open_round(rendezvous, prefix, deadline)
+    keys = {f"here/{rank}": name for rank, name in enumerate(rendezvous.names)}
     try:
-        store.set(f"here/{meeting.rank}", "")
-        _wait_for(meeting, store, keys, patience)
+        store.set(f"here/{rendezvous.rank}", "")
+        _wait_for_keys(rendezvous, store, keys, deadline)
     except JobError:
         raise
     except RuntimeError as error:
-        raise _host_is_gone(meeting) from error
+        raise _host_disconnected(rendezvous) from error
     return store
 
 
-def gist(error: RuntimeError) -> str:
-    """The first sentence of what torch says, without the place in its sources."""
+def first_sentence(error: RuntimeError) -> str:
+    """Return the first sentence of an error from torch, without the source position in front of it."""
     return re.sub(r"^\[\S+\] ", "", str(error)).splitlines()[0].split(". ")[0]
 
 
-def _opened(meeting: Meeting, prefix: str, patience: _Patience) -> Store:
-    """This meeting's store. One that breaks off is the last meeting's, whose host is about to go."""
+def _open_round(rendezvous: Rendezvous, prefix: str, deadline: Deadline) -> Store:
+    """Return the store of this round.
+
+    If the connection breaks, it was to the store of an earlier round whose host is closing it; then connect again.
+    """
     while True:
-        store = PrefixStore(prefix, _connected(meeting, patience))
+        store = PrefixStore(prefix, _connect(rendezvous, deadline))
         try:
-            if meeting.rank == 0:
+            if rendezvous.rank == 0:
                 store.set("open", "")
-            _wait_for(meeting, store, {"open": meeting.names[0]}, patience)
+            _wait_for_keys(rendezvous, store, {"open": rendezvous.names[0]}, deadline)
             return store
         except JobError:
             raise
         except RuntimeError as error:
-            if patience.over:
-                raise _host_is_gone(meeting) from error
+            if deadline.expired:
+                raise _host_disconnected(rendezvous) from error
 
 
-def _connected(meeting: Meeting, patience: _Patience) -> Store:
-    """The store at the address. The host may listen and not answer yet, and torch would then wait without an end."""
-    if not meeting.hosting:
-        _reach(meeting, patience)
-    opening = _in_thread(lambda: _open(meeting, patience.left_s))
+def _connect(rendezvous: Rendezvous, deadline: Deadline) -> Store:
+    """Return a connection to the store. A host that listens but does not answer yet would block torch forever."""
+    if not rendezvous.is_host:
+        _wait_until_reachable(rendezvous, deadline)
+    opening = _call_in_thread(lambda: _create_store(rendezvous, deadline.left_s))
     while not wait_for_futures([opening], POLL_S).done:
-        if patience.over:
-            raise _no_host(meeting, f"it listens, but has not answered in {meeting.timeout_s:g} s")
-        if patience.due:
-            patience.tell(_the_host(meeting))
+        if deadline.expired:
+            raise _host_unreachable(rendezvous, f"it listens, but has not answered in {rendezvous.timeout_s:g} s")
+        deadline.report(lambda: _describe_host(rendezvous))
     try:
         return opening.result()
     except RuntimeError as error:
-        raise _no_host(meeting, gist(error)) from error
+        raise _host_unreachable(rendezvous, first_sentence(error)) from error
 
 
-def _reach(meeting: Meeting, patience: _Patience) -> None:
-    """Wait until somebody listens: torch would fill the screen while it waits for that."""
+def _wait_until_reachable(rendezvous: Rendezvous, deadline: Deadline) -> None:
+    """Wait until the host listens. Torch would print a warning for every failed attempt."""
     while True:
         try:
-            socket.create_connection((meeting.host, meeting.port), min(KNOCK_S, patience.left_s)).close()
+            timeout_s = min(CONNECT_S, deadline.left_s)
+            socket.create_connection((rendezvous.host, rendezvous.port), timeout_s).close()
             return
         except OSError as error:
-            if patience.over:
-                raise _no_host(meeting, str(error)) from error
-            if patience.due:
-                patience.tell(f"{_the_host(meeting)} ({error})")
+            why = str(error)
+            if deadline.expired:
+                raise _host_unreachable(rendezvous, why) from error
+            deadline.report(lambda: f"{_describe_host(rendezvous)} ({why})")  # noqa: B023  (called at once)
         time.sleep(POLL_S)
 
 
-def _open(meeting: Meeting, timeout_s: float) -> Store:
+def _create_store(rendezvous: Rendezvous, timeout_s: float) -> Store:
     fd: dict[str, Any] = {}
-    if meeting.hosting and meeting.listen_fd is not None:
-        fd["master_listen_fd"] = _taken(meeting.listen_fd)
+    if rendezvous.is_host and rendezvous.listen_fd is not None:
+        fd["master_listen_fd"] = _duplicate_socket(rendezvous.listen_fd)
     timeout = timedelta(seconds=timeout_s)
-    return TCPStore(meeting.host, meeting.port, None, meeting.hosting, timeout, wait_for_workers=False, **fd)
+    return TCPStore(rendezvous.host, rendezvous.port, None, rendezvous.is_host, timeout, wait_for_workers=False, **fd)
 
 
-def _wait_for(meeting: Meeting, store: Store, keys: Mapping[str, str], patience: _Patience) -> None:
-    """Until every key is in the store; each has a member's name."""
+def _wait_for_keys(rendezvous: Rendezvous, store: Store, keys: Mapping[str, str], deadline: Deadline) -> None:
+    """Wait until every key is in the store. `keys` maps each key to the name of the member that sets it."""
 
     def missing() -> str:
         return ", ".join(name for key, name in keys.items() if not store.check([key]))
 
     while not store.check(list(keys)):
-        if patience.over:
-            raise JobError(f"{meeting.me}: {missing()} did not come to {meeting.where} in {meeting.timeout_s:g} s")
-        if patience.due:
-            patience.tell(f"{missing()} to come to {meeting.where}")
+        if deadline.expired:
+            raise JobError(
+                f"{rendezvous.name}: {missing()} did not arrive at {rendezvous.address} in {rendezvous.timeout_s:g} s"
+            )
+        deadline.report(lambda: f"{missing()} to arrive at {rendezvous.address}")
         time.sleep(POLL_S)
 
 
-def _in_thread(make: Callable[[], Store]) -> Future[Store]:
-    """Called by a thread that nobody has to wait for, not even at the end of the process."""
+def _call_in_thread(function: Callable[[], Store]) -> Future[Store]:
+    """Call a function in a daemon thread, which does not keep the process from exiting."""
     future: Future[Store] = Future()
 
     def body() -> None:
         try:
-            future.set_result(make())
+            future.set_result(function())
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=body, name="echelon-meeting", daemon=True).start()
+    threading.Thread(target=body, name="echelon-rendezvous", daemon=True).start()
     return future
 
 
-def _the_host(meeting: Meeting) -> str:
-    return f"{meeting.names[0]}, who hosts the meeting at {meeting.where}"
+def _describe_host(rendezvous: Rendezvous) -> str:
+    return f"{rendezvous.names[0]}, which hosts the rendezvous at {rendezvous.address}"
 
 
-def _no_host(meeting: Meeting, why: str) -> JobError:
-    who = "this process cannot listen" if meeting.hosting else f"{meeting.names[0]}, who hosts the meeting, is not"
-    return JobError(f"{meeting.me}: {who} at {meeting.where} ({why})")
+def _host_unreachable(rendezvous: Rendezvous, why: str) -> JobError:
+    if rendezvous.is_host:
+        return JobError(f"{rendezvous.name}: this process cannot listen at {rendezvous.address} ({why})")
+    return JobError(f"{rendezvous.name}: cannot connect to {_describe_host(rendezvous)} ({why})")
 
 
-def _host_is_gone(meeting: Meeting) -> JobError:
-    return JobError(f"{meeting.me}: {_the_host(meeting)}, is gone")
+def _host_disconnected(rendezvous: Rendezvous) -> JobError:
+    return JobError(f"{rendezvous.name}: {_describe_host(rendezvous)}, has disconnected")
 
 
-def _taken(fd: int) -> int:
-    """A copy of an inherited socket, which torch closes when it is done; the original serves the next time."""
+def _duplicate_socket(fd: int) -> int:
+    """Return a copy of an inherited socket. Torch closes the copy; the original is used by the next rendezvous."""
     with socket.socket(fileno=fd) as inherited:
         copy = inherited.dup()
         inherited.detach()

@@ -1,8 +1,9 @@
-"""A store without servers: every process has all values, and what is pushed is summed by collectives.
+"""A store without servers: every process has all values, and collectives sum the pushed values.
 
-All workers make the same calls in the same order: a push is a sum over all of them, done when it returns. With `nccl` a
-rank updates its part of each key only, and keeps the optimizer's state of that part only; with the others everybody
-updates everything. `halted` changes in `barrier` and in a Trainer's step, and so at the same step everywhere.
+All workers make the same calls in the same order. A push is a sum over all workers, complete when the call returns.
+With the sharded store `nccl`, a rank updates its part of each key only and keeps only that part of the optimizer state.
+With the other stores every rank updates everything. `halted` changes in `barrier` and in a Trainer's step, so that it
+changes at the same step on all workers.
 """
 
 from __future__ import annotations
@@ -21,53 +22,52 @@ from echelon.cluster.placement import ITEM_BYTES, KeySpec
 from echelon.errors import UsageError
 from echelon.kvstore import state_files
 from echelon.kvstore.arguments import Key, Keys, Values, as_keys
-from echelon.kvstore.collective.process_group import Group, wide
+from echelon.kvstore.collective.process_group import ProcessGroup, wide
 from echelon.kvstore.optimizer_spec import make_optimizer
 from echelon.kvstore.store import KVStore
 from echelon.observe.events import EventLog
 from echelon.optim import RULES
-
-SHARDED = "nccl"
+from echelon.schemes.stores import store_kind
 
 
 @dataclass(slots=True, eq=False)
 class _Value:
-    """A key: all of it, padded so that every rank has an equal part, and what this rank updates of it."""
+    """A key's value, padded so that all ranks have equal parts, and the part that this rank updates."""
 
     spec: KeySpec
-    rows: Tensor  # a row a rank
-    own: nn.Parameter  # the value itself, or this rank's row
+    rows: Tensor  # one row per rank
+    own: nn.Parameter  # the whole value, or this rank's row
     optimizer: Optimizer | None = None
 
     @property
     def whole(self) -> Tensor:
-        """The value in its shape."""
+        """The value in its original shape."""
         return self.rows.view(-1)[: self.spec.length].view(self.spec.shape)
 
 
 class CollectiveStore(KVStore):
-    """Made by `echelon.kvstore.create`."""
+    """Created by `echelon.kvstore.create`."""
 
-    def __init__(self, name: str, group: Group, events: EventLog, *, check_finite: bool = False) -> None:
+    def __init__(self, name: str, group: ProcessGroup, events: EventLog, *, check_finite: bool = False) -> None:
         super().__init__(name, events, check_finite=check_finite, sums_replace=True)
         self.group = group
-        self.sharded = name == SHARDED
+        self.sharded = store_kind(name).sharded
         self.on_retire: Callable[[], None] = lambda: None
         self.on_closed: Callable[[], None] = lambda: None
         self._values: dict[Key, _Value] = {}
-        self._asked: str | None = None
+        self._requested_halt: str | None = None
         self._halted: str | None = None
 
     # --- who and where
 
     @property
     def rank(self) -> int:
-        """This process's number among those that reduce together."""
+        """This process's rank in the process group."""
         return self.group.rank
 
     @property
     def workers(self) -> list[int]:
-        """All ranks: a group that loses one is broken."""
+        """All ranks. A process group that loses a member is broken, so this list never shrinks."""
         return list(range(self.group.size))
 
     @property
@@ -77,18 +77,18 @@ class CollectiveStore(KVStore):
 
     @property
     def halt_flag(self) -> float:
-        """1 if this worker asked everybody to stop: to be summed over all."""
-        return float(self._asked is not None)
+        """1.0 if this worker asked all workers to stop, else 0.0. The sum over all workers goes to `receive_flags`."""
+        return float(self._requested_halt is not None)
 
-    def hear_flags(self, total: float) -> None:
-        """The sum of all workers' `halt_flag`, which all hear at the same step."""
+    def receive_flags(self, total: float) -> None:
+        """Set `halted` if the sum of all workers' `halt_flag` is not 0. All workers call this at the same step."""
         if total and self._halted is None:
-            self._halted = self._asked if self.group.size == 1 else self.group.told("halt")
+            self._halted = self._requested_halt if self.group.size == 1 else self.group.get_text("halt")
 
     # --- the calls
 
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
-        """Sum over all workers, and update."""
+        """Sum the values over all workers, and update the stored values."""
         values = self._checked(key, value)
         chosen = [self._values[name] for name in as_keys(key)]
         for dtype in dict.fromkeys(tensor.dtype for tensor in values):
@@ -109,45 +109,43 @@ class CollectiveStore(KVStore):
         self.pull(key, target, priority)
 
     def _use_optimizer(self, spec: OptimizerSpec) -> None:
-        """Update the stored values by this optimizer from now on."""
         if self.optimizer_spec not in (None, spec):
-            raise UsageError(f"worker {self.rank}: the store runs {self.optimizer_spec}, but this worker set {spec}")
+            raise UsageError(f"worker {self.rank}: the store has {self.optimizer_spec}, but this worker set {spec}")
         if self.sharded and spec.name in RULES and RULES[spec.name].whole:
-            raise UsageError(f"{spec.name} needs the norm of whole values, which nccl divides: use nccl_allreduce")
-        self.group.agree("the optimizer", str(spec))
+            raise UsageError(f"{spec.name} needs the norm of whole values, which nccl shards: use nccl_allreduce")
+        self.group.check_same("the optimizer", str(spec))
         self.optimizer_spec = spec
 
     def _retire(self) -> None:
-        """Push no more; returns when all have come to that, and until then takes part with nothing."""
+        """Stop pushing. Until all workers have retired, the Trainer takes part in their collectives with zeros."""
         self.on_retire()
 
     def _barrier(self) -> None:
-        """Wait until all workers are here."""
-        self.hear_flags(self.group.meet(self.halt_flag))
+        self.receive_flags(self.group.barrier(self.halt_flag))
 
     def _halt(self, reason: str) -> None:
-        """Ask every worker to stop training: they hear it in the next barrier or step."""
-        if self._asked is None:
-            self._asked = reason
-            self.group.tell("halt", reason)
+        """Ask all workers to stop training. `halted` is set in the next barrier or step."""
+        if self._requested_halt is None:
+            self._requested_halt = reason
+            self.group.set_text("halt", reason)
         if self.group.size == 1:
-            self.hear_flags(1.0)
+            self.receive_flags(1.0)
 
     def save_optimizer_states(self, path: str | Path) -> None:
-        """Write the state to a safetensors file. All workers call it, and rank 0 writes."""
+        """Write the optimizer state to a safetensors file. All workers call this, and rank 0 writes."""
         found = self.optimizer_states()
         try:
             if self.rank == 0:
                 state_files.save(Path(path), found, self._optimizer())
-        finally:  # a file that cannot be written is rank 0's error; nobody waits for it in vain
-            self.group.meet()
+        finally:  # if rank 0 cannot write the file, the others must not wait for it forever
+            self.group.barrier()
 
     def load_optimizer_states(self, path: str | Path) -> None:
-        """Take up a state. All workers call it, and every one reads the file."""
+        """Restore the optimizer state. All workers call this, and each reads the file."""
         self.put_optimizer_states(state_files.load(Path(path), self._optimizer()), str(path))
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the group. Harmless when done twice."""
+        """Leave the process group. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self.group.close(failed=failed)
@@ -157,7 +155,7 @@ class CollectiveStore(KVStore):
     # --- optimizer states by name
 
     def optimizer_states(self) -> dict[str, Tensor]:
-        """Every key's state, `<key>/<state>`, whole. All workers call it."""
+        """Return the whole state of every key, named `<key>/<state>`. All workers call this."""
         self._optimizer()
         found: dict[str, Tensor] = {}
         for name, value in self._values.items():
@@ -167,12 +165,12 @@ class CollectiveStore(KVStore):
         return found
 
     def put_optimizer_states(self, states: dict[str, Tensor], source: str) -> None:
-        """The other way round: each takes its part of the whole states."""
+        """Restore the states that `optimizer_states` returned. Each rank keeps its part."""
         spec = self._optimizer()
         by_key = state_files.by_key(states)
         if unknown := sorted(by_key.keys() - {str(name) for name in self._values}):
             raise UsageError(
-                f"{source} has states for key {unknown[:1]}, which this job does not have: another model's?"
+                f"{source} has states for key {unknown[0]!r}, which this job does not have; is it from another model?"
             )
         mine = {str(name): value for name, value in self._values.items()}
         for name, kinds in by_key.items():
@@ -181,7 +179,7 @@ class CollectiveStore(KVStore):
             state = self._optimizer_of(mine[name], spec).state[mine[name].own]
             state.update({kind: self._own_part(mine[name], kind, tensor) for kind, tensor in kinds.items()})
 
-    # --- within
+    # --- internals
 
     def _names(self) -> Iterable[Key]:
         return self._values
@@ -197,7 +195,7 @@ class CollectiveStore(KVStore):
                     f"worker {self.rank}: key {spec.name!r}: dtype {spec.dtype} cannot be stored; use one of "
                     f"{', '.join(ITEM_BYTES)}"
                 )
-        self.group.agree("keys, their shapes and dtypes", ", ".join(f"{spec.name!r} {spec}" for spec in specs))
+        self.group.check_same("keys, their shapes and dtypes", ", ".join(f"{spec.name!r} {spec}" for spec in specs))
         for spec, tensor in zip(specs, values, strict=True):
             rows = self._rows(tensor.to(self.group.device, wide(tensor.dtype), copy=True))
             value = _Value(spec, rows, nn.Parameter(torch.empty(0)))
@@ -208,13 +206,13 @@ class CollectiveStore(KVStore):
         self.barrier()
 
     def _rows(self, tensor: Tensor) -> Tensor:
-        """A tensor as a row a rank, the last one filled up with zeros."""
+        """Return a tensor as one row per rank, padded with zeros at the end."""
         flat = tensor.reshape(-1)
         missing = -flat.numel() % self.group.size
         return (pad(flat, (0, missing)) if missing else flat).view(self.group.size, -1)
 
     def _apply(self, values: Sequence[_Value], pushed: Sequence[Tensor]) -> None:
-        """Values of one dtype, in one message."""
+        """Sum and apply pushed values of one dtype, with one collective."""
         packed = torch.cat([self._rows(tensor.to(self.group.device)) for tensor in pushed], 1)
         widths = [value.rows.shape[1] for value in values]
         spec = self.optimizer_spec
@@ -237,9 +235,9 @@ class CollectiveStore(KVStore):
             value.own.grad = None
         if self.sharded and self.group.size > 1:
             mine = torch.cat([value.own.detach() for value in values])
-            everybodys = mine.new_empty(self.group.size, mine.numel())
+            all_parts = mine.new_empty(self.group.size, mine.numel())
             widths = [value.rows.shape[1] for value in values]
-            gathered = torch.split(self.group.all_gather(mine, everybodys).result(), widths, 1)
+            gathered = torch.split(self.group.all_gather(mine, all_parts).result(), widths, 1)
             for value, rows in zip(values, gathered, strict=True):
                 value.rows.copy_(rows)
 

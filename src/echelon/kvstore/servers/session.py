@@ -23,8 +23,8 @@ from echelon.cluster.messages import (
 from echelon.environment import Job
 from echelon.errors import JobError, UsageError
 from echelon.kvstore.store import CLOSED
-from echelon.transport.enlist import enlist
 from echelon.transport.interface import Transport
+from echelon.transport.registration import register
 
 REASON_S = 2.0
 
@@ -80,14 +80,14 @@ class Joined:
         self.on_news: Callable[[], None] = lambda: None
         self.halted: str | None = None
         self._stack = ExitStack()
-        post = self._stack.enter_context(enlist(job, WORKER, transport))
+        post = self._stack.enter_context(register(job, WORKER, transport))
         self._control = post.control
         self.rank = post.rank
         workers = [member for member in post.roster.members if member.role == WORKER]
         self.workers = [member.rank for member in workers]
         self.hosts = {member.rank: member.host for member in workers}
         self.servers: list[Member] = [member for member in post.roster.members if member.role == SERVER]
-        post.listen(self._receive)  # last: a view that came meanwhile must find all of the above
+        post.set_handler(self._receive)  # last: a view that came meanwhile must find all of the above
 
     def check(self) -> None:
         """Raise if a server or the scheduler is gone, or this worker is taken for dead."""

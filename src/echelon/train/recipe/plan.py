@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from echelon.cluster.shares import parse_shares
+from echelon.cluster.shares import parse_shares, read_text
 from echelon.data.loading.order import Sampling, State
 from echelon.data.loading.sharding import ByFraction, ByPart, Sharding
 from echelon.errors import UsageError
-from echelon.kvstore.groups import read_lines
 from echelon.train.recipe.optimizers import warms_up_by_norm
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.schedules import Schedule, make_schedule
@@ -110,7 +109,7 @@ def shares_for(options: TrainOptions, num_workers: int) -> list[tuple[float, flo
     path = Path(options.data_sharding)
     if not path.is_file():
         raise UsageError(f"--data-allocator 1 needs the file {path}; write a line 'start end' for every worker")
-    return parse_shares(read_lines(path), num_workers, str(path))
+    return parse_shares(read_text(path), num_workers, str(path))
 
 
 def state_at(sampling: Sampling, epoch: int, samples_done: int, size: int) -> State:

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from echelon.cluster.shares import Groups
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
 from echelon.kvstore.collective.store import CollectiveStore
-from echelon.kvstore.create import Groups, has_devices, is_collective
+from echelon.kvstore.create import has_devices, is_collective
 from echelon.kvstore.multi_device import MultiDeviceStore
 
 REPORT_S = 0.25

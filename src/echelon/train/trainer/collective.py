@@ -18,7 +18,7 @@ from torch.optim import LBFGS
 
 from echelon.errors import UsageError
 from echelon.kvstore.arguments import is_finite
-from echelon.kvstore.collective.process_group import Pending
+from echelon.kvstore.collective.process_group import Reduction
 from echelon.kvstore.collective.store import CollectiveStore
 from echelon.kvstore.state_files import by_key
 from echelon.train.trainer.base import Trainer
@@ -39,7 +39,7 @@ class CollectiveTrainer(Trainer):
             raise UsageError("LBFGS needs a closure that computes the loss again and again: a Trainer has none")
         self._group = self.kvstore.group
         self._buckets: list[FlatBucket] = []
-        self._launched: list[Pending] = []  # of the step that is being made, in the buckets' order
+        self._launched: list[Reduction] = []  # of the step that is being made, in the buckets' order
         self._versions: dict[str, int] = {}  # of gradients that have left
         self._given: set[str] = set()  # parameters whose gradients have left
         self._arrived: set[str] = set()
@@ -117,7 +117,7 @@ class CollectiveTrainer(Trainer):
 
     def _join(self) -> None:
         shapes = ", ".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self._parameters.items())
-        self._group.agree("the model's parameters", shapes)
+        self._group.check_same("the model's parameters", shapes)
         self._spread()
         self._buckets = make_flat_buckets(self._parameters, self._group.size)
         self._bucket_of = names_of(self._buckets)
@@ -214,12 +214,12 @@ class CollectiveTrainer(Trainer):
     def _hear(self, totals: Tensor) -> None:
         """Flags are heard at the same step by all: on a GPU one step later, when nobody has to wait for them."""
         if totals.device.type == "cpu":
-            self.kvstore.hear_flags(float(totals[HALT]))
+            self.kvstore.receive_flags(float(totals[HALT]))
             return
         if self._flags is not None:
             flag, there = self._flags
             there.synchronize()
-            self.kvstore.hear_flags(float(flag))
+            self.kvstore.receive_flags(float(flag))
         there = torch.cuda.Event()  # type: ignore[no-untyped-call]
         flag = totals[HALT].to("cpu", non_blocking=True)
         there.record()

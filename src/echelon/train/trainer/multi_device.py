@@ -36,10 +36,10 @@ class MultiDeviceTrainer(Trainer):
         self._last_report = math.inf  # `count` need not report: the trainer with the servers does
         self._group = self.kvstore.group
         shapes = ", ".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self._parameters.items())
-        self._group.agree("the model's parameters", shapes)
+        self._group.check_same("the model's parameters", shapes)
         self._served: ServerTrainer | None = None
-        if self.kvstore.served is not None:
-            self._served = self._join(self.kvstore.served)
+        if self.kvstore.server_store is not None:
+            self._served = self._join(self.kvstore.server_store)
         elif self._group.device.type == "cpu":
             for parameter in self._parameters.values():  # device 0's are in the store's memory, where all are
                 parameter.data = parameter.data.contiguous()
@@ -119,7 +119,7 @@ class MultiDeviceTrainer(Trainer):
         """Give the servers a state. All devices of all workers call it."""
         if self._served is not None:
             self._served.load_optimizer_state(state)
-        self._group.meet()
+        self._group.barrier()
 
     # --- a step
 
@@ -144,8 +144,8 @@ class MultiDeviceTrainer(Trainer):
             if self._served is not None:
                 self._push(self._served, sums, int(found[SAMPLES]), found[USED:])
             self._hand_on()
-        self.kvstore.pass_on(found[HALT])
-        self.kvstore.share_news()
+        self.kvstore.forward_halt(found[HALT])
+        self.kvstore.share_job_state()
         self.zero_grad()
         return bool(found[ACTIVE])
 

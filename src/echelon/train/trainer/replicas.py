@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop
 
 from echelon.errors import UsageError
-from echelon.kvstore.collective.process_group import Group, Pending
+from echelon.kvstore.collective.process_group import ProcessGroup, Reduction
 from echelon.kvstore.state_files import SCALARS, by_key
 from echelon.optim import DCASGD, FTML, Accumulate, Ftrl, Signum
 from echelon.train.trainer.flat_buckets import FlatBucket, elements, flat_weights, part_of
@@ -29,7 +29,7 @@ State = dict[str, Tensor]
 class Replica(Protocol):
     """The part of a Trainer that reduces buckets and updates weights."""
 
-    def reduce(self, bucket: FlatBucket) -> Pending:
+    def reduce(self, bucket: FlatBucket) -> Reduction:
         """Begin to sum a bucket's gradients over all."""
         ...
 
@@ -49,13 +49,13 @@ class Replica(Protocol):
 class Whole:
     """All-reduce, then everybody runs the optimizer."""
 
-    def __init__(self, group: Group, optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
+    def __init__(self, group: ProcessGroup, optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
         self._group = group
         self._optimizer = optimizer
         self._buckets = buckets
         self._parameters = {name: p for bucket in buckets for name, p in bucket.parameters.items()}
 
-    def reduce(self, bucket: FlatBucket) -> Pending:
+    def reduce(self, bucket: FlatBucket) -> Reduction:
         """Everybody gets all sums."""
         return self._group.all_reduce(bucket.gradients)
 
@@ -80,7 +80,7 @@ class Whole:
 class Parts:
     """Reduce-scatter, the owner updates its part, all-gather."""
 
-    def __init__(self, group: Group, optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
+    def __init__(self, group: ProcessGroup, optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
         check_elementwise(optimizer)
         self._group = group
         self._optimizer = optimizer
@@ -95,7 +95,7 @@ class Parts:
                 self._ranges[name] = chosen
         self._own = self._rebuilt(optimizer)
 
-    def reduce(self, bucket: FlatBucket) -> Pending:
+    def reduce(self, bucket: FlatBucket) -> Reduction:
         """Each gets the sums of its part."""
         return self._group.reduce_scatter(bucket.gradients)
 

@@ -1,4 +1,4 @@
-"""What a process says while it waits for the others of its group, and when it gives up."""
+"""What a process prints while it waits for the other members of its process group, and its error at the timeout."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LIMIT = r", and waits up to 1 s \(ECHELON_TIMEOUT\)"
 
 
 def error_and_lines(capfd: pytest.CaptureFixture[str], **job: Any) -> tuple[str, list[str]]:
-    """How a worker's wait of a second ends, and what it said meanwhile."""
+    """Return the error of a worker that waits for one second, and the lines it printed."""
     with pytest.raises(JobError) as caught:
         create("dist_sync", job=Job(timeout_s=1.0, stall_seconds=0.2, **job))
     return str(caught.value), capfd.readouterr().err.splitlines()
 
 
 def check_lines(lines: list[str], form: str) -> None:
-    """A line every 0.2 s, and nothing else: not torch's pages."""
+    """Check that there is one line every 0.2 s and nothing else, in particular no warnings of torch."""
     found = [re.fullmatch(form, line) for line in lines]
     waited = [float(line[1]) for line in found if line is not None]
     assert len(waited) == len(lines), lines
@@ -35,36 +35,36 @@ def check_lines(lines: list[str], form: str) -> None:
     assert 0.2 <= waited[0] <= waited[1]
 
 
-def test_the_first_names_all_that_are_missing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_names_all_missing_members(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     error, lines = error_and_lines(capfd, scheduler_port=port, num_workers=3, rank=0)
-    assert error == f"worker 0: worker 1, worker 2 did not come to 127.0.0.1:{port} in 1 s"
-    check_lines(lines, f"worker 0{WAITS}worker 1, worker 2 to come to 127.0.0.1:{port}{LIMIT}")
+    assert error == f"worker 0: worker 1, worker 2 did not arrive at 127.0.0.1:{port} in 1 s"
+    check_lines(lines, f"worker 0{WAITS}worker 1, worker 2 to arrive at 127.0.0.1:{port}{LIMIT}")
 
 
-def test_others_wait_for_a_host_that_does_not_listen(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_member_waits_for_a_host_that_does_not_listen(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     error, lines = error_and_lines(capfd, scheduler_port=port, num_workers=2, rank=1)
-    assert re.fullmatch(rf"worker 1: worker 0, who hosts the meeting, is not at 127.0.0.1:{port} \(.*refused\)", error)
-    host = rf"worker 0, who hosts the meeting at 127.0.0.1:{port} \(.*refused\)"
+    host = rf"worker 0, which hosts the rendezvous at 127.0.0.1:{port} \(.*refused\)"
+    assert re.fullmatch(rf"worker 1: cannot connect to {host}", error)
     check_lines(lines, f"worker 1{WAITS}{host}{LIMIT}")
 
 
-def test_others_wait_for_a_host_that_listens_and_is_busy(capfd: pytest.CaptureFixture[str]) -> None:
-    """As under a launcher, which binds the socket: torch alone would wait for ever."""
+def test_a_member_waits_for_a_host_that_listens_but_does_not_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    """This happens under a launcher, which binds the socket. Torch alone would wait forever."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         error, lines = error_and_lines(capfd, scheduler_port=port, num_workers=2, rank=1)
-        (opening,) = [thread for thread in threading.enumerate() if thread.name == "echelon-meeting"]
-    opening.join()  # it hears that nobody listens any more
+        (opening,) = [thread for thread in threading.enumerate() if thread.name == "echelon-rendezvous"]
+    opening.join()  # it ends because nobody listens any more
     why = "it listens, but has not answered in 1 s"
-    assert error == f"worker 1: worker 0, who hosts the meeting, is not at 127.0.0.1:{port} ({why})"
-    check_lines(lines, f"worker 1{WAITS}worker 0, who hosts the meeting at 127.0.0.1:{port}{LIMIT}")
+    assert error == f"worker 1: cannot connect to worker 0, which hosts the rendezvous at 127.0.0.1:{port} ({why})"
+    check_lines(lines, f"worker 1{WAITS}worker 0, which hosts the rendezvous at 127.0.0.1:{port}{LIMIT}")
 
 
-def test_who_has_waited_goes_on_when_the_last_has_come(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_waiting_member_continues_when_the_last_one_arrives(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
 
@@ -76,6 +76,6 @@ def test_who_has_waited_goes_on_when_the_last_has_come(capfd: pytest.CaptureFixt
 
     for first in (0, 1):
         waiting = Fork(work, first)
-        until(lambda first=first: f"worker {first} (pid" in capfd.readouterr().err, "a line of who waits")  # type: ignore[misc]
+        until(lambda first=first: f"worker {first} (pid" in capfd.readouterr().err, "a report of the wait")  # type: ignore[misc]
         other = Fork(work, 1 - first)
         assert waiting.result() == other.result() == [0, 1]

@@ -1,0 +1,188 @@
+"""Joining a job: connect to the scheduler, register, and wait for the roster. Workers and servers do the same."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from echelon.cluster.messages import SERVER, Abort, ControlMessage, Finish, Refused, Register, Registered, Roster
+from echelon.environment import Job
+from echelon.errors import JobError, UsageError
+from echelon.transport.control import ControlClient, connect
+from echelon.transport.interface import Endpoint, Transport
+
+_SIOCGIFADDR = 0x8915
+Handler = Callable[[ControlMessage], None]
+
+
+class DepartedJobs:
+    """The jobs that this process has left, by the address of their scheduler.
+
+    A job admits nobody twice, and its scheduler may be gone. Joining it again would wait for the whole timeout and end
+    with a misleading error. This record makes it fail at once, with an error that says what to do instead.
+    """
+
+    def __init__(self) -> None:
+        self._addresses: set[tuple[str, int]] = set()
+
+    def add(self, job: Job) -> None:
+        """Record that this process has left a job."""
+        self._addresses.add(_address(job))
+
+    def __contains__(self, job: Job) -> bool:
+        return _address(job) in self._addresses
+
+    @contextmanager
+    def joining(self, job: Job) -> Iterator[float]:
+        """Yield how many seconds to try to connect; turn a failure to join a departed job into a UsageError."""
+        departed = job in self
+        try:
+            yield 0.0 if departed else job.timeout_s
+        except JobError as error:
+            if not departed:
+                raise
+            host, port = _address(job)
+            raise UsageError(
+                f"this process has left the job of {host}:{port} when its store was closed, and cannot join it again: "
+                "create one store, give it to every Trainer (kvstore=store), and close it after the last use"
+            ) from error
+        if departed:  # a new job has the same address
+            self._addresses.discard(_address(job))
+
+
+DEPARTED = DepartedJobs()
+
+
+class _Mailbox:
+    """Keeps the scheduler's messages until a handler is set, then passes them on in order."""
+
+    def __init__(self) -> None:
+        self.kept: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._handler: Handler = self.kept.put
+
+    def receive(self, message: ControlMessage) -> None:
+        with self._lock:
+            self._handler(message)
+
+    def set_handler(self, handler: Handler) -> None:
+        with self._lock:
+            self._handler = handler
+            while not self.kept.empty():
+                handler(self.kept.get())
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """A process's place in the job.
+
+    `set_handler(handler)` passes all control messages to `handler` from now on, beginning with those received so far.
+    """
+
+    rank: int
+    roster: Roster
+    control: ControlClient
+    endpoint: Endpoint | None
+    set_handler: Callable[[Handler], None]
+
+
+@contextmanager
+def register(job: Job, role: str, transport: Transport, departed: DepartedJobs = DEPARTED) -> Iterator[Registration]:
+    """Join the job, wait until it is complete, and leave it at the end of the block.
+
+    PS_VERBOSE=1 prints the members of the job, PS_VERBOSE=2 every control message as well.
+    """
+    mailbox = _Mailbox()
+
+    def receive(message: ControlMessage) -> None:
+        if job.verbose >= 2:
+            print(f"{role} (pid {os.getpid()}) received {message}", file=sys.stderr, flush=True)
+        mailbox.receive(message)
+
+    with departed.joining(job) as timeout_s, ExitStack() as undo:
+        who = role if job.rank is None else f"{role} {job.rank}"
+        connection = connect(job.scheduler_host, job.scheduler_port, timeout_s, who, job.stall_seconds)
+        undo.callback(connection.close)
+        host = own_host(job, connection)
+        endpoint = transport.serve(host) if role == SERVER else None
+        if endpoint is not None:
+            undo.callback(endpoint.close)
+        control = ControlClient(connection, receive)
+        undo.callback(control.close)
+        control.send(Register(role, job.rank, host, os.getpid(), endpoint.address if endpoint else ""))
+        rank, roster = _wait_for_roster(job, role, control, mailbox.kept)
+        undo = undo.pop_all()
+    with undo:
+        if job.verbose:
+            members = ", ".join(str(member) for member in roster.members)
+            scheduler = f"{job.scheduler_host}:{job.scheduler_port}"
+            print(f"{role} {rank} at {host} joined the job of {scheduler}: {members}", file=sys.stderr, flush=True)
+        undo.callback(departed.add, job)
+        yield Registration(rank, roster, control, endpoint, mailbox.set_handler)
+
+
+def _address(job: Job) -> tuple[str, int]:
+    return job.scheduler_host, job.scheduler_port
+
+
+def _wait_for_roster(
+    job: Job, role: str, control: ControlClient, messages: queue.SimpleQueue[ControlMessage]
+) -> tuple[int, Roster]:
+    rank = -1
+    deadline = time.monotonic() + job.timeout_s
+    while time.monotonic() < deadline:
+        if control.lost:
+            raise JobError(f"{role}: {control.lost} before the job started")
+        try:
+            message = messages.get(timeout=1.0)
+        except queue.Empty:
+            continue
+        match message:
+            case Registered(number):
+                rank = number
+            case Roster():
+                return rank, message
+            case Refused(reason):
+                raise JobError(f"{role}: the scheduler rejected this process: {reason}")
+            case Abort(reason):
+                raise JobError(f"{role} {rank}: the job cannot start: {reason}")
+            case Finish():
+                raise SystemExit(0)  # the job ended without any worker, and none failed: there is nothing to serve
+    raise JobError(
+        f"{role} {rank}: the job of {job.num_workers} workers and {job.num_servers} servers was not complete after "
+        f"{job.timeout_s:g} s; the scheduler's output says which processes are missing"
+    )
+
+
+def own_host(job: Job, connection: socket.socket) -> str:
+    """Return the address that others reach this process at.
+
+    It is the configured one, that of the configured interface, or the one that reaches the scheduler.
+    """
+    if job.host:
+        return job.host
+    if job.interface:
+        return interface_address(job.interface)
+    return str(connection.getsockname()[0])
+
+
+def interface_address(name: str) -> str:
+    """Return the IPv4 address of a network interface."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            names = ", ".join(interface for _, interface in socket.if_nameindex())
+            raise UsageError(
+                f"network interface {name!r} has no IPv4 address (-i or DMLC_INTERFACE); this machine has {names}"
+            ) from None
+    return socket.inet_ntoa(answer[20:24])

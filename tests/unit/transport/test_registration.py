@@ -1,0 +1,59 @@
+"""What a process prints while it joins a job, and what happens when it joins a job that it has left."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+
+import pytest
+
+from echelon.environment import Job
+from echelon.errors import JobError
+from echelon.scheduler.serve import serve
+from echelon.transport.in_process import InProcessTransport
+from echelon.transport.registration import DepartedJobs, register
+
+
+@pytest.mark.parametrize(
+    ("verbose", "prints_members", "prints_messages"), [(0, False, False), (1, True, False), (2, True, True)]
+)
+def test_ps_verbose(
+    capsys: pytest.CaptureFixture[str], verbose: int, prints_members: bool, prints_messages: bool
+) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    job = Job(scheduler_port=listener.getsockname()[1], num_workers=1, num_servers=0, verbose=verbose, timeout_s=30.0)
+    scheduler = threading.Thread(target=serve, args=(job, listener))
+    scheduler.start()
+    with register(job, "worker", InProcessTransport()) as registration:
+        assert registration.rank == 0
+    scheduler.join()
+    printed = capsys.readouterr().err
+    assert ("worker 0 at 127.0.0.1 joined the job of 127.0.0.1:" in printed) == prints_members
+    assert ("received Roster" in printed) == prints_messages
+
+
+def test_a_process_that_waits_for_the_scheduler_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]  # nobody listens there after this block
+    job = Job(scheduler_port=port, rank=3, num_workers=4, timeout_s=2.0, stall_seconds=0.1)
+    with pytest.raises(JobError, match=f"no scheduler at 127.0.0.1:{port} after 2 s"):
+        register(job, "worker", InProcessTransport(), DepartedJobs()).__enter__()
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    form = rf"worker 3 \(pid \d+\) has waited (\d\.\d) s for the scheduler at 127\.0\.0\.1:{port} \(.*\)"
+    form += r", and waits up to 2 s \(ECHELON_TIMEOUT\)"
+    waited = [float(found[1]) for line in (first, second) if (found := re.fullmatch(form, line))]
+    assert len(waited) == 2
+    assert 0.1 <= waited[0] <= waited[1] <= 2
+
+
+def test_a_job_that_another_thread_leaves_during_a_join_stays_departed() -> None:
+    job = Job(scheduler_host="somewhere", scheduler_port=1)
+    departed = DepartedJobs()
+    with departed.joining(job) as timeout_s:
+        assert timeout_s == job.timeout_s
+        departed.add(job)
+    assert job in departed
+    with departed.joining(job) as timeout_s:
+        assert timeout_s == 0
+    assert job not in departed, "a new job has the address"
