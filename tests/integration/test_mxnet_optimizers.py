@@ -1,4 +1,4 @@
-"""The optimizers of echelon.optim: the bits of a plain loop under every store, states that travel, and refusals."""
+"""The optimizers of echelon.optim: equal to a plain loop under every store, portable states, and rejected uses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PARTS = (4, 3)  # batches of two workers
 
 
 def of(kind: Any, **settings: Any) -> MakeOptimizer:
-    """Biases are a group by themselves, which does not decay."""
+    """Return a factory of an optimizer with biases in a group of their own, without decay."""
 
     def make(model: nn.Module) -> Any:
         named = list(model.named_parameters())
@@ -68,12 +68,12 @@ BY_NORM: dict[str, MakeOptimizer] = {
     "lbsgd": of(LBSGD, lr=0.1, momentum=0.9, weight_decay=0.01, batch_size=6),
     "lamb": of(LAMB, lr=0.01, weight_decay=0.1),
 }
-SERVED = ELEMENTWISE | BY_NORM
-ALL = SERVED | {"sgld": of(SGLD, lr=1e-4, weight_decay=0.1, seed=5)}
+ON_SERVERS = ELEMENTWISE | BY_NORM
+ALL = ON_SERVERS | {"sgld": of(SGLD, lr=1e-4, weight_decay=0.1, seed=5)}
 
 
 def falling(optimizer: Any) -> LambdaLR:
-    """To a rate of 0, which changes nothing."""
+    """Return a schedule that ends with a rate of 0, which changes nothing."""
     return LambdaLR(optimizer, lambda step: 1 - step / (STEPS - 1))
 
 
@@ -82,13 +82,13 @@ def falling(optimizer: Any) -> LambdaLR:
 
 @pytest.mark.parametrize("name", ALL)
 def test_one_worker_is_the_plain_loop(name: str) -> None:
-    """To the bit in every store; elements are cut over servers, keys of norms are not."""
+    """Bit for bit in every store. Servers divide the keys of element-wise optimizers only."""
     loop = Loop(seeded(Net), ALL[name], falling)
     data = batches(STEPS)
     expected = loop.plain(data)
     assert differs(expected, snapshot(loop.model))
     assert all(value.isfinite().all() for value in expected.values())
-    stores = STORES if name in SERVED else ("local", "device")
+    stores = STORES if name in ON_SERVERS else ("local", "device")
     servers = 3 if name in ELEMENTWISE else 1
     for store in stores:
         more = {} if store in ("local", "device") else {"num_servers": servers}
@@ -96,7 +96,7 @@ def test_one_worker_is_the_plain_loop(name: str) -> None:
 
 
 class Long(nn.Module):
-    """A key of more elements than a frame has."""
+    """Has a key with more elements than fit into one frame."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Long(nn.Module):
         return logits
 
 
-def test_a_norm_is_of_all_frames_of_a_key() -> None:
+def test_a_norm_includes_all_frames_of_a_key() -> None:
     loop = Loop(seeded(Long), BY_NORM["lars-momentum"])
     data = batches(2)
     found = on_one_worker(lambda kv: loop.worker(kv, data), "dist_sync", num_servers=1, transport=TcpTransport())
@@ -122,7 +122,7 @@ def parts_of() -> list[list[Batch]]:
 
 
 def on_group(store: str, makers: dict[str, MakeOptimizer]) -> list[dict[str, State]]:
-    """What every worker of a group ends with, by optimizer."""
+    """Return the final state of every worker of a group, by optimizer."""
     loops = {name: Loop(seeded(Net), make, falling) for name, make in makers.items()}
 
     def program(kv: KVStore, loop: Loop) -> State:
@@ -135,8 +135,8 @@ def on_group(store: str, makers: dict[str, MakeOptimizer]) -> list[dict[str, Sta
     return found
 
 
-def test_a_group_agrees_whoever_updates_what() -> None:
-    """nccl's parts give the bits of the whole, and all that is smooth is one process on the joined batch."""
+def test_a_group_agrees_however_updates_are_divided() -> None:
+    """Updating parts (nccl) equals updating the whole, bit for bit. Smooth rules equal one process with all batches."""
     first, second = on_group("nccl_allreduce", ALL)
     parts = on_group("nccl", ELEMENTWISE)
     for name in ALL:
@@ -151,10 +151,10 @@ def test_a_group_agrees_whoever_updates_what() -> None:
             assert largest_difference(first[name], expected) < tolerance, name
 
 
-def test_servers_sum_for_them_too() -> None:
-    """Two workers on one server are one process on the joined batch, up to the order of sums."""
+def test_one_server_equals_one_process_with_the_joined_batch() -> None:
+    """Two workers give the result of one process, up to the order of sums."""
     for name in ("ftml", "dcasgd-momentum", *BY_NORM):
-        loop = Loop(seeded(Net).double(), SERVED[name])
+        loop = Loop(seeded(Net).double(), ON_SERVERS[name])
         parts = [batches(STEPS, size, seed=rank, dtype=torch.float64) for rank, size in enumerate(PARTS)]
         found = run_with_servers(
             lambda kv, loop=loop, parts=parts: loop.worker(kv, parts[kv.rank]), "dist_sync", num_servers=1
@@ -167,16 +167,16 @@ def test_servers_sum_for_them_too() -> None:
 # --- states
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_a_state_goes_on_in_another_store(name: str) -> None:
-    """Two steps in one process, two on a server, two in one process again: six of the plain loop, to the bit."""
+@pytest.mark.parametrize("name", ON_SERVERS)
+def test_a_state_continues_in_another_store(name: str) -> None:
+    """Two steps in one process, two on a server and two in one process equal six of the plain loop, bit for bit."""
     data = batches(6)
-    expected = Loop(seeded(Net), SERVED[name]).plain(data)
+    expected = Loop(seeded(Net), ON_SERVERS[name]).plain(data)
 
     def part(kv: KVStore, weights: State, state: State | None, chosen: list[Batch]) -> tuple[State, State]:
         torch.set_num_threads(1)
         model = copy.deepcopy(seeded(Net))
-        with echelon.Trainer(model, SERVED[name](model), kv) as trainer:
+        with echelon.Trainer(model, ON_SERVERS[name](model), kv) as trainer:
             trainer.load_weights(weights)
             if state is not None:
                 trainer.load_optimizer_state(state)
@@ -194,7 +194,7 @@ def test_a_state_goes_on_in_another_store(name: str) -> None:
     assert_same_bits(weights, expected)
 
 
-def test_sgld_goes_on_with_the_same_noise() -> None:
+def test_sgld_continues_with_the_same_noise() -> None:
     data = batches(4)
     loop = Loop(seeded(Net), ALL["sgld"])
     model = copy.deepcopy(loop.model)
@@ -213,11 +213,11 @@ def test_sgld_goes_on_with_the_same_noise() -> None:
     assert_same_bits(snapshot(model), loop.plain(data))
 
 
-# --- what cannot be
+# --- rejected uses
 
 
 @pytest.mark.parametrize("name", BY_NORM)
-def test_servers_that_cut_parameters_refuse_norms(name: str) -> None:
+def test_servers_that_divide_parameters_reject_norms(name: str) -> None:
     def program(kv: KVStore) -> None:
         model = seeded(Net)
         with pytest.raises(UsageError, match=r"needs the norm of whole parameters, which 2 servers cut: .*\(-s 1\)"):
@@ -226,7 +226,7 @@ def test_servers_that_cut_parameters_refuse_norms(name: str) -> None:
     on_one_worker(program, "dist_sync")
 
 
-def test_nccl_refuses_what_looks_at_whole_parameters() -> None:
+def test_nccl_rejects_rules_that_need_whole_parameters() -> None:
     def program(kv: KVStore) -> None:
         for name in (*BY_NORM, "sgld"):
             model = seeded(Net)
@@ -238,7 +238,7 @@ def test_nccl_refuses_what_looks_at_whole_parameters() -> None:
     run(program, "nccl")
 
 
-def test_servers_do_not_know_sglds_noise() -> None:
+def test_servers_reject_sgld() -> None:
     def program(kv: KVStore) -> None:
         model = seeded(Net)
         with pytest.raises(UsageError, match=r"SGLD cannot run on the servers; use one of SGD, .*Signum, FTML"):

@@ -1,4 +1,8 @@
-"""Optimizers that MXNet has and torch.optim has not, as torch optimizers whose rules the servers can run, too."""
+"""MXNet's optimizers that torch.optim does not have, as torch optimizers. Servers run the same update rules.
+
+Read `rule` (the base class), then `elementwise` and `layerwise`. To add an optimizer to the servers, write a `Rule` and
+add it to `RULES`; `train/recipe/optimizers.py` has the names that `--optimizer` accepts.
+"""
 
 from echelon.optim.elementwise import DCASGD, FTML, Accumulate, Ftrl, Signum
 from echelon.optim.layerwise import LAMB, LARS, LBSGD, SGLD
@@ -13,6 +17,6 @@ RULES: dict[str, type[Rule]] = {
     "lars": LARS,
     "lbsgd_lars": LBSGD,
     "lamb": LAMB,
-}  # what servers run, by the name that is sent to them
+}  # the rules that servers run, by the name in the messages to them
 
 __all__ = ["DCASGD", "FTML", "LAMB", "LARS", "LBSGD", "RULES", "SGLD", "Accumulate", "Ftrl", "Rule", "Signum"]

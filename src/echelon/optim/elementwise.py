@@ -1,7 +1,7 @@
-"""MXNet's optimizers that treat every element by itself and that torch.optim does not have.
+"""MXNet's optimizers that update every element independently of the others.
 
-Their formulas and defaults are MXNet's, with the gradient already divided by the batch. Operations are torch's plain
-ones, which give an element the same bits wherever a tensor is cut.
+The formulas and defaults are those of MXNet, for gradients that are already divided by the batch size. They use basic
+torch operations, which give an element the same bits however a tensor is divided.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from echelon.optim.rule import Options, Rule
 
 
 class Signum(Rule):
-    """A step of the same length for every element, in the direction of the averaged gradient.
+    """Changes every element by the same amount, with the sign of the averaged gradient.
 
-    Without momentum it is signSGD: the gradient's own direction, and weight decay straight on the weights.
+    Without momentum it is signSGD: it uses the sign of the gradient, and weight decay shrinks the weights directly.
     """
 
     def __init__(
         self, params: ParamsT, lr: float = 0.01, momentum: float = 0.9, weight_decay: float = 0, wd_lh: float = 0
     ) -> None:
-        """`wd_lh` shrinks weights by itself, `weight_decay` by way of the gradient."""
+        """`wd_lh` shrinks the weights directly; `weight_decay` is added to the gradient."""
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, wd_lh=wd_lh)
 
     @staticmethod
@@ -64,7 +64,7 @@ class FTML(Rule):
         weights: Tensor, gradient: Tensor, states: Sequence[Tensor], step: int, lr: float, options: Options
     ) -> None:
         if not lr:
-            return  # it divides by the rate, and a rate of 0 (poly's last) is to change nothing
+            return  # the formula divides by the rate; a rate of 0 (the last one of poly) changes nothing
         (beta1, beta2), (d, v, z) = options["betas"], states
         decay = options["weight_decay"]
         decayed = gradient.add(weights, alpha=decay) if decay else gradient
@@ -79,10 +79,10 @@ class FTML(Rule):
 class Ftrl(Rule):
     """Follow the regularised leader (McMahan et al., 2013): weights are a function of the states, and often zero.
 
-    That function has the learning rate in it, so a schedule rescales the weights, in MXNet as here.
+    The function contains the learning rate, so a schedule rescales the weights, as in MXNet.
     """
 
-    divides_gradient = True  # for that same reason
+    divides_gradient = True  # because the learning rate rescales the weights
 
     def __init__(
         self, params: ParamsT, lr: float = 0.1, lamda1: float = 0.01, beta: float = 1, weight_decay: float = 0
@@ -98,7 +98,7 @@ class Ftrl(Rule):
         weights: Tensor, gradient: Tensor, states: Sequence[Tensor], step: int, lr: float, options: Options
     ) -> None:
         if not lr:
-            return  # as in FTML
+            return  # as in FTML: the formula divides by the rate
         z, n = states
         before = n.sqrt()
         root = n.addcmul_(gradient, gradient).sqrt()
@@ -109,9 +109,10 @@ class Ftrl(Rule):
 
 
 class DCASGD(Rule):
-    """SGD that makes up for a gradient's age by how far the weights have moved since (Zheng et al., 2016).
+    """SGD that compensates a stale gradient by how far the weights have moved meanwhile (Zheng et al., 2016).
 
-    As in MXNet that is since the last update, whoever made it, and momentum keeps steps, learning rate and all.
+    As in MXNet, the movement is measured since the last update by any worker, and momentum accumulates whole steps,
+    which include the learning rate.
     """
 
     def __init__(
@@ -141,12 +142,12 @@ class DCASGD(Rule):
 
 
 class Accumulate(Rule):
-    """MXNet's `test`: weights grow by the gradient, whatever the learning rate. For trying out stores."""
+    """MXNet's `test`: adds the gradient to the weights and ignores the learning rate. For tests of stores."""
 
     divides_gradient = True
 
     def __init__(self, params: ParamsT, lr: float = 0.01, weight_decay: float = 0) -> None:
-        """Both numbers are for whoever sets them in every optimizer; they do nothing."""
+        """`lr` and `weight_decay` have no effect; they are accepted because callers pass them to every optimizer."""
         super().__init__(params, lr=lr, weight_decay=weight_decay)
 
     @staticmethod

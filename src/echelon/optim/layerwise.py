@@ -1,6 +1,6 @@
-"""MXNet's optimizers that look at a parameter as a whole: rates from its norm (LARS, LBSGD, LAMB), or noise (SGLD).
+"""MXNet's optimizers that need a whole parameter: for its norm (LARS, LBSGD, LAMB), or for noise (SGLD).
 
-A norm is summed in float64, in blocks that do not depend on the number of threads, so it has the same bits everywhere.
+A norm is summed in float64, in blocks that do not depend on the number of threads, so its bits are reproducible.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BLOCK = 1024
 
 
 def squared_norm(tensor: Tensor) -> Tensor:
-    """The sum of squares, as one float64 on the tensor's device."""
+    """Return the sum of squares as one float64 on the tensor's device."""
     sums = tensor.detach().reshape(-1).double().square()
     while sums.numel() != 1:
         sums = pad(sums, (0, -sums.numel() % _BLOCK)).view(-1, _BLOCK).sum(1) if sums.numel() else sums.new_zeros(1)
@@ -28,10 +28,10 @@ def squared_norm(tensor: Tensor) -> Tensor:
 
 
 class LARS(Rule):
-    """SGD whose rate for a parameter is in proportion to its norm over its gradient's (You et al., 2017).
+    """SGD whose rate for a parameter is proportional to its norm divided by its gradient's norm (You et al., 2017).
 
-    `eta` None leaves a group of parameters (biases, norms) at the plain rate. Momentum keeps what the rate multiplies:
-    that is MXNet's momentum, corrected, as its default is, for changes of the rate.
+    With `eta` None, a group of parameters (biases, norms) uses the plain rate. Momentum accumulates gradients before
+    they are multiplied by the rate. That equals MXNet's momentum with its default correction for changes of the rate.
     """
 
     whole = True
@@ -61,9 +61,9 @@ class LARS(Rule):
 
 
 class LBSGD(Rule):
-    """MXNet's lbsgd with the warm-up strategy `lars`: as LARS, with another proportion, between 0.01 and 100.
+    """MXNet's lbsgd with the warm-up strategy `lars`: LARS with another ratio, limited to between 0.01 and 100.
 
-    MXNet takes the norm of the gradient that is summed over the batch: `batch_size` makes that of the mean.
+    MXNet uses the norm of the gradient summed over the batch, which is `batch_size` times that of the mean gradient.
     """
 
     whole = True
@@ -91,7 +91,7 @@ class LBSGD(Rule):
 def _descend(
     weights: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, options: Options, ratio: Tensor | None
 ) -> None:
-    """SGD with the gradient and its decay times `ratio`."""
+    """Make an SGD step with the decayed gradient multiplied by `ratio`."""
     change = gradient.add(weights, alpha=options["weight_decay"])
     if ratio is not None:
         change.mul_(ratio.to(change.dtype))
@@ -101,7 +101,7 @@ def _descend(
 
 
 class LAMB(Rule):
-    """Adam with decoupled decay, whose step for a parameter is as long as the parameter's norm (You et al., 2019)."""
+    """Adam with decoupled decay whose step for a parameter has the norm lr times the parameter's (You et al., 2019)."""
 
     whole = True
 
@@ -134,10 +134,10 @@ class LAMB(Rule):
 
 
 class SGLD(Rule):
-    """Langevin dynamics: half a gradient step, and noise of variance `lr`.
+    """Langevin dynamics: half a gradient step, plus noise of variance `lr`.
 
-    The noise of an update is a function of the seed, the parameter's number and its step, so processes that hold the
-    same parameters draw the same, and so does a run that is resumed. It is not known on servers.
+    The noise of an update is a function of the seed, the parameter's number and its step. So processes with the same
+    parameters draw the same noise, and so does a resumed run. Servers do not support it.
     """
 
     whole = True

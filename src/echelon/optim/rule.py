@@ -1,8 +1,8 @@
-"""What the optimizers here have in common: a rule, and the torch optimizer around it.
+"""The base class of the optimizers here: an update rule, and the torch optimizer around it.
 
-A rule changes one tensor in place by its gradient, given the states, how often it was updated, and the settings. The
-torch optimizer applies it to whole parameters, the servers to their pieces of them: the same calls on the same
-elements, so the same bits. A rule that is `whole` needs all of a parameter at once, and cannot be given pieces.
+A rule updates one tensor in place from its gradient, its states, the number of its updates and the settings. The torch
+optimizer applies the rule to whole parameters, and servers apply it to their pieces of them: the same operations on the
+same elements, so the same bits. A rule with `whole` set needs a whole parameter at once and rejects pieces.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Options = Mapping[str, Any]
 
 
 class Rule(Optimizer):
-    """A torch optimizer of one rule. Its states are `step` and those of `state_fills`; without those it has none."""
+    """A torch optimizer with one update rule. Its states are those of `state_fills` and, if there are any, `step`."""
 
     whole: ClassVar[bool] = False
-    divides_gradient: ClassVar[bool] = False  # for GSP: gamma divides the gradient, rather than the learning rate
+    divides_gradient: ClassVar[bool] = False  # under GSP, gamma divides the gradient instead of the learning rate
 
     def __init__(self, params: ParamsT, **settings: Any) -> None:
-        """Numbers below zero are refused as torch.optim does, by a ValueError."""
+        """Raises ValueError for negative settings, as torch.optim does."""
         for name in ("lr", "momentum", "weight_decay", "eps"):
             if not settings.get(name, 0) >= 0:
                 raise ValueError(f"Invalid {name}: {settings[name]}")
@@ -34,14 +34,14 @@ class Rule(Optimizer):
 
     @staticmethod
     def state_fills(options: Options) -> dict[str, float]:
-        """The names of a parameter's states, in the order in which `update` gets them, and their first values."""
+        """Return the names and initial values of a parameter's states, in the order in which `update` gets them."""
         return {"momentum_buffer": 0.0} if options.get("momentum") else {}
 
     @staticmethod
     def update(
         weights: Tensor, gradient: Tensor, states: Sequence[Tensor], step: int, lr: float, options: Options
     ) -> None:
-        """Update weights and states in place; the gradient is read only, and `step` counts from 1."""
+        """Update weights and states in place. The gradient must not be changed; `step` counts from 1."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -71,6 +71,6 @@ class Rule(Optimizer):
 
     @staticmethod
     def _count(state: dict[str, Any]) -> int:
-        """How often a parameter was updated, this time included. On the CPU, as torch.optim keeps it."""
+        """Count an update and return the number of updates. The count is on the CPU, as in torch.optim."""
         state["step"] = state.get("step", torch.tensor(0.0)) + 1
         return int(state["step"])

@@ -25,7 +25,7 @@ def follow(net: nn.Module, average: MovingAverage, values: list[float]) -> None:
         average.num_steps += 1
 
 
-def test_it_is_an_average_from_the_first_step_on() -> None:
+def test_the_average_is_exact_from_the_first_step() -> None:
     net = model(5.0)
     average = MovingAverage(net, 10)
     follow(net, average, [5.0])
@@ -33,25 +33,25 @@ def test_it_is_an_average_from_the_first_step_on() -> None:
         assert net.state_dict()["0.weight"].tolist() == [[pytest.approx(5.0)] * 2] * 2
 
 
-def test_late_values_count_more_and_training_does_not_see_it() -> None:
+def test_later_values_weigh_more_and_training_weights_are_restored() -> None:
     net = model(0.0)
     average = MovingAverage(net, 2)
     follow(net, average, [0.0, 0.0, 1.0])
     with average.applied():
-        # weights 1/2, 1/4, 1/8 from the last one back, of 7/8 in all
+        # weights 1/2, 1/4, 1/8 from the last value backwards, 7/8 in total
         assert net.state_dict()["0.weight"][0, 0] == pytest.approx(4 / 7)
         assert net.state_dict()["1.running_mean"][0] == 0
     assert net.state_dict()["0.weight"][0, 0] == 1.0
 
 
-def test_before_the_first_step_it_is_the_model() -> None:
+def test_before_the_first_step_the_average_is_the_model() -> None:
     net = model(3.0)
     with MovingAverage(net, 2).applied():
         assert net.state_dict()["0.weight"][0, 0] == 3.0
     assert MovingAverage(net, 2).state() == {}
 
 
-def test_a_checkpoint_has_it_and_goes_on_from_it() -> None:
+def test_an_average_continues_from_a_checkpoint() -> None:
     net, other = model(0.0), model(0.0)
     average, resumed = MovingAverage(net, 4), MovingAverage(other, 4)
     follow(net, average, [1.0, 2.0])
@@ -66,7 +66,7 @@ def test_a_checkpoint_has_it_and_goes_on_from_it() -> None:
 
 
 @pytest.mark.parametrize("horizon", [1, 4, 8, 16, 80])
-def test_it_is_an_average_when_it_goes_on_with_another_horizon(horizon: int) -> None:
+def test_a_resumed_average_is_rescaled_to_another_horizon(horizon: int) -> None:
     net = model(1.0)
     average, resumed = MovingAverage(net, 8), MovingAverage(net, horizon)
     follow(net, average, [1.0] * 8)
@@ -79,8 +79,7 @@ def test_it_is_an_average_when_it_goes_on_with_another_horizon(horizon: int) -> 
     assert averaged(net.state_dict(), resumed.state())["0.weight"][0, 0] == pytest.approx(1.0)
 
 
-def test_a_file_with_a_rounded_share_is_gone_on_with_unchanged() -> None:
-    """They had float32 once."""
+def test_a_float32_share_in_an_older_file_does_not_rescale_the_sums() -> None:
     net = model(1.0)
     average, resumed = MovingAverage(net, 10), MovingAverage(net, 10)
     follow(net, average, [1.0, 3.0])

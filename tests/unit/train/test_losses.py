@@ -1,4 +1,4 @@
-"""The loss and mixup: right by hand, drawn from the right distribution, the same again, and blind to values."""
+"""The loss and mixup: correct values, the right distribution, reproducible draws, and no reads on the host."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.0, 0.0]])
 LABELS = torch.tensor([0, 2])
 
 
-def by_hand(targets: list[list[float]]) -> float:
-    """Mean cross-entropy against whole distributions."""
+def expected_loss(targets: list[list[float]]) -> float:
+    """Return the mean cross-entropy with target distributions, computed in plain Python."""
     logs = [[x - math.log(sum(map(math.exp, row))) for x in row] for row in LOGITS.tolist()]
     samples = zip(targets, logs, strict=True)
     return -sum(t * log for target, row in samples for t, log in zip(target, row, strict=True)) / 2
 
 
-def test_plain() -> None:
-    assert float(cross_entropy(LOGITS, LABELS)) == pytest.approx(by_hand([[1, 0, 0], [0, 0, 1]]))
+def test_without_options_it_is_torchs_cross_entropy() -> None:
+    assert float(cross_entropy(LOGITS, LABELS)) == pytest.approx(expected_loss([[1, 0, 0], [0, 0, 1]]))
     assert torch.equal(cross_entropy(LOGITS, LABELS), functional.cross_entropy(LOGITS, LABELS))
 
 
 def test_label_smoothing() -> None:
     smooth = [[0.8, 0.1, 0.1], [0.1, 0.1, 0.8]]
-    assert float(cross_entropy(LOGITS, LABELS, label_smoothing=0.3)) == pytest.approx(by_hand(smooth))
+    assert float(cross_entropy(LOGITS, LABELS, label_smoothing=0.3)) == pytest.approx(expected_loss(smooth))
 
 
-def test_mixed_labels_count_by_their_shares() -> None:
+def test_mixed_labels_are_weighted() -> None:
     mixed = (torch.tensor([1, 1]), torch.tensor(0.75))
     assert float(cross_entropy(LOGITS, LABELS, mixed=mixed)) == pytest.approx(
-        by_hand([[0.75, 0.25, 0], [0, 0.25, 0.75]])
+        expected_loss([[0.75, 0.25, 0], [0, 0.25, 0.75]])
     )
     smooth = [[0.625, 0.275, 0.1], [0.1, 0.275, 0.625]]
-    assert float(cross_entropy(LOGITS, LABELS, 0.3, mixed)) == pytest.approx(by_hand(smooth))
+    assert float(cross_entropy(LOGITS, LABELS, 0.3, mixed)) == pytest.approx(expected_loss(smooth))
 
 
-def test_half_precision_logits_have_a_single_precision_loss() -> None:
+def test_half_precision_logits_give_a_float32_loss() -> None:
     logits = torch.zeros(8, 1000, dtype=torch.float16, requires_grad=True)
     loss = cross_entropy(logits, torch.arange(8))
     loss.backward()
@@ -55,7 +55,7 @@ def test_half_precision_logits_have_a_single_precision_loss() -> None:
     assert logits.grad is not None
 
 
-def test_every_image_is_blended_with_the_one_before() -> None:
+def test_every_image_is_blended_with_its_predecessor() -> None:
     images = torch.tensor([0.0, 10.0, 20.0, 40.0])[:, None, None, None].expand(4, 3, 2, 2)
     labels = torch.tensor([0, 1, 2, 3])
     blended, (others, weight) = blend(images, labels, torch.tensor(0.75))
@@ -64,7 +64,7 @@ def test_every_image_is_blended_with_the_one_before() -> None:
     assert float(weight) == 0.75
 
 
-def test_mixup_is_the_drawn_blend() -> None:
+def test_mixup_blends_with_the_drawn_weight() -> None:
     images, labels = torch.randn(5, 3, 4, 4), torch.arange(5)
     blended, (others, weight) = Mixup(0.4, seed=1, rank=2, first_step=1)(images, labels, clock=2)
     drawn = torch.tensor(draw_weight(0.4, 1, 2, 3))
@@ -81,8 +81,8 @@ def test_a_blend_keeps_layout_and_precision() -> None:
     assert blended.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_no_value_is_looked_at() -> None:
-    """Tensors of the meta device have none."""
+def test_no_value_is_read_on_the_host() -> None:
+    """Tensors on the meta device have no values to read."""
     images = torch.empty(4, 3, 8, 8, device="meta")
     labels = torch.empty(4, dtype=torch.int64, device="meta")
     blended, mixed = blend(images, labels, torch.empty((), device="meta"))
@@ -102,7 +102,7 @@ def test_compiles_as_one_graph() -> None:
 
 
 def weights(alpha: float, num: int = 4000) -> list[float]:
-    return [draw_weight(alpha, 7, 0, counter) for counter in range(num)]
+    return [draw_weight(alpha, 7, 0, step) for step in range(num)]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def weights(alpha: float, num: int = 4000) -> list[float]:
     ],
 )
 def test_the_weights_are_beta_distributed(alpha: float, cumulative: Callable[[float], float]) -> None:
-    """Kolmogorov's distance of 4000 draws; the draws are fixed, so this cannot flicker."""
+    """Kolmogorov-Smirnov distance of 4000 draws. The draws are fixed, so the test is not flaky."""
     drawn = sorted(weights(alpha))
     distance = max(abs(cumulative(x) - (i + 0.5) / len(drawn)) for i, x in enumerate(drawn))
     assert distance < 1.63 / math.sqrt(len(drawn))
@@ -130,17 +130,17 @@ def test_mean_and_variance_for_any_alpha(alpha: float) -> None:
     assert drawn.var() == pytest.approx(variance, rel=0.08)
 
 
-def test_draws_are_a_function_of_seed_epoch_and_counter() -> None:
+def test_draws_are_a_function_of_seed_rank_and_step() -> None:
     assert draw_weight(0.2, 1, 2, 3) == draw_weight(0.2, 1, 2, 3)
     others = {draw_weight(0.2, *where) for where in [(1, 2, 3), (2, 2, 3), (1, 3, 3), (1, 2, 4)]}
     assert len(others) == 4
     assert draw_weight(1.0, 0, 0, 0) == pytest.approx(
         0.19843729416625921, abs=1e-12
-    )  # a published run can be had again
+    )  # published runs stay reproducible
 
 
-def test_draws_are_not_those_of_the_augmentation() -> None:
-    """A sample of the same counter uses the seed's own numbers; from these the weights would be others."""
+def test_draws_differ_from_those_of_augmentation() -> None:
+    """Augmentation draws from the seed itself with the same counters; these numbers would give other weights."""
     radius, angle = uniforms(7, 0, np.array([0]), 2)[0].tolist()
     cosine = math.cos(2 * math.pi * angle)
     ratio = (1 / (1 - radius) - 1) * cosine**2
@@ -149,11 +149,11 @@ def test_draws_are_not_those_of_the_augmentation() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.0, -1.0, math.nan, math.inf])
-def test_alpha_must_be_a_number_above_nought(alpha: float) -> None:
+def test_alpha_must_be_finite_and_above_zero(alpha: float) -> None:
     with pytest.raises(UsageError, match=re.escape(f"mixup with alpha {alpha:g}: alpha must be finite and above 0")):
         draw_weight(alpha, 0, 0, 0)
 
 
-def test_bytes_are_refused() -> None:
+def test_integer_images_are_rejected() -> None:
     with pytest.raises(UsageError, match=re.escape("mixup of torch.uint8 images would round them")):
         blend(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.arange(2), torch.tensor(0.5))

@@ -1,4 +1,4 @@
-"""Metrics: MXNet's names and numbers, summed on the device without a look at any value."""
+"""Metrics: MXNet's names and values, summed on the device without reading a value on the host."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def test_accuracy_alone() -> None:
     assert metrics.means(metrics.measure(LOGITS, LABELS)) == {"accuracy": 0.25}
 
 
-@pytest.mark.parametrize(("k", "right"), [(2, 3), (3, 3), (4, 4), (5, 4)])  # 5: more than there are classes
-def test_top_k(k: int, right: int) -> None:
+@pytest.mark.parametrize(("k", "correct"), [(2, 3), (3, 3), (4, 4), (5, 4)])  # 5: more than there are classes
+def test_top_k(k: int, correct: int) -> None:
     metrics = Metrics(top_k=k)
     assert metrics.names == ("accuracy", f"top_k_accuracy_{k}")
-    assert metrics.measure(LOGITS, LABELS).tolist() == [1.0, right, 4.0]
+    assert metrics.measure(LOGITS, LABELS).tolist() == [1.0, correct, 4.0]
 
 
-def test_losses_are_the_mean_logarithm_of_the_right_probability() -> None:
+def test_losses_are_the_mean_negative_logarithm_of_the_correct_probability() -> None:
     metrics = Metrics(losses="ce,nll_loss")
     rows = zip(LOGITS.tolist(), LABELS.tolist(), strict=True)
     probabilities = [math.exp(row[label]) / sum(map(math.exp, row)) for row, label in rows]
@@ -41,14 +41,14 @@ def test_losses_are_the_mean_logarithm_of_the_right_probability() -> None:
     assert means["cross-entropy"] == means["nll-loss"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_hopeless_sample_costs_as_much_as_in_mxnet() -> None:
+def test_the_loss_of_one_sample_is_limited_as_in_mxnet() -> None:
     metrics = Metrics(losses="ce")
     means = metrics.means(metrics.measure(torch.tensor([[0.0, 1000.0]]), torch.tensor([0])))
     assert means["cross-entropy"] == pytest.approx(-math.log(1e-12))
 
 
-def test_half_precision_is_measured_in_single() -> None:
-    """A thousand probabilities of 1/1000 in float16 would be off by more than this."""
+def test_half_precision_logits_are_measured_in_float32() -> None:
+    """In float16, the loss of 1000 equal probabilities would have a larger error."""
     metrics = Metrics(losses="ce")
     means = metrics.means(metrics.measure(torch.zeros(64, 1000, dtype=torch.float16), torch.arange(64)))
     assert means["cross-entropy"] == pytest.approx(math.log(1000), rel=1e-6)
@@ -69,19 +69,19 @@ def test_loss_words(words: str, names: tuple[str, ...], caplog: pytest.LogCaptur
     assert not caplog.records
 
 
-def test_an_unknown_loss_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_loss_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert Metrics(losses="hinge,ce").names == ("accuracy", "cross-entropy")
     assert caplog.messages == ["--loss: unknown loss 'hinge' is ignored; choose from ce, nll_loss, nll"]
 
 
 @pytest.mark.parametrize("k", [1, -1])
-def test_top_one_is_refused(k: int) -> None:
+def test_top_1_and_negative_values_are_rejected(k: int) -> None:
     with pytest.raises(UsageError, match=re.escape(f"--top-k {k}: give 2 or more")):
         Metrics(top_k=k)
 
 
-def test_sums_of_batches_add_up_to_the_whole() -> None:
+def test_sums_of_batches_add_up() -> None:
     metrics = Metrics(top_k=3, losses="ce")
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(100, 7, generator=generator), torch.randint(7, (100,), generator=generator)
@@ -91,15 +91,15 @@ def test_sums_of_batches_add_up_to_the_whole() -> None:
     assert together["accuracy"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()))
 
 
-def test_no_samples_are_nan_and_other_sums_are_refused() -> None:
+def test_without_samples_means_are_nan_and_sums_of_a_wrong_shape_are_rejected() -> None:
     metrics = Metrics(top_k=5)
     assert all(math.isnan(value) for value in metrics.means(torch.zeros(3)).values())
     with pytest.raises(UsageError, match=re.escape("sums of shape (2,) for 2 metrics (accuracy, top_k_accuracy_5)")):
         metrics.means(torch.zeros(2))
 
 
-def test_no_value_is_looked_at() -> None:
-    """Tensors of the meta device have none: asking for one would fail here, as it would in a graph's capture."""
+def test_no_value_is_read_on_the_host() -> None:
+    """Tensors on the meta device have no values: reading one fails here, as it would while a graph is captured."""
     metrics = Metrics(top_k=2, losses="ce")
     logits = torch.empty(8, 10, device="meta", dtype=torch.bfloat16, requires_grad=True)
     sums = metrics.measure(logits, torch.empty(8, device="meta", dtype=torch.int64))
