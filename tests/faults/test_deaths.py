@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.schemes.engine import RELEASED_NOTHING
 from jobs import AFTER_PUSH, BEFORE_PUSH, IN_PULL, TESTS, ByHand, Fault, Gate, Job, Plan, Row, rows, until
 from leaks import segments_of
 
@@ -54,7 +55,7 @@ def test_killed_workers_leave_the_view_and_the_last_one_finishes(
         assert 0 <= view["at"] - death["at"] < VIEW_WITHIN_S
         told = f"[scheduler 0] view {view['number']}: {view['reason']}; {len(view['workers'])} workers go on\n"
         assert told in job.out
-    assert {row["released"] for row in job.events("left")} > {"the change releases nothing"} or "async" in plan.store
+    assert {row["released"] for row in job.events("left")} > {RELEASED_NOTHING} or "async" in plan.store
     (result,) = job.results().values()
     assert (result["rank"], result["workers"], result["shared"]) == (0, [0], not options)
     assert set(result["segments"]["server"]) <= set(result["segments"]["worker"]), "a dead worker's memory is kept"

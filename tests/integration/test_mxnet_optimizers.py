@@ -220,7 +220,7 @@ def test_sgld_continues_with_the_same_noise() -> None:
 def test_servers_that_divide_parameters_reject_norms(name: str) -> None:
     def program(kv: KVStore) -> None:
         model = seeded(Net)
-        with pytest.raises(UsageError, match=r"needs the norm of whole parameters, which 2 servers cut: .*\(-s 1\)"):
+        with pytest.raises(UsageError, match=r"needs the norm of .*, but 2 servers store parts of them: .*\(-s 1\)"):
             echelon.Trainer(model, BY_NORM[name](model), kv)
 
     on_one_worker(program, "dist_sync")

@@ -29,12 +29,12 @@ from echelon.schemes.engine import (
     ANSWERED,
     APPLIED,
     DUPLICATE,
-    GONE,
     HELD_FOR_BOUND,
     HELD_FOR_MEMBERS,
-    NOTHING,
+    NOT_A_MEMBER,
     OBSERVER,
     RELEASED,
+    RELEASED_NOTHING,
 )
 
 WORKERS = 4
@@ -112,7 +112,7 @@ class Anything(RuleBasedStateMachine):
         model, living, before = self.model, worker in self.model.living, self.model.done(key, worker)
         if kind == "leave":
             actions = model.leave(worker)
-            return actions, GONE if not living else RELEASED if actions else NOTHING
+            return actions, NOT_A_MEMBER if not living else RELEASED if actions else RELEASED_NOTHING
         if kind == "pull":
             actions = model.pull(worker, key, clock)
             held = HELD_FOR_MEMBERS if before < clock else HELD_FOR_BOUND
@@ -120,7 +120,7 @@ class Anything(RuleBasedStateMachine):
         seen = clock < model.next_clock(key, worker) or (worker, clock) in model.keys[key].pending
         actions = model.push(worker, key, clock, *rest)
         new = APPLIED if model.done(key, worker) > before else HELD_FOR_MEMBERS
-        return actions, GONE if not living else DUPLICATE if seen else new
+        return actions, NOT_A_MEMBER if not living else DUPLICATE if seen else new
 
     def send(self, *message: object) -> None:
         self.sent.append(message)

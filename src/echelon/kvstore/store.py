@@ -37,7 +37,7 @@ from echelon.kvstore.arguments import (
 )
 from echelon.kvstore.optimizer_spec import spec_by_name, spec_of
 from echelon.observe.events import EventLog
-from echelon.server.optimization import WHOLE_NUMBERS
+from echelon.server.optimization import INTEGER_KEY
 
 CLOSED = "this store is closed, and nothing can be asked of it any more; close it after the last call"
 
@@ -207,7 +207,7 @@ class KVStore(ABC):
             for tensor in tensors:
                 self._check_fit(spec, tensor, "pushed")
             if self.optimizer_spec is not None and not tensors[0].is_floating_point():
-                raise UsageError(f"worker {self.rank}: key {spec.name!r} is {spec}: {WHOLE_NUMBERS}")
+                raise UsageError(f"worker {self.rank}: key {spec.name!r} is {spec}: {INTEGER_KEY}")
             total = reduced(tensors)
             if self._check_finite and not is_finite(total):
                 raise UsageError(

@@ -1,15 +1,16 @@
-"""One machine for every scheme: it sees (worker, key, clock) and says what to hold, apply and answer.
+"""The engine of all schemes: for each push and pull it decides what to hold, apply and answer.
 
-A worker's clock for a key is how often it has pushed that key. Pushes of clock c from the members of a group form
-round c of that group. A round is applied when every living member has pushed it and the round before is applied;
-rounds apply in order, whatever order messages arrive in. A pull at clock c is answered when the worker's group has
-applied c rounds (it sees its own writes) and c is at most `bound` ahead of the slowest living group.
+A worker's clock for a key counts how often the worker has pushed that key. The pushes of clock c by the members of a
+group form round c of that group. A round is applied when every active member has pushed it and the round before it is
+applied. Rounds are applied in order, in whatever order messages arrive. A pull at clock c is answered when the worker's
+group has applied c rounds (so the worker sees its own updates) and c is at most `bound` ahead of the slowest active
+group.
 
     push(c) ──> round c of the group ──complete, in order──> Apply (version += 1, group clock += 1)
-    pull(c) ──> group clock >= c and c - min(living group clocks) <= bound ──> Reply, else held
+    pull(c) ──> group clock >= c and c - min(active group clocks) <= bound ──> Reply, else held
 
-The machine never forgets to look again: each apply and each death re-evaluates every held pull it can release, and
-nothing waits for the dead. What a dead worker had pushed stays in its round and counts.
+Each applied round and each worker that leaves cause the held pulls to be checked again, so no pull waits for a worker
+that has left. What a worker pushed before it left stays in its round and counts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from echelon.schemes.rules import Rules
 
 
 class Contribution(NamedTuple):
-    """One worker's part of an update. `staleness`: updates others made since this worker last read the key."""
+    """One worker's part of an update. `staleness`: updates by others since this worker last read the key."""
 
     worker: int
     samples: float
@@ -30,7 +31,7 @@ class Contribution(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Sum these contributions (rank order) and update the key once, the step divided by `gamma`."""
+    """Sum these contributions in rank order and update the key once, with the step divided by `gamma`."""
 
     key: int
     clock: int
@@ -40,7 +41,7 @@ class Apply(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """Answer this worker's pull of clock `clock` with the key as it is now."""
+    """Answer this worker's pull at `clock` with the present value of the key."""
 
     key: int
     worker: int
@@ -49,7 +50,7 @@ class Reply(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What to do, in order, and why."""
+    """What to do, in this order, and why."""
 
     actions: tuple[Apply | Reply, ...]
     reason: str
@@ -57,42 +58,44 @@ class Decision(NamedTuple):
 
 APPLIED = "the round is complete"
 HELD_FOR_MEMBERS = "held: members of the group have not pushed this clock"
-HELD_FOR_BOUND = "held: too far ahead of the slowest"
+HELD_FOR_BOUND = "held: too far ahead of the slowest group"
 ANSWERED = "nothing to wait for"
-DUPLICATE = "seen before: applied once already or waiting in its round"
-OBSERVER = "answered: the worker takes no part and only looks"
-GONE = "the worker is not in the view"
+DUPLICATE = "seen before: already applied or waiting in its round"
+OBSERVER = "answered: the worker does not take part and only reads"
+NOT_A_MEMBER = "the worker is not in the view"
 RELEASED = "released by a change of the view"
-NOTHING = "the change releases nothing"
+RELEASED_NOTHING = "the change of the view releases nothing"
 
 _IGNORED = Decision((), DUPLICATE)
-_FROM_THE_GONE = Decision((), GONE)
+_REJECTED = Decision((), NOT_A_MEMBER)
 
 
 class _Group:
-    """One group's rounds of one key."""
+    """The rounds of one group for one key."""
 
     __slots__ = ("clock", "rounds", "seen")
 
     def __init__(self, clock: int) -> None:
         self.clock = clock  # rounds applied
-        self.seen = 0  # the key's version just after this group's last update
+        self.seen = 0  # the version of the key after this group's last update
         self.rounds: dict[int, dict[int, float]] = {}  # clock -> worker -> samples
 
 
 class _Key:
+    """The state of one key."""
+
     __slots__ = ("groups", "held", "read", "starts", "version")
 
     def __init__(self) -> None:
         self.version = 0
         self.groups: dict[int, _Group] = {}
         self.held: dict[tuple[int, int], None] = {}  # (worker, clock) of held pulls, oldest first
-        self.read: dict[int, int] = {}  # worker -> version it read last
-        self.starts: dict[int, int] = {}  # worker that came later -> its first clock
+        self.read: dict[int, int] = {}  # worker -> version that it read last
+        self.starts: dict[int, int] = {}  # worker that joined later -> its first clock
 
 
 class Engine:
-    """The scheme's state for all keys of one server."""
+    """The state of the scheme for all keys of one server."""
 
     def __init__(self, rules: Rules, workers: Iterable[int]) -> None:
         self.rules = rules
@@ -103,54 +106,54 @@ class Engine:
 
     @property
     def workers(self) -> set[int]:
-        """The living."""
+        """The active workers."""
         return set().union(*self._members.values())
 
-    def lives(self, worker: int) -> bool:
-        """Whether a worker takes part."""
+    def is_active(self, worker: int) -> bool:
+        """Return whether a worker takes part."""
         return worker in self._members.get(self.rules.group_of(worker), ())
 
-    def group_lives(self, worker: int) -> bool:
-        """Whether anybody of a worker's group takes part."""
+    def group_is_active(self, worker: int) -> bool:
+        """Return whether any member of a worker's group takes part."""
         return self.rules.group_of(worker) in self._members
 
     def add_key(self, key: int) -> None:
-        """Start a key at version 0, clock 0."""
+        """Start a key at version 0 and clock 0."""
         state = self._keys[key] = _Key()
         for group in self._members:
             state.groups[group] = _Group(0)
 
     def untouched(self, key: int) -> bool:
-        """Whether nobody has pushed a key or waits for it, and nobody came later: all such keys have one state."""
+        """Return whether a key has no pushes, held pulls or late workers. All such keys have the same state."""
         state = self._keys[key]
         begun = state.version or state.held or state.starts
         return not begun and not any(g.clock or g.rounds for g in state.groups.values())
 
     def unite(self, keys: Iterable[int], lane: int) -> None:
-        """Untouched keys become one, called `lane`."""
+        """Let one state named `lane` replace the states of untouched keys."""
         states = [self._keys.pop(key) for key in keys]
         self._keys[lane] = states[0]
 
     def split(self, lane: int, keys: Iterable[int]) -> None:
-        """What was one becomes several, each with the history that they share."""
+        """Replace a state by several, each with a copy of its history."""
         state = self._keys.pop(lane)
         for key in keys:
             self._keys[key] = copy.deepcopy(state)
 
     def version(self, key: int) -> int:
-        """Updates applied to a key."""
+        """Return the number of updates applied to a key."""
         return self._keys[key].version
 
     def clock(self, worker: int, key: int) -> int:
-        """Rounds that the worker's group has applied to a key; 0 if the group was gone before the key came."""
+        """Return how many rounds the worker's group has applied; 0 if the group had left before the key was added."""
         group = self._keys[key].groups.get(self.rules.group_of(worker))
         return group.clock if group else 0
 
     def push(self, worker: int, key: int, clock: int, samples: float) -> Decision:
-        """A worker's gradient of `clock` (its first is clock 0) is there; `samples` 0: it has none this time."""
+        """Record a worker's push of `clock`, which starts at 0. With `samples` 0 the push carries no gradient."""
         group_id = self.rules.group_of(worker)
         if worker not in self._members.get(group_id, ()):
-            return _FROM_THE_GONE
+            return _REJECTED
         state = self._keys[key]
         group = state.groups[group_id]
         early = clock < max(group.clock, state.starts.get(worker, 0))
@@ -163,7 +166,7 @@ class Engine:
         return Decision(tuple(actions), APPLIED if group.clock > before else HELD_FOR_MEMBERS)
 
     def pull(self, worker: int, key: int, clock: int) -> Decision:
-        """A worker that has pushed `clock` rounds asks for the key; one that takes no part waits for nothing."""
+        """Decide on the pull of a worker that has pushed `clock` rounds. An inactive worker never waits."""
         group_id = self.rules.group_of(worker)
         state = self._keys[key]
         if worker not in self._members.get(group_id, ()):
@@ -177,11 +180,11 @@ class Engine:
         return Decision((self._reply(key, state, worker, clock),), ANSWERED)
 
     def leave(self, worker: int) -> Decision:
-        """A worker has died or finished: nothing waits for it any more, and its own held pulls are dropped."""
+        """Remove a worker that died or finished: nothing waits for it, and its own held pulls are dropped."""
         group_id = self.rules.group_of(worker)
         members = self._members.get(group_id, set())
         if worker not in members:
-            return _FROM_THE_GONE
+            return _REJECTED
         members.discard(worker)
         if not members:
             del self._members[group_id]
@@ -192,17 +195,17 @@ class Engine:
             if members:
                 self._advance(key, state, group_id, actions)
             self._release(key, state, actions)
-        return Decision(tuple(actions), RELEASED if actions else NOTHING)
+        return Decision(tuple(actions), RELEASED if actions else RELEASED_NOTHING)
 
     def join(self, worker: int) -> dict[int, int]:
-        """A worker comes new or back, at the next clock. Returns its first clock for every key."""
+        """Add a new or returning worker at the next clock. Return its first clock for every key."""
         group_id = self.rules.group_of(worker)
         alone = not self._members.get(group_id)
         firsts: dict[int, int] = {}
         for key, state in self._keys.items():
             if alone:
                 others = [self._slowest(state)] if self._members else [g.clock for g in state.groups.values()]
-                before = state.groups.get(group_id)  # its clocks are spent: none may be applied a second time
+                before = state.groups.get(group_id)  # none of its clocks may be applied a second time
                 clock = max([*others, before.clock if before else 0])
                 group = state.groups[group_id] = _Group(clock)
                 group.seen = state.version
@@ -215,7 +218,7 @@ class Engine:
         return firsts
 
     def missing(self, worker: int, key: int, clock: int) -> dict[int, int]:
-        """Who keeps a pull of `worker` at `clock` waiting: worker -> the clock it must still push. Empty: nobody."""
+        """Return the workers that a pull of `worker` at `clock` waits for, each with the clock it must still push."""
         state = self._keys[key]
         group_id = self.rules.group_of(worker)
         if group_id not in self._members:
@@ -236,14 +239,14 @@ class Engine:
         return behind
 
     def _advance(self, key: int, state: _Key, group_id: int, actions: list[Apply | Reply]) -> None:
-        """Apply every round of a group that is complete now, then answer what that releases."""
+        """Apply every complete round of a group, then answer the pulls which that releases."""
         group = state.groups[group_id]
         before = group.clock
         while self._required(state, group_id, group.clock) <= group.rounds.get(group.clock, {}).keys():
             if group.clock in group.rounds:
                 self._apply(key, state, group, actions)
             else:
-                group.clock += 1  # nobody is expected: all members came later, and their first clock lies ahead
+                group.clock += 1  # no pushes are expected: all members joined later, at a later clock
         if group.clock != before and state.held:
             self._release(key, state, actions)
 

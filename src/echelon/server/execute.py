@@ -1,10 +1,10 @@
-"""Carrying out updates and answers: sum gradients, step the optimizer, hand weights out, a cache full at a time.
+"""Runs updates and copies: sums gradients, applies the optimizer and writes new weights to workers.
 
-A step touches gradients of every worker, the weights, the optimizer's state and every worker's copy of the weights.
-Doing all of it for one chunk that fits the cache before going to the next means each byte crosses the memory bus
-once, instead of once for every array operation.
+A step reads the gradients of every worker, updates the weights and the optimizer state, and writes every worker's copy
+of the weights. `Storage.run` does all of this for one chunk that fits the CPU cache before it starts the next chunk. So
+each byte crosses the memory bus once, instead of once for every array operation.
 
-Neighbouring keys that are treated alike form one *run*, so the cost does not grow with the number of keys.
+Neighbouring keys that are treated alike form one run, so the cost does not grow with the number of keys.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from echelon.cluster.placement import Layout, Piece, Segment, join
-from echelon.server.factored import Factored, sums
+from echelon.server.factored import Factored, summed_blocks
 from echelon.server.kernels import Kernel
 from echelon.server.memory import Window, master_dtype, zeros
 
-_REMEMBERED = 4096
-CHUNK = 131_072  # elements: half a megabyte an array; smaller spends its time in calls, larger leaves the cache
+_MAX_CACHED = 4096
+CHUNK = 131_072  # elements, half a megabyte of float32: smaller chunks cost more calls, larger ones leave the cache
 
 
-class Part(NamedTuple):
+class WeightedGradient(NamedTuple):
     """A worker's gradient and its weight in the sum."""
 
     window: Window
@@ -34,9 +34,9 @@ class Part(NamedTuple):
 
 
 class Update(NamedTuple):
-    """How a key is to be updated. `kernel` None: the sum replaces the weights. Equal updates can share a run."""
+    """How keys are updated. `kernel` None: the sum replaces the weights. Keys with equal updates can share a run."""
 
-    parts: tuple[Part, ...]
+    gradients: tuple[WeightedGradient, ...]
     kernel: Kernel | None
     step: int
     lr: float
@@ -44,15 +44,15 @@ class Update(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Some keys' update (if any) and the windows their new weights go to."""
+    """The update of some keys, if any, and the windows that their new weights are copied to."""
 
     keys: tuple[int, ...]
     update: Update | None
     outputs: tuple[Window, ...]
 
 
-class Store:
-    """A server's packed weights and optimizer state."""
+class Storage:
+    """The weights and optimizer states of one server, packed."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
         self._layout = layout
@@ -63,7 +63,7 @@ class Store:
         self._joined: dict[tuple[int, ...], list[Piece]] = {}
 
     def weights(self, piece: Piece) -> Tensor:
-        """The stored elements of a piece."""
+        """Return the stored weights of a piece, as a view."""
         stored = self._weights.get(piece.segment)
         if stored is None:
             segment = self._layout.segments[piece.segment]
@@ -71,7 +71,7 @@ class Store:
         return stored[piece.local : piece.local + piece.stop - piece.start]
 
     def states(self, piece: Piece, kernel: Kernel) -> list[Tensor]:
-        """The optimizer's state of a piece, made when first asked for."""
+        """Return the optimizer states of a piece, as views. They are created at first use."""
         fills = kernel.state_fills()
         states = self._states.setdefault(piece.segment, [])
         segment = self._layout.segments[piece.segment]
@@ -84,14 +84,14 @@ class Store:
         return [state[piece.local : stop] for state in states[: len(fills)]]
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Carry tasks out, in order, neighbours together."""
+        """Run tasks in order. Neighbouring tasks with equal updates and outputs run together."""
         start = 0
         for index in range(1, len(tasks) + 1):
             if index == len(tasks) or tasks[index][1:] != tasks[start][1:]:
-                self._run_alike(tasks[start:index])
+                self._run_equal(tasks[start:index])
                 start = index
 
-    def _run_alike(self, tasks: Sequence[Task]) -> None:
+    def _run_equal(self, tasks: Sequence[Task]) -> None:
         _, update, outputs = tasks[0]
         keys = tasks[0].keys if len(tasks) == 1 else tuple(itertools.chain.from_iterable(task.keys for task in tasks))
         if update is not None and update.kernel is not None and update.kernel.whole:
@@ -100,28 +100,28 @@ class Store:
             return
         exact = update is not None and update.kernel is not None and update.kernel.exact
         pieces = self._exact_pieces(keys) if exact else self._joined_pieces(keys)
-        windows = [*(part.window for part in update.parts), *outputs] if update else outputs
-        for piece in itertools.chain.from_iterable(_without_seams(piece, windows) for piece in pieces):
+        windows = [*(gradient.window for gradient in update.gradients), *outputs] if update else outputs
+        for piece in itertools.chain.from_iterable(_cut_at_seams(piece, windows) for piece in pieces):
             if update is None:
                 self._copy(piece, outputs)
             else:
                 self._update(piece, update, outputs)
 
     def _joined_pieces(self, keys: tuple[int, ...]) -> list[Piece]:
-        """The keys' parts here with their padding, neighbours joined: few and long. Remembered, they recur."""
+        """Return the pieces of keys on this server with their padding, neighbours joined. Cached: requests repeat."""
         joined = self._joined.get(keys)
         if joined is None:
             slots = [self._layout.slots[key] for key in keys]
             joined = join(itertools.chain.from_iterable(self._layout.pieces(slot, self._rank) for slot in slots))
-            if len(self._joined) >= _REMEMBERED:
+            if len(self._joined) >= _MAX_CACHED:
                 self._joined.clear()
             self._joined[keys] = joined
         return joined
 
     def _exact_pieces(self, keys: tuple[int, ...]) -> list[Piece]:
         slots = [self._layout.slots[key] for key in keys]
-        parts = (self._layout.pieces(slot, self._rank, exact=True) for slot in slots)
-        return list(itertools.chain.from_iterable(parts))
+        pieces = (self._layout.pieces(slot, self._rank, exact=True) for slot in slots)
+        return list(itertools.chain.from_iterable(pieces))
 
     def _update(self, piece: Piece, update: Update, outputs: Sequence[Window]) -> None:
         weights = self.weights(piece)
@@ -129,9 +129,9 @@ class Store:
         states = self.states(piece, kernel) if kernel else []
         chunks = zip(
             _split(weights),
-            self._totals(update.parts, piece, weights.dtype),
-            _together(states),
-            _together([output.view(*piece[:3]) for output in outputs]),
+            self._sums(update.gradients, piece, weights.dtype),
+            _split_together(states),
+            _split_together([output.view(*piece[:3]) for output in outputs]),
             strict=False,
         )
         for weight, (total, scale), state, copies in chunks:
@@ -145,41 +145,43 @@ class Store:
                 _copy_into(copy, weight)
 
     def _update_whole(self, key: int, update: Update, kernel: Kernel, outputs: Sequence[Window]) -> None:
-        """A key that lies all here: its gradient put together, one call of the kernel, its weights handed out."""
-        windows = [*(part.window for part in update.parts), *outputs]
+        """Update a key with a kernel that needs all of it at once. The key is on this server only."""
+        windows = [*(gradient.window for gradient in update.gradients), *outputs]
         for whole in join(self._exact_pieces((key,))):
             weights = self.weights(whole)
-            gradient = torch.empty_like(weights)
-            pieces = list(_without_seams(whole, windows))
+            total = torch.empty_like(weights)
+            pieces = list(_cut_at_seams(whole, windows))
             for piece in pieces:
-                self._sum_into(gradient[piece.start - whole.start : piece.stop - whole.start], piece, update.parts)
-            kernel.update(weights, gradient, self.states(whole, kernel), update.step, update.lr, update.gamma, 1.0)
+                self._sum_into(total[piece.start - whole.start : piece.stop - whole.start], piece, update.gradients)
+            kernel.update(weights, total, self.states(whole, kernel), update.step, update.lr, update.gamma, 1.0)
             for piece in pieces:
                 self._copy(piece, outputs)
 
-    def _sum_into(self, gradient: Tensor, piece: Piece, parts: Sequence[Part]) -> None:
-        totals = self._totals(parts, piece, gradient.dtype)
-        for target, (total, scale) in zip(_split(gradient), totals, strict=True):
-            torch.mul(total, scale, out=target)
+    def _sum_into(self, target: Tensor, piece: Piece, gradients: Sequence[WeightedGradient]) -> None:
+        sums = self._sums(gradients, piece, target.dtype)
+        for part, (total, scale) in zip(_split(target), sums, strict=True):
+            torch.mul(total, scale, out=part)
 
-    def _totals(self, parts: Sequence[Part], piece: Piece, dtype: torch.dtype) -> Iterator[tuple[Tensor, float]]:
-        """The weighted sum of the parts over a piece, chunk by chunk, and a scale still to be applied."""
-        shares = [part.weight for part in parts]
-        factored = [part.window for part in parts if isinstance(part.window, Factored)]
-        if len(factored) == len(parts) and len(set(shares)) == 1:
-            for block in sums(factored, piece):
+    def _sums(
+        self, gradients: Sequence[WeightedGradient], piece: Piece, dtype: torch.dtype
+    ) -> Iterator[tuple[Tensor, float]]:
+        """Yield the weighted sum over a piece, chunk by chunk, each with a scale that is still to be applied."""
+        shares = [gradient.weight for gradient in gradients]
+        factored = [gradient.window for gradient in gradients if isinstance(gradient.window, Factored)]
+        if len(factored) == len(gradients) and len(set(shares)) == 1:
+            for block in summed_blocks(factored, piece):
                 for total in _split(block):
                     yield total, shares[0]
         else:
-            for gradients in zip(*(_chunks(part.window, piece) for part in parts), strict=True):
-                yield self._sum(gradients, shares, dtype)
+            for chunks in zip(*(_chunks(gradient.window, piece) for gradient in gradients), strict=True):
+                yield self._sum(chunks, shares, dtype)
 
     def _sum(self, gradients: Sequence[Tensor], shares: Sequence[float], dtype: torch.dtype) -> tuple[Tensor, float]:
-        """The weighted sum in rank order and a scale still to be applied. One of weight 1 is used where it lies."""
+        """Return the weighted sum in rank order and a scale to apply. A single gradient of weight 1 is not copied."""
         first, share = gradients[0], shares[0]
         if len(gradients) == 1 and share == 1 and first.dtype == dtype:
             return first, 1.0
-        total = self._room(first.shape[0], dtype)
+        total = self._scratch_tensor(first.shape[0], dtype)
         if any(other != share for other in shares):
             total.copy_(first).mul_(share)
             for gradient, other in zip(gradients[1:], shares[1:], strict=True):
@@ -202,36 +204,36 @@ class Store:
             for output in outputs:
                 _copy_into(output.view(piece.segment, chunk, stop), weights)
 
-    def _room(self, length: int, dtype: torch.dtype) -> Tensor:
-        room = self._scratch.get(dtype)
-        if room is None:
-            room = self._scratch[dtype] = torch.empty(CHUNK, dtype=dtype)
-        return room[:length]
+    def _scratch_tensor(self, length: int, dtype: torch.dtype) -> Tensor:
+        scratch = self._scratch.get(dtype)
+        if scratch is None:
+            scratch = self._scratch[dtype] = torch.empty(CHUNK, dtype=dtype)
+        return scratch[:length]
 
     def _size(self, segment: Segment) -> int:
         return self._layout.stored(segment, self._rank)
 
 
 def _split(array: Tensor) -> Sequence[Tensor]:
-    """Chunk by chunk. Most pieces of a small network are one: calling torch for that is a third of their update."""
+    """Split into chunks. A small network has pieces of one chunk; torch.split would cost a third of their update."""
     return (array,) if array.numel() <= CHUNK else torch.split(array, CHUNK)
 
 
-def _together(arrays: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
-    """Chunk by chunk, all arrays at once; for no arrays, for ever nothing."""
+def _split_together(arrays: Sequence[Tensor]) -> Iterable[tuple[Tensor, ...]]:
+    """Split all arrays into chunks and yield those of all arrays together. Without arrays, yield () forever."""
     return zip(*(_split(array) for array in arrays), strict=True) if arrays else itertools.repeat(())
 
 
 def _chunks(window: Window, piece: Piece) -> Iterable[Tensor]:
-    """A piece of a window chunk by chunk: what is multiplied out is made just before it is used."""
+    """Split a piece of a window into chunks. Factors are multiplied for each chunk just before it is used."""
     if not isinstance(window, Factored):
         return _split(window.view(*piece[:3]))
     starts = range(piece.start, piece.stop, CHUNK)
     return (window.view(piece.segment, start, min(start + CHUNK, piece.stop)) for start in starts)
 
 
-def _without_seams(piece: Piece, windows: Sequence[Window]) -> Iterable[Piece]:
-    """A piece cut where it is not contiguous in some window."""
+def _cut_at_seams(piece: Piece, windows: Sequence[Window]) -> Iterable[Piece]:
+    """Cut a piece where it is not contiguous in some window."""
     cuts = sorted({at for window in windows for at in window.seams(*piece[:3])})
     if not cuts:
         return (piece,)
@@ -242,7 +244,7 @@ def _without_seams(piece: Piece, windows: Sequence[Window]) -> Iterable[Piece]:
 
 
 def _copy_into(target: Tensor, source: Tensor) -> None:
-    """Both are contiguous. The C library's copy spares the bus the reading of what is overwritten: 6 % of a step."""
+    """Copy contiguous memory. Unlike torch, memmove does not read what it overwrites; that saves 6 % of a step."""
     if target.dtype == source.dtype:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
     else:

@@ -1,14 +1,16 @@
-"""The optimizers as in-place updates of flat pieces of memory, bit for bit what torch.optim does to whole tensors.
+"""The optimizers as in-place updates of flat pieces of memory, with the same bits as torch.optim on whole tensors.
 
-torch's five are element-wise, so a piece of a key (or a run over many keys) can be updated by itself. The unfused forms
-give the same bits wherever a tensor is cut. torch's fused SGD does too as long as no element falls into the scalar
-tail of a call: pieces are multiples of ALIGN, so it serves for the unfused form as well, in one pass. With
-`fused=True` the caller wants the fused form's own tails: `exact` asks for pieces that end where the key ends.
+torch's five optimizers are element-wise, so a piece of a key, or a run over many keys, can be updated by itself. The
+unfused forms give the same bits wherever a tensor is cut. torch's fused SGD does so too if no element falls into the
+scalar tail of a call. Pieces are multiples of ALIGN, so fused SGD also replaces the unfused form, in one pass. With
+`fused=True` the caller wants the scalar tails of the fused form itself: `exact` asks for pieces that end where the key
+ends.
 
-`gamma` (GSP's staleness) divides the step: SGD divides gradient and decay, so that momentum remembers the small
-step; the adaptive ones divide the learning rate, since they would normalise a smaller gradient away.
+`gamma` (the staleness in GSP) divides the step. SGD divides the gradient and the weight decay, so that the momentum
+contains the smaller step. The adaptive optimizers divide the learning rate, because they would normalize a smaller
+gradient.
 
-`Ruled` is any optimizer of `echelon.optim`; of those, some look at a key as a `whole`.
+`RuleKernel` runs any optimizer of `echelon.optim`; some of those need a key as a whole.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch.optim.rmsprop import rmsprop
 
 from echelon.errors import UsageError
 from echelon.optim import RULES, Rule
+from echelon.suggestions import unknown_name
 
 Options = Mapping[str, Any]
 States = Sequence[Tensor]
@@ -34,24 +37,24 @@ States = Sequence[Tensor]
 class Kernel:
     """One optimizer with one set of options."""
 
-    divides_gradient = False  # by gamma, rather than the learning rate
-    scales_gradient = False  # takes a sum with its scale, and so saves a pass over it
-    whole = False  # is to be given all of one key at a time
+    divides_gradient = False  # by gamma, instead of the learning rate
+    scales_gradient = False  # applies the scale of a sum itself, which saves a pass over the gradient
+    whole = False  # needs all elements of a key in one call
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.exact = bool(options.get("fused"))
 
     def state_fills(self) -> tuple[float, ...]:
-        """The first value of each state."""
+        """Return the initial value of each state."""
         raise NotImplementedError
 
     def update(
         self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int, scale: float
     ) -> None:
-        """Update a piece in place; `step` counts from 1. A gradient of scale 1 may be a worker's own: read only.
+        """Update a piece in place. `step` counts from 1, and `scale` is 1 unless the kernel `scales_gradient`.
 
-        `scale` is 1 unless the kernel `scales_gradient`.
+        With scale 1 the gradient may be the worker's own memory, so kernels must not write to it.
         """
         raise NotImplementedError
 
@@ -112,7 +115,7 @@ class Adam(Kernel):
             [states[0]],
             [states[1]],
             list(states[2:]),
-            [_before(step)],
+            [_steps_before(step)],
             foreach=False,
             fused=self.exact,
             amsgrad=options["amsgrad"],
@@ -145,7 +148,7 @@ class Adagrad(Kernel):
             [weights],
             [gradient],
             [states[0]],
-            [_before(step)],
+            [_steps_before(step)],
             foreach=False,
             fused=self.exact,
             lr=lr / gamma,
@@ -174,7 +177,7 @@ class RMSprop(Kernel):
             [states[0]],
             averages,
             rest,
-            [_before(step)],
+            [_steps_before(step)],
             foreach=False,
             lr=lr / gamma,
             alpha=options["alpha"],
@@ -186,8 +189,8 @@ class RMSprop(Kernel):
         )
 
 
-class Ruled(Kernel):
-    """An optimizer of echelon.optim."""
+class RuleKernel(Kernel):
+    """An optimizer of `echelon.optim`."""
 
     def __init__(self, rule: type[Rule], options: Options) -> None:
         super().__init__(options)
@@ -205,7 +208,7 @@ class Ruled(Kernel):
         self._rule.update(weights, gradient, states, step, rate, self.options)
 
 
-def _before(step: int) -> Tensor:
+def _steps_before(step: int) -> Tensor:
     return torch.tensor(float(step - 1))
 
 
@@ -215,18 +218,18 @@ KERNELS: dict[str, Callable[[Options], Kernel]] = {
     "adamw": AdamW,
     "adagrad": Adagrad,
     "rmsprop": RMSprop,
-    **{name: partial(Ruled, rule) for name, rule in RULES.items()},
+    **{name: partial(RuleKernel, rule) for name, rule in RULES.items()},
 }
 
 
 def kernel_for(name: str, options: Options) -> Kernel:
-    """The kernel behind an optimizer's name."""
+    """Return the kernel of an optimizer."""
     if name not in KERNELS:
-        raise UsageError(f"no optimizer {name!r} runs on the servers; there are {', '.join(sorted(KERNELS))}")
+        raise unknown_name("optimizer of the servers", name, sorted(KERNELS))
     try:
         kernel = KERNELS[name](options)
         float(options["lr"])
         kernel.state_fills()
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"the settings of optimizer {name!r} are incomplete or wrong: {error!r}") from error
+        raise UsageError(f"the options of optimizer {name!r} are incomplete or invalid: {error!r}") from error
     return kernel

@@ -1,8 +1,9 @@
-"""Lanes: keys that have always been pushed together share one state in the scheme engine, until they part.
+"""Lanes: keys that have always been pushed together share one state in the scheme engine.
 
-A trainer pushes the same buckets every step; deciding once for a bucket instead of once a key makes the cost of a step
-independent of the number of keys. It is invisible: keys pushed together from the start have the same history, so one
-state stands for all. The first request that names only some of them parts the lane in two, each with a copy of it.
+A trainer pushes the same buckets in every step. The engine decides once per bucket instead of once per key, so the cost
+of a step does not depend on the number of keys. The result is the same: keys that were pushed together from the start
+have the same history, so one state represents all of them. The first request that names only some keys of a lane splits
+it in two, each with a copy of the state.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections.abc import Callable, Sequence
 
 from echelon.schemes import Engine
 
-_REMEMBERED = 4096
+_MAX_CACHED = 4096
 
 
 class Lanes:
-    """Which lane each key is in. A key alone is its own lane, under its own number; joint lanes count down from -1."""
+    """The lane of each key. A single key is a lane with the number of the key; joint lanes count down from -1."""
 
     def __init__(
         self,
@@ -23,7 +24,7 @@ class Lanes:
         on_unite: Callable[[tuple[int, ...], int], bool],
         on_split: Callable[[int, tuple[int, ...]], None],
     ) -> None:
-        """`on_unite` may refuse: the owner has noted something for these keys that differs."""
+        """`on_unite` returns False if the caller's own state differs between these keys; then they stay separate."""
         self._engine = engine
         self._on_unite = on_unite
         self._on_split = on_split
@@ -33,33 +34,33 @@ class Lanes:
         self._next = -1
 
     def add(self, key: int) -> None:
-        """A key is new."""
+        """Add a new key."""
         self._engine.add_key(key)
         self._members[key] = (key,)
         self._lane_of[key] = key
 
     def keys(self, lane: int) -> tuple[int, ...]:
-        """The keys of a lane, in the order of the requests that made it."""
+        """Return the keys of a lane, in the order of the request that created it."""
         return self._members[lane]
 
     def lane_of(self, key: int) -> int:
-        """The lane of a key."""
+        """Return the lane of a key."""
         return self._lane_of[key]
 
     def __contains__(self, key: int) -> bool:
         return key in self._lane_of
 
     def has_seen(self, keys: Sequence[int]) -> bool:
-        """Whether a push of just these keys was resolved before; then they are good keys, and will be for ever."""
+        """Return whether a push of exactly these keys was resolved before. If so, they need no further check."""
         return (True, tuple(keys)) in self._requests
 
     def resolve(self, keys: Sequence[int], *, pushed: bool) -> list[int]:
-        """The lanes that a request's keys are, splitting lanes it names only a part of."""
+        """Return the lanes of a request's keys. Lanes of which it names only some keys are split first."""
         request = tuple(keys)
         lanes = self._requests.get((pushed, request))
         if lanes is None:
             lanes = self._resolve(request, pushed)
-            if len(self._requests) >= _REMEMBERED:
+            if len(self._requests) >= _MAX_CACHED:
                 self._requests.clear()
             self._requests[pushed, request] = lanes
         return lanes

@@ -1,7 +1,8 @@
-"""Tensors over raw memory: what a server stores, and what it sees of a worker.
+"""Tensors over raw memory: what a server stores, and what it reads and writes of a worker.
 
-A `Window` gives the elements [start, stop) of a segment as a tensor, wherever they are: in a worker's shared memory
-(`Mapped`) or in frames that came or will go over a socket (`Framed`). The code that sums and updates cannot tell.
+A `Window` returns elements [start, stop) of a segment as a tensor, wherever they are: in a worker's shared memory
+(`Mapped`), or in frames that were received or will be sent (`Framed`). The code that sums and updates does not
+distinguish them.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ _MASTERS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def master_dtype(name: str) -> torch.dtype:
-    """How a server stores a dtype: half precision is kept, summed and updated in float32."""
+    """Return the dtype that a server uses for a key: half precision is stored, summed and updated in float32."""
     dtype = TORCH_DTYPES[name]
     return _MASTERS.get(dtype, dtype)
 
 
 def zeros(length: int, dtype: torch.dtype) -> Tensor:
-    """Zeroed memory whose pages cost nothing until they are touched."""
+    """Return zeroed memory. Its pages are allocated when they are first used."""
     size = max(1, length) * dtype.itemsize
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE:
-        memory.madvise(mmap.MADV_HUGEPAGE)  # SGD over 51 MB takes a fifth less time than on small pages
+        memory.madvise(mmap.MADV_HUGEPAGE)  # saves a fifth of the time of SGD over 51 MB
     return torch.frombuffer(memory, dtype=dtype)[:length]
 
 
 def as_tensor(buffer: memoryview | bytearray, dtype: str) -> Tensor:
-    """The bytes of a buffer as a flat tensor, in place."""
+    """Return a flat tensor over the bytes of a buffer, without a copy."""
     return torch.frombuffer(buffer, dtype=TORCH_DTYPES[dtype])
 
 
 def frame_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """How pieces travel: neighbours joined, cut to frames of a few megabytes. Both ends compute the same list.
+    """Return the frames in which pieces travel: neighbours joined and cut to a few megabytes. Both ends compute them.
 
-    Cuts are at multiples of FRAME_ELEMENTS, which every stripe divides: a piece, being of one stripe, is in one frame.
+    Cuts are at multiples of FRAME_ELEMENTS, which every stripe divides. A piece is in one stripe, so in one frame.
     """
     frames = []
     for piece in join(pieces):
@@ -58,19 +59,19 @@ def frame_pieces(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 class Window(Protocol):
-    """A view of segments."""
+    """Access to the elements of segments."""
 
     def view(self, segment: int, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) as a tensor; they must not cross a seam."""
+        """Return elements [start, stop) as a tensor. The range must not cross a seam."""
         ...
 
     def seams(self, segment: int, start: int, stop: int) -> Sequence[int]:
-        """Where between start and stop neighbours in the segment are not neighbours in memory."""
+        """Return the positions between start and stop at which the memory is not contiguous."""
         ...
 
 
 class Mapped:
-    """A worker's memory, a tensor a segment; it grows as segments are attached."""
+    """A worker's shared memory: one tensor per attached segment."""
 
     def __init__(self) -> None:
         self.segments: dict[int, Tensor] = {}
@@ -83,7 +84,7 @@ class Mapped:
 
 
 class Framed:
-    """Frames, one a piece of `frame_pieces`."""
+    """Frames, one for each piece of `frame_pieces`."""
 
     def __init__(self, pieces: Sequence[Piece], frames: Sequence[Tensor]) -> None:
         self._frames = frames
@@ -103,22 +104,22 @@ class Framed:
         return [at for _, at in self._sorted[low:high]]
 
     def buffers(self) -> list[memoryview]:
-        """The frames as bytes, to send."""
+        """Return the frames as bytes, to send."""
         return [frame.view(torch.uint8).numpy().data for frame in self._frames]
 
 
 def empty_frames(pieces: Sequence[Piece], dtypes: Sequence[str]) -> Framed:
-    """Room for an answer: a frame a piece."""
+    """Allocate the frames of an answer, one per piece."""
     return Framed(
         pieces, [torch.empty(piece.stop - piece.start, dtype=TORCH_DTYPES[dtypes[piece.segment]]) for piece in pieces]
     )
 
 
 def received(frame: memoryview, dtype: str) -> Tensor:
-    """A frame that came in, in place."""
-    return as_tensor(bytearray(frame) if frame.readonly else frame, dtype)  # torch wants writable memory even to read
+    """Return a received frame as a tensor, without a copy if its memory is writable."""
+    return as_tensor(bytearray(frame) if frame.readonly else frame, dtype)  # torch needs writable memory even to read
 
 
 def received_frames(pieces: Sequence[Piece], frames: Sequence[memoryview], dtypes: Sequence[str]) -> Framed:
-    """What came in, in place. The caller has checked the lengths."""
+    """Return received frames as a window. The caller has checked their lengths."""
     return Framed(pieces, [received(frame, dtypes[p.segment]) for p, frame in zip(pieces, frames, strict=True)])

@@ -1,4 +1,4 @@
-"""Which optimizer runs on a server: its kernels, each lane's step count, and an update put in terms of them."""
+"""The optimizer of a server: its kernels, the step count of each lane, and the tasks of an update."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from echelon.cluster.messages import OptimizerSpec
 from echelon.cluster.placement import Layout
 from echelon.errors import UsageError
 from echelon.schemes import Apply
-from echelon.server.execute import Part, Task, Update
+from echelon.server.execute import Task, Update, WeightedGradient
 from echelon.server.kernels import Kernel, kernel_for
 from echelon.server.memory import Window
 
-WHOLE_NUMBERS = "an optimizer cannot update whole numbers"
-NO_OPTIMIZER = -1  # the group of keys that hold plain values: their sum replaces them
+INTEGER_KEY = "an optimizer cannot update integers"
+NO_OPTIMIZER = -1  # the group of keys with plain values: the sum of pushes replaces the value
 
 
 @dataclass(slots=True, eq=False)
-class Pushed:
-    """A gradient that waits to be applied. `samples` None: it counts as it is, without a share."""
+class PushedGradient:
+    """A gradient that waits to be applied. `samples` None: it is added without a weight."""
 
     window: Window
     samples: float | None
@@ -28,29 +28,29 @@ class Pushed:
 
 
 class Optimization:
-    """Until `agree` is called there is no optimizer, and sums replace the weights."""
+    """The optimizer and its step counts. Without an optimizer, the sum of a round replaces the weights."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._spec: OptimizerSpec | None = None
         self._kernels: list[Kernel] = []
-        self._plans: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # lane -> its keys by optimizer group
-        self._whole: set[int] = set()  # keys of whole numbers
+        self._plans: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # lane -> its keys by parameter group
+        self._integer_keys: set[int] = set()
         self.steps: dict[int, int] = {}  # lane -> updates so far
 
     @property
-    def chosen(self) -> bool:
-        """Whether there is an optimizer."""
+    def has_optimizer(self) -> bool:
+        """Whether an optimizer was set."""
         return self._spec is not None
 
-    def agree(self, spec: OptimizerSpec) -> None:
-        """Take the first optimizer; any other must be the same."""
+    def set_optimizer(self, spec: OptimizerSpec) -> None:
+        """Adopt the first optimizer. Later ones must be equal to it."""
         if self._spec is None:
             kernels = [kernel_for(spec.name, options) for options in spec.groups]
             if any(kernel.whole for kernel in kernels) and self._layout.num_servers > 1:
                 raise UsageError(
-                    f"{spec.name} needs the norm of whole parameters, which {self._layout.num_servers} servers cut: "
-                    "start the job with one server (-s 1), or use a store without servers"
+                    f"{spec.name} needs the norm of whole parameters, but {self._layout.num_servers} servers store "
+                    "parts of them: start the job with one server (-s 1), or use a store without servers"
                 )
             self._kernels = kernels
             self._spec = spec
@@ -59,32 +59,32 @@ class Optimization:
             raise UsageError(f"the servers run {_described(self._spec)}, but this worker set {_described(spec)}")
 
     def add(self, key: int) -> None:
-        """A new key, a lane by itself, without updates so far."""
+        """Add a new key, which is a lane by itself and has no updates."""
         self.steps[key] = 0
         if "float" not in self._layout.slots[key].spec.dtype:
-            self._whole.add(key)
+            self._integer_keys.add(key)
 
     def check_keys(self, keys: Sequence[int]) -> None:
-        """A kernel would fail on whole numbers in the middle of an update, and end the server."""
-        for key in self._whole.intersection(keys) if self._whole else ():
+        """Reject integer keys, because a kernel would fail on them in the middle of an update and stop the server."""
+        for key in self._integer_keys.intersection(keys) if self._integer_keys else ():
             if self._group(key) != NO_OPTIMIZER:
                 spec = self._layout.slots[key].spec
-                raise UsageError(f"key {spec.name!r} is {spec}: {WHOLE_NUMBERS}")
+                raise UsageError(f"key {spec.name!r} is {spec}: {INTEGER_KEY}")
 
     def check_rates(self, lrs: Sequence[float]) -> None:
-        """A push brings a rate for every group, or none at all."""
+        """Check that a push carries one learning rate per parameter group, or none."""
         if lrs and len(lrs) != len(self._kernels):
             raise UsageError(
-                f"{len(lrs)} learning rates came for an optimizer of {len(self._kernels)} parameter groups"
+                f"the push has {len(lrs)} learning rates, but the optimizer has {len(self._kernels)} parameter groups"
             )
 
     def kernel(self, key: int) -> Kernel | None:
-        """The kernel that updates a key, if one does."""
+        """Return the kernel that updates a key, or None if the key holds plain values."""
         group = self._group(key)
         return None if group == NO_OPTIMIZER else self._kernels[group]
 
-    def tasks(self, action: Apply, keys: tuple[int, ...], pushes: Sequence[Pushed]) -> list[Task]:
-        """An update of a lane as tasks, one for each optimizer group among its keys."""
+    def tasks(self, action: Apply, keys: tuple[int, ...], pushes: Sequence[PushedGradient]) -> list[Task]:
+        """Count an update of a lane and return its tasks, one for each parameter group among its keys."""
         self.steps[action.key] += 1
         total = sum(part.samples for part in action.contributions)
         shares = [
@@ -95,13 +95,15 @@ class Optimization:
         for group, members in self._plan(action.key, keys):
             kernel = None if group == NO_OPTIMIZER else self._kernels[group]
             divisor = action.gamma if kernel is not None and kernel.divides_gradient else 1
-            parts = tuple(Part(p.window, share / divisor) for p, share in zip(pushes, shares, strict=True))
+            gradients = tuple(
+                WeightedGradient(pushed.window, share / divisor) for pushed, share in zip(pushes, shares, strict=True)
+            )
             lr = self._rate(kernel, group, pushes[0].lrs)
-            tasks.append(Task(members, Update(parts, kernel, self.steps[action.key], lr, action.gamma), ()))
+            tasks.append(Task(members, Update(gradients, kernel, self.steps[action.key], lr, action.gamma), ()))
         return tasks
 
     def unite(self, keys: tuple[int, ...], lane: int) -> bool:
-        """Keys become a lane, unless loaded states left them at different steps."""
+        """Merge keys into a lane. Return False if their step counts differ because states were loaded."""
         if len({self.steps[key] for key in keys}) > 1:
             return False
         for key in keys:
@@ -110,7 +112,7 @@ class Optimization:
         return True
 
     def split(self, lane: int, parts: tuple[int, ...]) -> None:
-        """A lane becomes several."""
+        """Replace a lane by its parts."""
         self._plans.pop(lane, None)
         self.steps |= dict.fromkeys(parts, self.steps.pop(lane))
 
@@ -120,7 +122,7 @@ class Optimization:
         return lrs[group] if lrs else float(kernel.options["lr"])
 
     def _plan(self, lane: int, keys: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
-        """A lane's keys, neighbours of the same optimizer group together."""
+        """Return the keys of a lane; neighbours of the same parameter group are together."""
         plan = self._plans.get(lane)
         if plan is None:
             grouped = itertools.groupby(keys, self._group)

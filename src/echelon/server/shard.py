@@ -1,6 +1,7 @@
-"""A server's state and everything it does with a request; where messages come from and go to is the loop's business.
+"""One server's part of the store: what it does with each request. Sending and receiving is the job of `serve`.
 
-Here is what workers must agree on and what a server knows of each; `exchange` has the pushes and pulls.
+This module checks what all workers must agree on and dispatches requests. `pending_requests` handles pushes and pulls,
+`optimization` the optimizer, `execute` the arithmetic.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from echelon.cluster.messages import (
     States,
     Status,
 )
-from echelon.cluster.placement import ITEM_BYTES, Layout, Piece
+from echelon.cluster.placement import Layout
 from echelon.errors import UsageError
 from echelon.schemes import Engine, rules_for
-from echelon.server.exchange import Exchange
-from echelon.server.execute import Part, Store, Task, Update
-from echelon.server.factored import Factored, factors_length
-from echelon.server.memory import Mapped, Window, as_tensor, empty_frames, frame_pieces, received, received_frames
-from echelon.server.optimization import Optimization, Pushed
+from echelon.server.execute import Storage, Task, Update, WeightedGradient
+from echelon.server.memory import Mapped, as_tensor
+from echelon.server.optimization import Optimization, PushedGradient
+from echelon.server.pending_requests import PendingRequests
+from echelon.server.request_tensors import RequestTensors
 
 Answer = Callable[[int, Response, Sequence[memoryview]], None]
 AttachMemory = Callable[[str], memoryview | None]
@@ -46,7 +47,7 @@ AttachMemory = Callable[[str], memoryview | None]
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """What a server knows of a worker."""
+    """A worker's attached memory, and when it last pushed."""
 
     gradients: Mapped = field(default_factory=Mapped)
     weights: Mapped = field(default_factory=Mapped)
@@ -54,7 +55,7 @@ class _Worker:
 
 
 class Shard:
-    """One server's part of the store. `answer(worker, response, frames)` sends."""
+    """The keys of one server. `answer(worker, response, frames)` sends; `attach(descriptor)` maps shared memory."""
 
     def __init__(
         self, rank: int, num_servers: int, workers: Sequence[int], answer: Answer, attach: AttachMemory
@@ -63,14 +64,15 @@ class Shard:
         self._answer = answer
         self._attach = attach
         self._layout = Layout(num_servers)
-        self._store = Store(self._layout, rank)
+        self._tensors = RequestTensors(self._layout, rank)
+        self._storage = Storage(self._layout, rank)
         self._optimization = Optimization(self._layout)
         self._workers = {worker: _Worker() for worker in workers}
         self._config: Configure | None = None
-        self._exchange: Exchange | None = None
+        self._requests: PendingRequests | None = None
 
     def handle(self, worker: int, request: Request, frames: Sequence[memoryview]) -> None:
-        """Carry a request out or say why not; a bad one changes nothing."""
+        """Carry out a request, or answer why it is rejected. A rejected request changes nothing."""
         try:
             response = self._respond(worker, request, frames)
         except UsageError as error:
@@ -79,14 +81,14 @@ class Shard:
             self._answer(worker, *response)
 
     def leave(self, worker: int) -> str:
-        """A worker is out of the view. Returns the reason of what that released."""
+        """Remove a worker that is not in the view any more. Return the engine's reason."""
         self._workers.pop(worker, None)
-        return self._exchange.forget(worker) if self._exchange is not None else ""
+        return self._requests.remove(worker) if self._requests is not None else ""
 
     def _respond(
         self, worker: int, request: Request, frames: Sequence[memoryview]
     ) -> tuple[Response, Sequence[memoryview]] | None:
-        """The answer; None if it comes later, from the exchange."""
+        """Return the answer, or None if PendingRequests answers later."""
         match request:
             case Push():
                 self._push(worker, request, frames)
@@ -107,130 +109,83 @@ class Shard:
             case Init():
                 self._init(worker, request, frames)
             case SetOptimizer():
-                self._optimization.agree(request.spec)
+                self._optimization.set_optimizer(request.spec)
             case PutStates():
                 self._put_states(request, frames)
             case Retire():
-                self._running().retire(worker)
+                self._configured().retire(worker)
         return Done(request.id), ()
 
-    # --- what workers agree on
+    # --- what all workers agree on
 
     def _configure(self, request: Configure) -> None:
         known = self._config
         if known is None:
             engine = Engine(rules_for(request.store, request.staleness, request.groups), self._workers)
-            self._exchange = Exchange(engine, self._store, self._optimization, self._answer)
+            self._requests = PendingRequests(engine, self._storage, self._optimization, self._answer)
             self._config = request
         elif (known.store, known.staleness, known.groups) != (request.store, request.staleness, request.groups):
             raise UsageError(
-                f"worker {known.rank} created {_described(known)} but worker {request.rank} {_described(request)}; "
-                "all workers must create the same store"
+                f"worker {known.rank} created {_described(known)}, but worker {request.rank} created "
+                f"{_described(request)}; all workers must create the same store"
             )
 
     def _attach_segment(self, worker: int, request: Attach) -> None:
         gradients, weights = self._attach(request.gradients), self._attach(request.weights)
         if gradients is None or weights is None:
-            raise UsageError("this worker's memory is out of reach")
+            raise UsageError("the server cannot attach this worker's memory")
         self._layout.adopt([request.segment], [])
-        known = self._workers[worker]
-        known.gradients.segments[request.segment.index] = as_tensor(gradients, request.segment.dtype)
-        known.weights.segments[request.segment.index] = as_tensor(weights, request.segment.dtype)
+        memory = self._workers[worker]
+        memory.gradients.segments[request.segment.index] = as_tensor(gradients, request.segment.dtype)
+        memory.weights.segments[request.segment.index] = as_tensor(weights, request.segment.dtype)
 
     def _init(self, worker: int, request: Init, frames: Sequence[memoryview]) -> None:
-        lanes = self._running().lanes
+        lanes = self._configured().lanes
         self._layout.adopt(request.segments, request.slots)
-        known = self._workers[worker]
-        window = self._incoming(known.weights, [slot.key for slot in request.slots], frames, request.framed)
-        fresh = tuple(slot.key for slot in request.slots if slot.key not in lanes)
-        for key in fresh:
+        keys = tuple(slot.key for slot in request.slots)
+        values = self._tensors.incoming(self._workers[worker].weights, keys, frames, request.framed)
+        new_keys = tuple(key for key in keys if key not in lanes)
+        for key in new_keys:
             lanes.add(key)
             self._optimization.add(key)
-        keys = tuple(slot.key for slot in request.slots) if request.overwrite else fresh
-        self._store.run([Task(keys, Update((Part(window, 1.0),), None, 0, 0.0, 1), ())])
+        written = keys if request.overwrite else new_keys
+        self._storage.run([Task(written, Update((WeightedGradient(values, 1.0),), None, 0, 0.0, 1), ())])
 
     # --- push and pull
 
     def _push(self, worker: int, request: Push, frames: Sequence[memoryview]) -> None:
-        exchange = self._running()
+        requests = self._configured()
         self._check_keys(request.keys)
-        if not exchange.engine.lives(worker):
+        if not requests.engine.is_active(worker):
             raise UsageError("this worker has retired: it can pull, but not push")
-        rules = exchange.engine.rules
-        if not rules.sums_over_everybody and not self._optimization.chosen:
+        rules = requests.engine.rules
+        if not rules.sums_over_everybody and not self._optimization.has_optimizer:
             raise UsageError(f"{rules.name} needs an optimizer on the servers: call set_optimizer before push")
         self._optimization.check_keys(request.keys)
         self._optimization.check_rates(request.lrs)
-        known = self._workers[worker]
-        window = self._pushed_window(known.gradients, request, frames)
-        pushed = Pushed(window, request.samples, request.lrs)
-        known.last_push = time.monotonic()
-        output = self._outgoing(known.weights, request.keys, request.framed) if request.pull else None
+        memory = self._workers[worker]
+        window = self._tensors.pushed(memory.gradients, request, frames)
+        gradient = PushedGradient(window, request.samples, request.lrs)
+        memory.last_push = time.monotonic()
+        output = self._tensors.outgoing(memory.weights, request.keys, request.framed) if request.pull else None
         if request.halt:
-            exchange.ask_to_halt(request.clock)
-        exchange.push(worker, request.id, request.keys, request.clock, pushed, output)
+            requests.halt_after(request.clock)
+        requests.push(worker, request.id, request.keys, request.clock, gradient, output)
 
     def _pull(self, worker: int, request: Pull) -> None:
-        exchange = self._running()
+        requests = self._configured()
         self._check_keys(request.keys)
-        output = self._outgoing(self._workers[worker].weights, request.keys, request.framed)
-        exchange.pull(worker, request.id, request.keys, request.clock, output)
-
-    def _pushed_window(self, mapped: Mapped, request: Push, frames: Sequence[memoryview]) -> Window:
-        if not request.factor_rank:
-            return self._incoming(mapped, request.keys, frames, request.framed)
-        if len(request.keys) > 1:
-            raise UsageError(f"factors are of one key's gradient; this push names {len(request.keys)}")
-        slot = self._layout.slots[request.keys[0]]
-        length = factors_length(slot, request.factor_rank)
-        if not request.framed:
-            self._check_attached(mapped, request.keys)
-            return Factored(slot, request.factor_rank, mapped.view(slot.segment, slot.start, slot.start + length))
-        self._check_lengths([length * ITEM_BYTES[slot.spec.dtype]], frames)
-        return Factored(slot, request.factor_rank, received(frames[0], slot.spec.dtype))
-
-    def _incoming(self, mapped: Mapped, keys: Sequence[int], frames: Sequence[memoryview], framed: bool) -> Window:
-        """Where a request's tensors are; frames are checked against the layout before anything is touched."""
-        if not framed:
-            self._check_attached(mapped, keys)
-            return mapped
-        pieces, dtypes = self._frame_pieces(keys), self._dtypes()
-        wanted = [(piece.stop - piece.start) * ITEM_BYTES[dtypes[piece.segment]] for piece in pieces]
-        self._check_lengths(wanted, frames)
-        return received_frames(pieces, frames, dtypes)
-
-    def _check_lengths(self, wanted: Sequence[int], frames: Sequence[memoryview]) -> None:
-        given = [len(frame) for frame in frames]
-        if list(wanted) != given:
-            raise UsageError(f"tensors came in {len(given)} frames of {sum(given)} bytes; {sum(wanted)} bytes were due")
-
-    def _check_attached(self, mapped: Mapped, keys: Sequence[int]) -> None:
-        if len(mapped.segments) == len(self._layout.segments):
-            return
-        for slot in (self._layout.slots[key] for key in keys):
-            if slot.segment not in mapped.segments:
-                raise UsageError(f"this worker's memory for key {slot.spec.name!r} is not attached; send frames")
-
-    def _outgoing(self, mapped: Mapped, keys: Sequence[int], framed: bool) -> Window:
-        if framed:
-            return empty_frames(self._frame_pieces(keys), self._dtypes())
-        self._check_attached(mapped, keys)
-        return mapped
-
-    def _frame_pieces(self, keys: Sequence[int]) -> list[Piece]:
-        slots = self._layout.slots
-        return frame_pieces([piece for key in keys for piece in self._layout.pieces(slots[key], self.rank)])
-
-    def _dtypes(self) -> list[str]:
-        return [segment.dtype for segment in self._layout.segments]
+        output = self._tensors.outgoing(self._workers[worker].weights, request.keys, request.framed)
+        requests.pull(worker, request.id, request.keys, request.clock, output)
 
     def _check_keys(self, keys: Sequence[int]) -> None:
-        lanes = self._running().lanes
+        lanes = self._configured().lanes
         if lanes.has_seen(keys):
             return
         if not keys or len(set(keys)) < len(keys):
             raise UsageError(
-                f"a request must name keys, each once; it names {len(keys)}, {len(set(keys))} different ones"
+                f"a request must name at least one key, and each key once; this one names {len(keys)} keys, of which "
+                f"{len(set(keys))} are different"
             )
         for key in keys:
             if key not in lanes:
@@ -238,20 +193,25 @@ class Shard:
                 name = repr(slot.spec.name) if slot else f"number {key}"
                 raise UsageError(f"key {name} is not initialised; call init before push or pull")
 
-    # --- questions
+    def _configured(self) -> PendingRequests:
+        if self._requests is None:
+            raise UsageError("no store has been created yet")
+        return self._requests
+
+    # --- status and optimizer states
 
     def _status(self, worker: int, request: Ask) -> Status:
-        exchange = self._running()
-        opened = exchange.opened(worker, request.about)
-        if opened is None:
+        requests = self._configured()
+        pending = requests.find(worker, request.about)
+        if pending is None:
             return Status(request.id, request.about, False, "")
-        lane = next(iter(opened.waiting))
-        missing = exchange.engine.missing(worker, lane, opened.clock)
+        lane = next(iter(pending.waiting))
+        missing = requests.engine.missing(worker, lane, pending.clock)
         who = ", ".join(self._late(other, clock) for other, clock in missing.items())
-        keys = exchange.lanes.keys(lane)
+        keys = requests.lanes.keys(lane)
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
         name = f"{self._layout.slots[keys[0]].spec.name!r}{more}"
-        text = f"server {self.rank} holds key {name} at clock {opened.clock} for {who or 'nobody'}"
+        text = f"server {self.rank} holds key {name} at clock {pending.clock} for {who or 'nobody'}"
         return Status(request.id, request.about, True, text)
 
     def _late(self, worker: int, clock: int) -> str:
@@ -260,7 +220,7 @@ class Shard:
         return f"worker {worker} to push clock {clock} ({ago})"
 
     def _get_states(self, request: GetStates) -> tuple[States, list[memoryview]]:
-        lanes, steps = self._running().lanes, self._optimization.steps
+        lanes, steps = self._configured().lanes, self._optimization.steps
         keys = sorted(key for lane in steps for key in lanes.keys(lane) if self._optimization.kernel(key))
         entries: list[tuple[int, int]] = []
         frames: list[memoryview] = []
@@ -271,32 +231,27 @@ class Shard:
         return States(request.id, {key: steps[lanes.lane_of(key)] for key in keys}, entries), frames
 
     def _put_states(self, request: PutStates, frames: Sequence[memoryview]) -> None:
-        if not self._optimization.chosen:
+        if not self._optimization.has_optimizer:
             raise UsageError("set the optimizer before its states are loaded")
         if request.steps:
             self._check_keys(list(request.steps))
         keys = dict.fromkeys(key for key, _ in request.entries)
-        places = [state for key in keys for _, state in self._states(key)]
-        if [state.nbytes for state in places] != [len(frame) for frame in frames]:
+        states = [state for key in keys for _, state in self._states(key)]
+        if [state.nbytes for state in states] != [len(frame) for frame in frames]:
             raise UsageError("the optimizer states do not fit the keys and the optimizer of this job")
-        for state, frame in zip(places, frames, strict=True):
+        for state, frame in zip(states, frames, strict=True):
             state.copy_(as_tensor(bytearray(frame), str(state.dtype).removeprefix("torch.")))
-        lanes = self._running().lanes
+        lanes = self._configured().lanes
         for key, step in request.steps.items():
             self._optimization.steps[lanes.lane_of(key)] = step
 
     def _states(self, key: int) -> list[tuple[int, Tensor]]:
-        """A key's states here, piece by piece, each with its index."""
+        """Return the states of a key on this server, piece by piece, each with its index."""
         kernel = self._optimization.kernel(key)
         if kernel is None:
             return []
         pieces = self._layout.pieces(self._layout.slots[key], self.rank)
-        return [entry for piece in pieces for entry in enumerate(self._store.states(piece, kernel))]
-
-    def _running(self) -> Exchange:
-        if self._exchange is None:
-            raise UsageError("no store has been created yet")
-        return self._exchange
+        return [entry for piece in pieces for entry in enumerate(self._storage.states(piece, kernel))]
 
 
 def _described(config: Configure) -> str:

@@ -425,7 +425,7 @@ def test_an_optimizer_does_not_update_whole_numbers(who: str) -> None:
 
     for rank, message in enumerate(job(program)):
         assert message.startswith(f"worker {rank}: ")
-        assert "key 'counts' is 3 int64: an optimizer cannot update whole numbers" in message
+        assert "key 'counts' is 3 int64: an optimizer cannot update integers" in message
 
 
 # --- different stores

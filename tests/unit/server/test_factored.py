@@ -71,8 +71,8 @@ def test_parts_of_a_row_and_sums_of_high_rank_have_these_bits_too(rank: int) -> 
     [
         ((70,), "float32", 1, "'weight' is 70 float32; only a matrix of float32 or float64"),
         ((8, 8), "float16", 1, "'weight' is 8x8 float16; only a matrix"),
-        ((8, 8), "float32", 5, "factors of rank 5 are 80 elements, its gradient 64; push the gradient"),
-        ((8, 8), "float32", -1, "factors of rank -1 are -16 elements"),
+        ((8, 8), "float32", 5, "factors of rank 5 have 80 elements, its gradient 64; push the gradient"),
+        ((8, 8), "float32", -1, "factors of rank -1 have -16 elements"),
     ],
 )
 def test_what_cannot_be_factors_is_refused(shape: tuple[int, ...], dtype: str, rank: int, said: str) -> None:

@@ -1,0 +1,189 @@
+"""The pushes and pulls that a server has not answered yet.
+
+For each request the engine decides what happens, `execute` carries it out, and the answer is sent when all keys of
+the request are done; they may be decided at different times. A repeated request does no harm: the engine applies each
+(worker, lane, clock) once, and a lost answer is sent again with the present weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from echelon.cluster.messages import Done
+from echelon.schemes import Apply, Decision, Engine, Reply
+from echelon.server.execute import Storage, Task
+from echelon.server.lanes import Lanes
+from echelon.server.memory import Framed, Window
+from echelon.server.optimization import Optimization, PushedGradient
+
+Answer = Callable[[int, Done, Sequence[memoryview]], None]
+_Place = tuple[int, int, int]  # worker, lane, clock
+
+
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """A push or pull without an answer."""
+
+    worker: int
+    id: int
+    clock: int  # of the pull; a push of clock c pulls at c + 1
+    waiting: set[int]  # lanes that are not done
+    output: Window | None  # where the weights go; None: a push whose answer carries no weights
+    version: int = 0
+    staleness: int = 0
+
+
+class PendingRequests:
+    """The pending requests of all workers. `answer(worker, response, frames)` sends."""
+
+    def __init__(self, engine: Engine, storage: Storage, optimization: Optimization, answer: Answer) -> None:
+        self.engine = engine
+        self.lanes = Lanes(engine, optimization.unite, self._split)
+        self._storage = storage
+        self._optimization = optimization
+        self._answer = answer
+        self._pending: dict[int, dict[int, PendingRequest]] = {}  # worker -> request id -> request
+        self._gradients: dict[_Place, PushedGradient] = {}  # pushed and not applied
+        self._pulls: dict[_Place, list[PendingRequest]] = {}  # requests that wait for weights
+        self._pushes: dict[int, list[PendingRequest]] = {}  # lane -> pushes that do not ask for weights
+        self._halt_clock: int | None = None  # the first clock whose push asked all workers to stop
+
+    def find(self, worker: int, request: int) -> PendingRequest | None:
+        """Return a pending request, or None if it never arrived or has been answered."""
+        return self._pending.get(worker, {}).get(request)
+
+    def push(
+        self,
+        worker: int,
+        request: int,
+        keys: Sequence[int],
+        clock: int,
+        gradient: PushedGradient,
+        output: Window | None,
+    ) -> None:
+        """Add a push. `output` is where the new weights go; None if the worker does not want them."""
+        lanes = self.lanes.resolve(keys, pushed=True)
+        pending = self._add(PendingRequest(worker, request, clock + 1, set(lanes), output), lanes)
+        samples = 1.0 if gradient.samples is None else gradient.samples
+        decisions: list[Decision] = []
+        for lane in lanes:
+            self._gradients.setdefault((worker, lane, clock), gradient)
+            decisions.append(self.engine.push(worker, lane, clock, samples))
+            if output is not None:
+                decisions.append(self.engine.pull(worker, lane, clock + 1))
+            else:
+                self._pushes.setdefault(lane, []).append(pending)
+        self._carry_out(decisions)
+        for lane in lanes:
+            if self.engine.clock(worker, lane) > clock:  # it carried no gradient, or was applied before
+                self._gradients.pop((worker, lane, clock), None)
+            self._answer_applied_pushes(lane)
+
+    def halt_after(self, clock: int) -> None:
+        """Tell workers to stop in the answers to pushes of this clock and of later ones.
+
+        Where a round waits for all workers, all get the answers of the same clock, so they stop at the same clock.
+        """
+        self._halt_clock = clock if self._halt_clock is None else min(self._halt_clock, clock)
+
+    def pull(self, worker: int, request: int, keys: Sequence[int], clock: int, output: Window) -> None:
+        """Add a pull; the weights go to `output`."""
+        lanes = self.lanes.resolve(keys, pushed=False)
+        self._add(PendingRequest(worker, request, clock, set(lanes), output), lanes)
+        self._carry_out([self.engine.pull(worker, lane, clock) for lane in lanes])
+
+    def retire(self, worker: int) -> str:
+        """Stop waiting for a worker, which may still pull. Return the engine's reason."""
+        decision = self.engine.leave(worker)
+        self._carry_out([decision])
+        for lane in list(self._pushes):
+            self._answer_applied_pushes(lane)
+        return decision.reason
+
+    def remove(self, worker: int) -> str:
+        """Drop the requests of a worker that left the job, and stop waiting for it. Return the engine's reason."""
+        self._pending.pop(worker, None)
+        for place in [place for place in self._pulls if place[0] == worker]:
+            del self._pulls[place]
+        for lane, waiting in self._pushes.items():
+            self._pushes[lane] = [pending for pending in waiting if pending.worker != worker]
+        reason = self.retire(worker)
+        if not self.engine.group_is_active(worker):  # the engine dropped the incomplete rounds of the group
+            for place in [place for place in self._gradients if place[0] == worker]:
+                del self._gradients[place]
+        return reason
+
+    def _add(self, pending: PendingRequest, lanes: Sequence[int]) -> PendingRequest:
+        self._pending.setdefault(pending.worker, {})[pending.id] = pending
+        if pending.output is not None:
+            for lane in lanes:
+                self._pulls.setdefault((pending.worker, lane, pending.clock), []).append(pending)
+        return pending
+
+    def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        """Run the updates and copies of decisions; an update and the answers that follow it share one pass."""
+        tasks: list[Task] = []
+        answers: list[tuple[PendingRequest, Reply]] = []
+        last: list[Task] = []  # of lane `at`: its update, if there is one, and the outputs for its weights
+        at: int | None = None
+        for action in itertools.chain.from_iterable(decision.actions for decision in decisions):
+            if action.key != at or isinstance(action, Apply):
+                tasks += last
+                last, at = [], action.key
+            last = self._updates(action) if isinstance(action, Apply) else self._with_outputs(action, last, answers)
+        self._storage.run([*tasks, *last])
+        for pending, reply in answers:
+            pending.version = reply.version
+            self._finish_lane(pending, reply.key)
+
+    def _updates(self, action: Apply) -> list[Task]:
+        gradients = [self._gradients.pop((part.worker, action.key, action.clock)) for part in action.contributions]
+        for part in action.contributions:
+            for pending in self._pulls.get((part.worker, action.key, action.clock + 1), ()):
+                pending.staleness = max(pending.staleness, part.staleness)
+        return self._optimization.tasks(action, self.lanes.keys(action.key), gradients)
+
+    def _with_outputs(self, reply: Reply, tasks: list[Task], answers: list[tuple[PendingRequest, Reply]]) -> list[Task]:
+        """Add the outputs of answered pulls to the lane's update, or to a new copy task if there is no update."""
+        for pending in self._pulls.pop((reply.worker, reply.key, reply.clock), ()):
+            assert pending.output is not None
+            answers.append((pending, reply))
+            tasks = tasks or [Task(self.lanes.keys(reply.key), None, ())]
+            if pending.output not in tasks[0].outputs:
+                tasks = [Task(keys, update, (*outputs, pending.output)) for keys, update, outputs in tasks]
+        return tasks
+
+    def _answer_applied_pushes(self, lane: int) -> None:
+        """Answer the pushes that do not ask for weights and whose gradient has been applied."""
+        waiting = self._pushes.pop(lane, ())
+        done = [pending for pending in waiting if self.engine.clock(pending.worker, lane) >= pending.clock]
+        if rest := [pending for pending in waiting if pending not in done]:
+            self._pushes[lane] = rest
+        for pending in done:
+            self._finish_lane(pending, lane)
+
+    def _finish_lane(self, pending: PendingRequest, lane: int) -> None:
+        """Mark one lane of a request as done, and answer the request once when it was the last lane."""
+        pending.waiting.discard(lane)
+        if not pending.waiting and self._pending.get(pending.worker, {}).pop(pending.id, None) is not None:
+            frames = pending.output.buffers() if isinstance(pending.output, Framed) else ()
+            halt = self._halt_clock is not None and self._halt_clock < pending.clock
+            self._answer(pending.worker, Done(pending.id, pending.version, pending.staleness, halt), frames)
+
+    def _split(self, lane: int, parts: tuple[int, ...]) -> None:
+        """Replace a lane by its parts in everything that is recorded for it."""
+        self._optimization.split(lane, parts)
+        for worker, _, clock in [place for place in self._gradients if place[1] == lane]:
+            gradient = self._gradients.pop((worker, lane, clock))
+            self._gradients |= {(worker, part, clock): gradient for part in parts}
+        for worker, _, clock in [place for place in self._pulls if place[1] == lane]:
+            pulls = self._pulls.pop((worker, lane, clock))
+            self._pulls |= {(worker, part, clock): list(pulls) for part in parts}
+        if pushes := self._pushes.pop(lane, None):
+            self._pushes |= {part: list(pushes) for part in parts}
+        for pending in itertools.chain.from_iterable(requests.values() for requests in self._pending.values()):
+            if lane in pending.waiting:
+                pending.waiting.remove(lane)
+                pending.waiting.update(parts)
