@@ -1,4 +1,4 @@
-"""The body of a step that is captured with servers, run on the CPU as it is, against the hooks of plain steps."""
+"""The body of a step that is captured with servers, run on the CPU without graphs, compared with eager steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FIRST = models.build("resnet", num_classes=10, image_shape=(3, 12, 12), num_laye
 
 
 def network(first: nn.Module = FIRST) -> nn.Module:
-    """The workers are threads: they cannot each draw from the one generator."""
+    """Return a copy: the workers are threads, which cannot draw reproducibly from the global generator."""
     return copy.deepcopy(first)
 
 
@@ -67,7 +67,7 @@ def train(
     trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
     assert isinstance(trainer, ServerTrainer)
     forward_pass, batches = forward_pass_of(model, half), loader(kv.rank, kv.num_workers)
-    samples = 64 // kv.num_workers  # before somebody has finished and left
+    samples = 64 // kv.num_workers  # read before another worker has finished and left
     if captured:
         body = ServerStepBody(forward_pass, trainer, compiler)
         for _ in body.input.batches(batches):
@@ -88,7 +88,7 @@ def train(
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_in_float32_the_weights_are_those_of_plain_steps_bit_for_bit(num_workers: int) -> None:
+def test_in_float32_the_weights_equal_those_of_eager_steps_bit_for_bit(num_workers: int) -> None:
     plain, ours = (
         run(lambda kv, captured=captured: train(kv, None, captured), "dist_sync", num_workers=num_workers)  # type: ignore[misc]
         for captured in (False, True)
@@ -109,8 +109,8 @@ def test_in_bfloat16_the_servers_keep_float32_weights() -> None:
     assert float((flat[0] - flat[1]).norm() / flat[0].norm()) < 5e-3
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it itself
-def test_compiled_in_regions_it_does_the_same() -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # raised inside torch
+def test_compiling_in_regions_gives_the_same() -> None:
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, backend="aot_eager")
 
@@ -126,7 +126,9 @@ def test_compiled_in_regions_it_does_the_same() -> None:
     ("network", "layers", "shape"),
     [("resnet", 50, (3, 28, 28)), ("inception-bn", None, (3, 224, 224)), ("mlp", None, (1, 8, 8))],
 )
-def test_regions_are_the_whole_network_in_order(network: str, layers: int | None, shape: tuple[int, int, int]) -> None:
+def test_regions_cover_the_whole_network_in_order(
+    network: str, layers: int | None, shape: tuple[int, int, int]
+) -> None:
     model = models.build(network, num_classes=10, image_shape=shape, num_layers=layers).eval()
     regions = regions_of(model)
     names = [f"{prefix}{name}" for region in regions for prefix, module in region for name in module.state_dict()]
@@ -140,7 +142,7 @@ def test_regions_are_the_whole_network_in_order(network: str, layers: int | None
         assert max(counts) < 0.45 * sum(counts)
 
 
-def test_a_network_that_is_no_chain_is_one_region() -> None:
+def test_a_network_that_is_not_a_chain_is_one_region() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -157,8 +159,8 @@ def test_a_network_that_is_no_chain_is_one_region() -> None:
     assert torch.allclose(out, x @ doubled["one.weight"].T + model.one.bias + x)
 
 
-class Back(nn.Module):
-    """A layer backwards: no kind of module whose weights get half copies, but it reads one that has."""
+class Transposed(nn.Module):
+    """Multiplies by the weight of a linear layer. Its own type would not get a half-precision copy."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -195,12 +197,14 @@ def tied_layers() -> nn.Module:
 
 def tied_kinds() -> nn.Module:
     one = nn.Linear(12, 12)
-    return chain(Back(one.weight), nn.Tanh(), one, nn.Tanh())
+    return chain(Transposed(one.weight), nn.Tanh(), one, nn.Tanh())
 
 
 @pytest.mark.parametrize("half", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("make", [one_activation, one_layer, one_block, tied_layers, tied_kinds])
-def test_what_is_used_twice_learns_from_both_uses(make: Callable[[], nn.Module], half: torch.dtype | None) -> None:
+def test_a_module_that_is_used_twice_learns_from_both_uses(
+    make: Callable[[], nn.Module], half: torch.dtype | None
+) -> None:
     torch.manual_seed(1)
     first = make()
     (plain,), (ours,) = (
@@ -211,7 +215,7 @@ def test_what_is_used_twice_learns_from_both_uses(make: Callable[[], nn.Module],
         torch.cat([(plain[name] - other[name]).flatten() for name in plain]).norm()
         for other in (first.state_dict(), ours)
     )
-    assert moved > 0.1, "it has learnt something to compare"
+    assert moved > 0.1, "training must change the weights, or the comparison means nothing"
     assert off <= (0.01 * moved if half else 0)
 
 
@@ -231,9 +235,9 @@ def full_backward_pre_hook(module: nn.Module, called: list[str]) -> None:
     module.register_full_backward_pre_hook(lambda *_: called.append("backward_pre"))
 
 
-@pytest.mark.parametrize("inner", [True, False], ids=["an inner chain", "the whole"])
+@pytest.mark.parametrize("inner", [True, False], ids=["inner chain", "whole network"])
 @pytest.mark.parametrize("hook", [forward_hook, forward_pre_hook, full_backward_hook, full_backward_pre_hook])
-def test_a_chain_with_a_hook_is_not_cut(hook: Callable[[nn.Module, list[str]], None], inner: bool) -> None:
+def test_a_chain_with_a_hook_is_not_divided(hook: Callable[[nn.Module, list[str]], None], inner: bool) -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     model = nn.Sequential(block, nn.Linear(4, 4), nn.Linear(4, 2))
     called: list[str] = []
@@ -243,7 +247,7 @@ def test_a_chain_with_a_hook_is_not_cut(hook: Callable[[nn.Module, list[str]], N
     assert len(regions_of(model)) == (3 if inner else 1)
 
 
-def test_the_trainer_s_own_hooks_are_gone_when_the_network_is_cut() -> None:
+def test_the_trainers_own_hooks_are_removed_before_the_network_is_divided() -> None:
     def drive(kv: KVStore) -> None:
         model = network()
         before = regions_of(model)
@@ -256,8 +260,8 @@ def test_the_trainer_s_own_hooks_are_gone_when_the_network_is_cut() -> None:
     run(drive, "dist_sync", num_workers=1)
 
 
-class Idle(nn.Module):
-    """Some layers are not used; by `steps`, others not in every step."""
+class PartlyUsed(nn.Module):
+    """Has unused layers. With `steps`, another layer is used only after that many steps."""
 
     def __init__(self, steps: int | None = None) -> None:
         super().__init__()
@@ -273,9 +277,9 @@ class Idle(nn.Module):
 
 @pytest.mark.parametrize("half", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_what_is_not_used_stays_as_it_is(half: torch.dtype | None, num_workers: int) -> None:
+def test_unused_weights_do_not_change(half: torch.dtype | None, num_workers: int) -> None:
     torch.manual_seed(1)
-    first = Idle()
+    first = PartlyUsed()
     plain, ours = (
         run(lambda kv, captured=captured: train(kv, half, captured, first=first), "dist_sync", num_workers=num_workers)  # type: ignore[misc]
         for captured in (False, True)
@@ -288,9 +292,9 @@ def test_what_is_not_used_stays_as_it_is(half: torch.dtype | None, num_workers: 
             assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_what_is_used_in_some_steps_is_sent_to_the_eager_engine() -> None:
+def test_a_layer_that_is_used_in_some_steps_only_needs_the_eager_engine() -> None:
     with pytest.raises(UsageError, match="has a gradient in some steps and none in others: use --engine eager"):
-        run(lambda kv: train(kv, None, True, first=Idle(steps=2)), "dist_sync", num_workers=1)
+        run(lambda kv: train(kv, None, True, first=PartlyUsed(steps=2)), "dist_sync", num_workers=1)
 
 
 @pytest.mark.parametrize(
@@ -307,10 +311,10 @@ def test_weights_of_two_dtypes_are_not_captured(frozen: bool, expected: str | No
     assert run(build, "dist_sync", num_workers=1) == [expected]
 
 
-def test_gradients_and_weights_find_their_places_whatever_the_layout_on_the_device() -> None:
-    """On a GPU convolutions are channels-last and half; on the CPU parameters lie in the store: it is played here."""
+def test_gradients_and_weights_are_staged_correctly_for_any_layout_on_the_device() -> None:
+    """Tensors are channels-last and half precision, as on a GPU; on the CPU parameters are the store's memory."""
 
-    def cross(kv: KVStore) -> None:
+    def stage(kv: KVStore) -> None:
         model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 7, 1), nn.Flatten(), nn.Linear(7, 4))
         trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
         assert isinstance(trainer, ServerTrainer)
@@ -340,4 +344,4 @@ def test_gradients_and_weights_find_their_places_whatever_the_layout_on_the_devi
                 weight = trainer.kvstore.views(name)[0] if step else before[name]
                 assert torch.equal(leaves[name], weight.bfloat16()), name
 
-    run(cross, "dist_sync", num_workers=1)
+    run(stage, "dist_sync", num_workers=1)

@@ -17,7 +17,6 @@ from echelon.data.loading.device import DeviceMemoryLoader
 from echelon.data.loading.memory import MemorySource
 from echelon.data.loading.order import Sampling
 from echelon.train.recipe.pace import Pace, Pacer
-from echelon.train.step.batch_input import DeviceBatches
 from echelon.train.step.captured import StepBody, set_learning_rate, why_not_capturable
 from echelon.train.step.eager import EagerStep, ForwardPass
 from echelon.train.step.metrics import Metrics
@@ -231,11 +230,6 @@ def test_a_first_step_that_overflows_has_no_effect() -> None:
         return [p.detach() for p in model.parameters()]
 
     assert all(torch.equal(p, q) for p, q in zip(trained(True), trained(False), strict=True))
-
-
-def test_a_loader_on_the_device_is_recognised_by_its_methods() -> None:
-    assert isinstance(loader(), DeviceBatches)
-    assert not isinstance([], DeviceBatches)
 
 
 def test_the_learning_rate_of_a_captured_optimizer_is_a_tensor() -> None:

@@ -1,4 +1,4 @@
-"""The arithmetic of a run, and the choice of its engine."""
+"""The arithmetic of a run: epochs, batches and shares."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from echelon.train.recipe.plan import (
     worker_batch,
 )
 from echelon.train.script import check
-from echelon.train.step.choose import COMPILING_PAYS_AFTER, decide_engine
 
 
 @pytest.mark.parametrize(
@@ -123,29 +122,3 @@ def test_going_on_begins_at_the_same_step_everywhere_and_leaves_nothing_out() ->
         assert done - 8 * size < states[0].position * size <= done
     whole = sampling_for(options, 240, Place(0, 1), fixed=True)
     assert state_at(whole, 4, 240, 1) == State(5, 0)
-
-
-MANY, FEW = COMPILING_PAYS_AFTER, COMPILING_PAYS_AFTER - 1
-
-
-@pytest.mark.parametrize(
-    ("asked", "device", "obstacle", "steps", "name", "captured"),
-    [
-        ("auto", "cpu", None, MANY, "eager", False),
-        ("auto", "cuda", None, MANY, "compile", True),
-        ("auto", "cuda", None, FEW, "graph", True),
-        ("auto", "cuda", "servers", MANY, "compile", False),
-        ("auto", "cuda", "servers", FEW, "eager", False),
-        ("eager", "cuda", None, MANY, "eager", False),
-        ("graph", "cuda", None, MANY, "graph", True),
-        ("graph", "cuda", "servers", MANY, "eager", False),
-        ("graph", "cpu", None, MANY, "eager", False),
-        ("compile", "cuda", None, FEW, "compile", True),
-        ("compile", "cpu", None, FEW, "compile", False),
-    ],
-)
-def test_the_engine(asked: str, device: str, obstacle: str | None, steps: int, name: str, captured: bool) -> None:
-    choice = decide_engine(asked, device, obstacle, steps)
-    assert (choice.name, choice.captured) == (name, captured)
-    if asked == "graph" and not captured:
-        assert ("servers" if device == "cuda" else "the CPU") in choice.reason, "a fallback says why"
