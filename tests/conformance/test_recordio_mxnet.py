@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from echelon.data.pack import lists as imagelist
+from echelon.data.pack import lists
 from echelon.data.pack.im2rec import Encoding, pack_list
-from echelon.data.records.io import Header, IndexedReader, IndexedWriter, pack, unpack
+from echelon.data.records import Header, IndexedReader, IndexedWriter, pack, unpack
 
 pytestmark = pytest.mark.peer
 
@@ -91,7 +91,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def test_image_record_iter_reads_what_is_packed_here(photos: Path, tmp_path: Path) -> None:
-    entries = imagelist.list_folder(photos)
+    entries = lists.list_folder(photos)
     rec = tmp_path / "x.rec"
     pack_list(entries, photos, rec, Encoding(".png", 6))
     expected = [[entry.labels[0], 10.0 * int(Path(entry.path).stem)] for entry in entries]
@@ -104,7 +104,7 @@ def test_image_record_iter_reads_what_is_packed_here(photos: Path, tmp_path: Pat
 def test_image_record_iter_reads_restart_markers(photos: Path, tmp_path: Path) -> None:
     wide = np.random.default_rng(0).integers(0, 256, (40, 400, 3), np.uint8)
     Image.fromarray(wide).save(photos / "a" / "wide.png")
-    entry = imagelist.Entry(0, (1.0,), "a/wide.png")
+    entry = lists.Entry(0, (1.0,), "a/wide.png")
     answers = []
     for interval in (0, 4):
         rec = tmp_path / f"{interval}.rec"
@@ -126,7 +126,7 @@ def test_the_same_lists(photos: Path, tmp_path: Path, flags: list[str], options:
     folder = tmp_path / "theirs"
     folder.mkdir()
     mxnet("lists", arguments=[*flags, str(folder / "x"), str(photos)])
-    for part in imagelist.cut(imagelist.shuffled(imagelist.list_folder(photos)), **options):
-        imagelist.write_list(tmp_path / f"x{part.suffix}.lst", part.entries)
+    for part in lists.split_entries(lists.shuffled(lists.list_folder(photos)), **options):
+        lists.write_list(tmp_path / f"x{part.suffix}.lst", part.entries)
     ours = {path.name: path.read_bytes() for path in tmp_path.glob("*.lst")}
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == ours

@@ -25,7 +25,7 @@ from PIL import Image
 from echelon.cli.main import main
 from echelon.data.loading.order import Sampling, State
 from echelon.data.loading.sharding import ByPart
-from echelon.data.records.io import read_index
+from echelon.data.records import read_index
 
 CLASSES = {"ape": ".jpg", "bee": ".png", "cat": ".webp"}
 SMALL = "--network mlp --batch-size 6 --num-epochs 1 --lr 0.01 --rgb-std 60,60,60 --loss ce --disp-batches 1"
@@ -276,7 +276,7 @@ def test_damage_found_while_opening_is_counted_too(cases: dict[str, Case]) -> No
         ("no data", "no record file none.rec"),
         ("no target", "--target-accuracy 0.5 looks at validation data, and imagenet has none here: give --data-val"),
         ("no target, made", "--target-accuracy 0.5 looks at validation data, and --benchmark 1 has none: leave it out"),
-        ("own files", "echelon: --data-train train.rec: digits is a set of its own"),
+        ("own files", "echelon: --data-train train.rec cannot be used with digits"),
     ],
 )
 def test_what_does_not_go_together_is_one_line(cases: dict[str, Case], name: str, said: str) -> None:

@@ -16,7 +16,7 @@ import psutil
 from PIL import Image
 
 from echelon.data.loading.sources import MANY
-from echelon.data.records.io import Header, IndexedWriter, pack
+from echelon.data.records import Header, IndexedWriter, pack
 from echelon.train.checkpoint.names import find
 from jobs import until
 

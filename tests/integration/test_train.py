@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from digits import load_float_digits
 from echelon import models
 from echelon.cli.main import main
 from echelon.cli.train import once
-from echelon.data.sets.digits import load_digits
 from echelon.train.checkpoint.format import load
 from echelon.train.loop.evaluate import predict
 from echelon.train.predict import Predictor
@@ -93,7 +93,7 @@ def test_the_checkpoint_holds_the_validated_weights_and_the_optimizer_state(gsyn
     checkpoint = load(gsync.directory / "checkpoint.safetensors")
     model = models.build("digits-cnn", num_classes=10, image_shape=(1, 8, 8))
     model.load_state_dict(checkpoint.weights)
-    images, labels = load_digits()[1]
+    images, labels = load_float_digits()[1]
     accuracy = float((predict(model.eval(), images).argmax(1) == labels).double().mean())
     assert accuracy == gsync.summary["accuracy"] == checkpoint.metadata["metrics"]["accuracy"]
     assert (checkpoint.metadata["epoch"], checkpoint.metadata["network"]) == (EPOCHS, "digits-cnn")
@@ -107,7 +107,7 @@ def test_score_and_predictor_read_the_checkpoint_of_a_run(gsync: Run, capsys: py
     path = gsync.directory / "checkpoint.safetensors"
     assert main(["score", "--model", str(path), "--data", "digits"]) == 0
     assert f"('accuracy', {gsync.summary['accuracy']})" in capsys.readouterr().out
-    images, labels = load_digits()[1]
+    images, labels = load_float_digits()[1]
     rankings = Predictor.load(path)(images)
     right = sum(ranking[0][0] == label for ranking, label in zip(rankings, labels.tolist(), strict=True))
     assert right / len(labels) == gsync.summary["accuracy"]

@@ -13,7 +13,7 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from echelon.data.records.io import Header, IndexedWriter, pack
+from echelon.data.records import Header, IndexedWriter, pack
 
 NUM_TRAIN, NUM_VALIDATION = 32, 10
 NUM_CLASSES = 10

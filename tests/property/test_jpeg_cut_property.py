@@ -51,7 +51,7 @@ def boxes(draw: st.DrawFn, width: int, height: int) -> tuple[int, int, int, int]
 def test_the_pixels_in_the_box_are_those_of_the_whole_image(fast: bool, channels: int, data: st.DataObject) -> None:
     payload, width, height = data.draw(jpegs())
     box = data.draw(boxes(width, height))
-    part = Decoder(channels, fast).decode_part(payload, inspect(payload), 1, box)
+    part = Decoder(channels, fast).decode_region(payload, inspect(payload), 1, box)
     whole = simplejpeg.decode_jpeg(payload, "GRAY" if channels == 1 else "RGB", fastupsample=fast)
     left, top, right, bottom = max(box[0], 0), max(box[1], 0), min(box[2], width), min(box[3], height)
     inside = part.pixels[top - part.top : bottom - part.top, left - part.left : right - part.left]
@@ -64,7 +64,7 @@ def test_shrunk_pixels_are_those_of_the_whole_image(data: st.DataObject) -> None
     box, shrink = data.draw(boxes(width, height)), data.draw(st.sampled_from([2, 4, 8]))
     decoder = Decoder(fast=True)
     whole = decoder.decode(payload, inspect(payload), shrink).copy()
-    part = decoder.decode_part(payload, inspect(payload), shrink, box)
+    part = decoder.decode_region(payload, inspect(payload), shrink, box)
     left, top, right, bottom = (max(edge, 0) // shrink for edge in box)
     right, bottom = min(right, width // shrink), min(bottom, height // shrink)
     inside = part.pixels[top - part.top : bottom - part.top, left - part.left : right - part.left]

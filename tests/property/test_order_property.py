@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.data.loading.order import Batch, Sampling, State, permutation, uniforms
+from echelon.data.loading.order import BatchPlan, Sampling, State, permutation, uniforms
 from echelon.data.loading.sharding import ByFraction, ByPart, ByRecord, Sharding
 from echelon.errors import UsageError
 
@@ -23,11 +23,11 @@ PINNED_DRAWS = [0.9210399564976706, 0.730601792641818, 0.39872308511446175]
 CUTS = st.lists(st.integers(1, 99), max_size=6, unique=True)
 
 
-def epoch_of(sampling: Sampling, epoch: int = 0) -> list[Batch]:
+def epoch_of(sampling: Sampling, epoch: int = 0) -> list[BatchPlan]:
     return list(islice(sampling.batches(State(epoch, 0)), sampling.batches_per_epoch))
 
 
-def pairs(batch: Batch) -> set[tuple[int, int]]:
+def pairs(batch: BatchPlan) -> set[tuple[int, int]]:
     return set(zip(batch.counters.tolist(), batch.records.tolist(), strict=True))
 
 
@@ -83,18 +83,6 @@ def test_going_on_from_any_state_gives_the_rest(size: int, batch: int, seed: int
         assert expected.after == got.after
         assert np.array_equal(expected.records, got.records)
         assert np.array_equal(expected.counters, got.counters)
-
-
-@settings(deadline=None)
-@given(SIZES, WORKERS, st.integers(0, 300), SEEDS)
-def test_going_on_with_another_number_of_workers(size: int, workers: int, done: int, seed: int) -> None:
-    """What was done by whoever was there before, and what the new workers still do, make up the epoch."""
-    samplings = loads(size, [ByPart(rank, workers) for rank in range(workers)], seed, 1)
-    rest = []
-    for one in samplings:
-        order = one.order(0)
-        rest += order[one.counters(order)[one.position_after(0, done) :]].tolist()
-    assert sorted(rest) == sorted(permutation(seed, 0, size)[done:].tolist())
 
 
 @settings(deadline=None)

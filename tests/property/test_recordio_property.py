@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.data.records import frame as recordframe
+from echelon.data.records import frame
 from echelon.data.records.image_header import Header, pack, unpack
 
-MAGIC = recordframe.MAGIC_BYTES
+MAGIC = frame.MAGIC_BYTES
 # Pieces of the magic word, at every alignment, are what could confuse an encoder.
 PIECES = st.sampled_from([MAGIC, MAGIC, MAGIC[:1], MAGIC[1:], MAGIC[:3], b"\0", b"word"]) | st.binary(max_size=9)
 PAYLOADS = st.lists(PIECES, max_size=12).map(b"".join)
@@ -22,29 +22,29 @@ def read_all(data: bytes) -> tuple[list[bytes], int]:
     at = 0
     try:
         while at < len(data):
-            payload, at = recordframe.decode(memoryview(data), at)
+            payload, at = frame.decode(memoryview(data), at)
             records.append(bytes(payload))
-    except recordframe.FrameError as error:
+    except frame.FrameError as error:
         return records, error.offset
     return records, at
 
 
 @given(FILES)
 def test_round_trip(payloads: list[bytes]) -> None:
-    data = b"".join(map(recordframe.encode, payloads))
+    data = b"".join(map(frame.encode, payloads))
     assert len(data) % 4 == 0
     assert read_all(data) == (payloads, len(data))
 
 
 @given(FILES)
 def test_every_aligned_magic_word_is_a_head_and_every_record_is_found(payloads: list[bytes]) -> None:
-    frames = list(map(recordframe.encode, payloads))
+    frames = list(map(frame.encode, payloads))
     data = memoryview(b"".join(frames))
     heads = np.cumsum([0, *map(len, frames)])[:-1].tolist()
-    assert recordframe.scan(data) == (heads, None)
-    found = [recordframe.next_head(data, 0)]
+    assert frame.scan(data) == (heads, None)
+    found = [frame.next_head(data, 0)]
     while found[-1] is not None:
-        found.append(recordframe.next_head(data, found[-1] + 4))
+        found.append(frame.next_head(data, found[-1] + 4))
     assert found == [*heads, None]
 
 
@@ -52,14 +52,14 @@ def test_every_aligned_magic_word_is_a_head_and_every_record_is_found(payloads: 
 def test_a_truncated_file_gives_whole_records_then_a_fault_at_the_cut_one(
     payloads: list[bytes], draw: st.DataObject
 ) -> None:
-    frames = list(map(recordframe.encode, payloads))
+    frames = list(map(frame.encode, payloads))
     data = b"".join(frames)
     size = draw.draw(st.integers(0, len(data) - 1))
     ends = np.cumsum(list(map(len, frames))).tolist()
     whole = sum(end <= size for end in ends)
     start = ends[whole - 1] if whole else 0
     assert read_all(data[:size]) == (payloads[:whole], start)
-    offsets, fault = recordframe.scan(memoryview(data[:size]))
+    offsets, fault = frame.scan(memoryview(data[:size]))
     assert len(offsets) == whole
     assert (fault is None) == (start == size)
     assert fault is None or fault.offset == start
@@ -67,7 +67,7 @@ def test_a_truncated_file_gives_whole_records_then_a_fault_at_the_cut_one(
 
 @given(FILES, st.data())
 def test_a_changed_byte_leaves_the_records_before_it_alone(payloads: list[bytes], draw: st.DataObject) -> None:
-    frames = list(map(recordframe.encode, payloads))
+    frames = list(map(frame.encode, payloads))
     data = bytearray(b"".join(frames))
     at = draw.draw(st.integers(0, len(data) - 1))
     data[at] ^= draw.draw(st.integers(1, 255))
@@ -78,7 +78,7 @@ def test_a_changed_byte_leaves_the_records_before_it_alone(payloads: list[bytes]
     assert end >= starts[untouched]
     if at - starts[untouched] < 4:  # its magic word: certainly a fault, and exactly there
         assert (len(records), end) == (untouched, starts[untouched])
-    offsets, fault = recordframe.scan(memoryview(data))
+    offsets, fault = frame.scan(memoryview(data))
     assert len(offsets) == len(records)
     assert (len(data) if fault is None else fault.offset) == end
 

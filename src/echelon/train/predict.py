@@ -24,8 +24,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from echelon import models
-from echelon.data.images.augment import Augmenter, Normaliser, num_lanes
+from echelon.data.images.augment import Augmenter, Normaliser
 from echelon.data.images.config import AugmentConfig
+from echelon.data.images.geometry import num_draws
 from echelon.errors import DataError, UsageError
 from echelon.train.checkpoint.format import Checkpoint, load
 from echelon.train.step.average import averaged
@@ -61,7 +62,7 @@ class Predictor:
         self.preprocessing = preprocessing
         self._augmenter = Augmenter(preprocessing, fast=False)
         self._normaliser = Normaliser(preprocessing)
-        self._draws = [0.0] * num_lanes(preprocessing)  # preprocessing is not random
+        self._draws = [0.0] * num_draws(preprocessing)  # preprocessing is not random
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu", *, resize: int = -1) -> Self:

@@ -86,7 +86,7 @@ def read_options(given: argparse.Namespace, data: str) -> TrainOptions:
 def check(options: TrainOptions, job: Job) -> None:
     """What is wrong with the flags together is said before anything is started."""
     from echelon import models
-    from echelon.data.sets.datasets import check_files, dataset_names, open_dataset, recipe
+    from echelon.data.sets.datasets import check_files, dataset_names, default_augment, open_dataset
     from echelon.schemes.stores import store_kind
     from echelon.suggestions import unknown_name
     from echelon.train.recipe.optimizers import check_on_servers, check_optimizer, warms_up_by_norm
@@ -111,7 +111,7 @@ def check(options: TrainOptions, job: Job) -> None:
         open_dataset(options.data)  # raises
     data = "synthetic" if options.benchmark else options.data
     check_files(data, options)
-    recipe(data, options.image_shape, **options.augment)
+    default_augment(data, options.image_shape, **options.augment)
     if ":" not in options.network and options.network not in models.names():
         raise unknown_name(
             "network", options.network, models.names(), "name a network of your own as package.module:function"

@@ -11,7 +11,7 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
-from echelon.data.records.io import Header, IndexedWriter, Writer, pack
+from echelon.data.records import Header, IndexedWriter, Writer, pack
 
 NUM_RECORDS = 23
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from echelon.atomic_file import AtomicFile, partial_folder
-from echelon.data.records.io import IndexedWriter
+from echelon.data.records import IndexedWriter
 
 WRITE_FILE = """
 import sys

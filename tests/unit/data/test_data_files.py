@@ -10,8 +10,8 @@ from pipeline_images import encoded, jpeg, picture, write_records
 
 from echelon.data.loading.memory import MemorySource
 from echelon.data.loading.sources import FolderSource, RecordSource
-from echelon.data.records.io import Header, IndexedWriter, pack
-from echelon.data.sets.datasets import DataOptions, open_dataset, recipe
+from echelon.data.records import Header, IndexedWriter, pack
+from echelon.data.sets.datasets import DataOptions, default_augment, open_dataset
 from echelon.errors import DataError, UsageError
 
 
@@ -44,13 +44,13 @@ def test_validation_that_is_not_there_is_not_forgotten(tmp_path: Path) -> None:
 
 def test_an_index_is_for_records(tmp_path: Path) -> None:
     folder = classes(tmp_path / "classes", "ape", "bee")
-    with pytest.raises(UsageError, match=r"the index a\.idx is for a \.rec, and .*classes is a folder of class"):
+    with pytest.raises(UsageError, match=r"the index a\.idx is for a \.rec, but .*classes is a folder of class"):
         open_dataset("folder", DataOptions(data_train=str(folder), data_train_idx="a.idx"))
 
 
 def test_sets_of_their_own_refuse_other_files() -> None:
     for name in ("digits", "mnist", "fashion-mnist"):
-        with pytest.raises(UsageError, match=rf"--data-val x\.rec: {name} is a set of its own.*--data folder"):
+        with pytest.raises(UsageError, match=rf"--data-val x\.rec cannot be used with {name}.*--data folder"):
             open_dataset(name, DataOptions(data_val="x.rec"))
 
 
@@ -124,14 +124,14 @@ def test_a_file_without_a_good_image(tmp_path: Path) -> None:
 
 
 def test_a_recipe_needs_no_files() -> None:
-    assert recipe("cifar10").random_crop
-    assert recipe("imagenet", (3, 32, 32), brightness=0.4).shape == (3, 32, 32)
+    assert default_augment("cifar10").random_crop
+    assert default_augment("imagenet", (3, 32, 32), brightness=0.4).shape == (3, 32, 32)
     with pytest.raises(UsageError, match="excludes random_crop: use --random-crop 0"):
-        recipe("cifar10", random_resized_crop=True)
+        default_augment("cifar10", random_resized_crop=True)
     with pytest.raises(UsageError, match=r"needs 3 means .*change --image-shape, or give --rgb-mean"):
-        recipe("imagenet", rgb_mean=(1.0,))
-    with pytest.raises(UsageError, match=r"mnist has images of 1 channel, .*3,28,28 asks for 3; use 1,28,28"):
-        recipe("mnist", (3, 28, 28))
+        default_augment("imagenet", rgb_mean=(1.0,))
+    with pytest.raises(UsageError, match=r"mnist has images of 1 channel, .*3,28,28 has 3; use 1,28,28"):
+        default_augment("mnist", (3, 28, 28))
 
 
 @pytest.mark.parametrize("has_index", [False, True])

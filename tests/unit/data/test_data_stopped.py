@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from echelon.cli import data_run
+from echelon.cli.data import records
 from echelon.cli.main import main
 
 NUM_LINES = 4000
@@ -142,7 +142,7 @@ def test_a_second_signal_does_not_cut_cleaning_up_short(monkeypatch: pytest.Monk
     def fail(number: int, frame: object) -> None:
         pytest.fail("nobody took SIGTERM")
 
-    monkeypatch.setattr(data_run, "run_info", run)
+    monkeypatch.setattr(records, "run_info", run)
     before = signal.signal(signal.SIGTERM, fail)
     try:
         assert main(["data", "info", "x.rec"]) == 143

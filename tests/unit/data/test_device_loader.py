@@ -16,11 +16,11 @@ import torch
 from pipeline_images import NUM_RECORDS, jpeg, make_records, picture
 from torch import Tensor
 
-from echelon.data.images.augment import AugmentConfig
-from echelon.data.loading.buffers import BufferPool, Crossing
+from echelon.data.images.config import AugmentConfig
+from echelon.data.loading.batch import mirrored
+from echelon.data.loading.buffers import BufferPool, CopiesInFlight
 from echelon.data.loading.device import DeviceLoader
 from echelon.data.loading.loader import Loader
-from echelon.data.loading.making import mirrored
 from echelon.data.loading.order import Sampling
 from echelon.data.loading.sources import FolderSource, RecordSource, Source
 from echelon.errors import UsageError
@@ -94,7 +94,7 @@ def test_pixels_are_handed_out_unmirrored_beside_what_to_mirror(records: RecordS
         Loader(records, config, SAMPLING, threads=2, output="uint8") as batches,
         Loader(records, straight, SAMPLING, threads=2, output="uint8") as others,
     ):
-        pairs = list(zip(batches.raw(), others.raw(), strict=True))
+        pairs = list(zip(batches.raw_batches(), others.raw_batches(), strict=True))
     assert all(torch.equal(batch.images, other.images) and other.mirrors is None for batch, other in pairs)
     mirrors = torch.cat([batch.mirrors for batch, _ in pairs if batch.mirrors is not None])
     assert len(mirrors) == NUM_RECORDS
@@ -128,28 +128,28 @@ def take(pool: BufferPool) -> tuple[Tensor, int]:
 
 
 def test_memory_is_used_again_only_after_the_copy_is_over() -> None:
-    pool, crossing, first, second = BufferPool((4, 3), np.uint8, 5), Crossing(3), Copy(), Copy()
+    pool, copies_in_flight, first, second = BufferPool((4, 3), np.uint8, 5), CopiesInFlight(3), Copy(), Copy()
     memory, place = take(pool)
-    crossing.hold(memory[:2], first)
+    copies_in_flight.hold(memory[:2], first)
     del memory
     other, other_place = take(pool)
     assert other_place != place, "the copy still reads the first"
-    crossing.hold(other, second)
+    copies_in_flight.hold(other, second)
     del other
     first.over = True
     third, third_place = take(pool)
     assert third_place not in (place, other_place), "nobody has looked whether the copy is over"
-    crossing.hold(third, Copy())
+    copies_in_flight.hold(third, Copy())
     assert take(pool)[1] == place
     assert not first.waited_for
 
 
 def test_with_too_many_copies_under_way_the_oldest_is_waited_for() -> None:
-    crossing, copies = Crossing(2), [Copy() for _ in range(4)]
+    copies_in_flight, copies = CopiesInFlight(2), [Copy() for _ in range(4)]
     for copy in copies:
-        crossing.hold(torch.empty(1), copy)
+        copies_in_flight.hold(torch.empty(1), copy)
     assert [copy.waited_for for copy in copies] == [True, True, False, False]
-    crossing.wait()
+    copies_in_flight.wait()
     assert all(copy.waited_for for copy in copies)
 
 
@@ -168,14 +168,14 @@ class LateCopy(Copy):
 
 
 def test_threads_write_into_few_buffers_and_never_into_one_that_is_being_copied(records: RecordSource) -> None:
-    crossing, copies, places = Crossing(2), [], set()
+    copies_in_flight, copies, places = CopiesInFlight(2), [], set()
     with Loader(records, PLAIN, SAMPLING, threads=2, output="uint8") as batches:
         for _ in range(6):
-            for batch in batches.raw():
+            for batch in batches.raw_batches():
                 copies.append(LateCopy(batch.images))
-                crossing.hold(batch.images, copies[-1])
+                copies_in_flight.hold(batch.images, copies[-1])
                 places.add(batch.images.data_ptr())
-        crossing.wait()
+        copies_in_flight.wait()
     assert len(copies) == 30
     assert all(copy.intact for copy in copies)
     assert len(places) <= 5
@@ -186,7 +186,7 @@ def test_a_gpus_batches_are_made_in_pinned_memory_that_is_used_again(records: Re
     places = set()
     with Loader(records, PLAIN, SAMPLING, threads=2, output="uint8", pin_memory=True) as batches:
         for _ in range(6):
-            for batch in batches.raw():
+            for batch in batches.raw_batches():
                 assert batch.images.is_pinned()
                 places.add(batch.images.data_ptr())
     assert len(places) <= 5
@@ -194,5 +194,5 @@ def test_a_gpus_batches_are_made_in_pinned_memory_that_is_used_again(records: Re
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_memory_cannot_be_pinned_for_no_gpu(records: RecordSource) -> None:
-    with pytest.raises(UsageError, match="there is none here; leave pin_memory out"):
+    with pytest.raises(UsageError, match="needs a GPU, and this machine has none; leave pin_memory out"):
         Loader(records, PLAIN, SAMPLING, output="uint8", pin_memory=True)

@@ -20,7 +20,7 @@ import pytest
 
 from echelon.cli.main import main
 from echelon.data.sets.download import fetch
-from echelon.data.sets.layouts import find_layout
+from echelon.data.sets.formats import find_format
 from echelon.data.sets.published import PUBLISHED, Archive, Published, find_published, get
 from echelon.errors import DataError, UsageError
 
@@ -212,7 +212,7 @@ def test_the_published_files_are_those_the_readers_look_for(tmp_path: Path) -> N
         names = [file for archive in published.archives for file in archive.files]
         for file in names:
             (folder / file).touch()
-        found = find_layout(folder)
-        assert found.layout.name == layouts[name]
-        assert sorted(names) == sorted(found.layout.train + found.layout.val)
+        found = find_format(folder)
+        assert found.file_format.name == layouts[name]
+        assert sorted(names) == sorted(found.file_format.train + found.file_format.val)
         assert all(len(digest) == 64 for archive in published.archives for digest in archive.files.values())

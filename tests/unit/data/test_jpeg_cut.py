@@ -55,7 +55,7 @@ def test_interpolated_colours_need_the_margin() -> None:
     bare = cut(payload, MIDDLE)
     assert bare is not None
     assert not np.array_equal(simplejpeg.decode_jpeg(bare.payload), whole)
-    part = Decoder().decode_part(payload, inspect(payload), 1, MIDDLE)
+    part = Decoder().decode_region(payload, inspect(payload), 1, MIDDLE)
     assert np.array_equal(part.pixels[16:48, 16:48], whole)
 
 
@@ -120,7 +120,7 @@ def test_other_kinds_of_jpeg_are_left_alone(change: Callable[[bytes], bytes]) ->
 def test_a_file_that_breaks_off_is_seen_though_the_box_is_whole(lost: int) -> None:
     payload = marked(2)[:-lost]
     with pytest.raises(DataError, match="Premature end"):
-        Decoder(fast=True).decode_part(payload, inspect(payload), 1, MIDDLE)
+        Decoder(fast=True).decode_region(payload, inspect(payload), 1, MIDDLE)
 
 
 @pytest.mark.parametrize("fill", [0x00, 0x55, 0xFE])
@@ -130,4 +130,4 @@ def test_damage_inside_the_box_is_seen(fill: int, fast: bool) -> None:
     at = payload.index(b"\xff\xd1")
     payload[at + 2 : at + 400] = bytes([fill]) * 398
     with pytest.raises(DataError, match="Corrupt JPEG"):
-        Decoder(fast=fast).decode_part(bytes(payload), inspect(payload), 1, (0, 32, 160, 64))
+        Decoder(fast=fast).decode_region(bytes(payload), inspect(payload), 1, (0, 32, 160, 64))

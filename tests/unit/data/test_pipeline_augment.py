@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from pipeline_images import encoded, jpeg, picture
 
-from echelon.data.images.augment import AugmentConfig, Augmenter, Normaliser, num_lanes, resize
+from echelon.data.images.augment import Augmenter, Normaliser, resize
 from echelon.data.images.colour import recolour
-from echelon.data.images.geometry import Geometry, Lane, plan
+from echelon.data.images.config import AugmentConfig
+from echelon.data.images.geometry import Draw, Geometry, num_draws, plan
 from echelon.data.loading.order import uniforms
 from echelon.errors import UsageError
 
@@ -30,7 +31,7 @@ def draws(**lanes: float) -> list[float]:
     """The middle of every range but for the lanes named."""
     numbers = list(MIDDLE)
     for name, value in lanes.items():
-        numbers[Lane[name.upper()]] = value
+        numbers[Draw[name.upper()]] = value
     return numbers
 
 
@@ -131,13 +132,13 @@ def test_a_crop_shows_its_part_of_the_padding() -> None:
 
 def test_without_an_area_or_aspect_to_choose_the_middle_is_cropped() -> None:
     config = replace(PLAIN, random_resized_crop=True)
-    numbers = [0.9] * num_lanes(config)
+    numbers = [0.9] * num_draws(config)
     assert plan(60, 80, config, numbers).box == plan(60, 80, PLAIN, numbers).box
 
 
 def test_where_no_area_fits_the_middle_is_cropped() -> None:
     config = replace(PLAIN, random_resized_crop=True, min_random_area=5.0, max_random_area=6.0)
-    numbers = [0.9] * num_lanes(config)
+    numbers = [0.9] * num_draws(config)
     assert plan(60, 80, config, numbers).box == plan(60, 80, PLAIN, numbers).box
 
 
@@ -150,7 +151,7 @@ def test_a_random_resized_crop_is_inside_and_of_the_right_area(
         shape=(3, 24, 32), random_resized_crop=True, min_random_area=least,
         min_random_aspect_ratio=aspect, max_random_aspect_ratio=1 / aspect,
     )  # fmt: skip
-    numbers = uniforms(0, 0, np.array([counter]), num_lanes(config))[0].tolist()
+    numbers = uniforms(0, 0, np.array([counter]), num_draws(config))[0].tolist()
     left, top, right, bottom = plan(height, width, config, numbers).box
     assert left >= -1e-9
     assert top >= -1e-9
@@ -160,7 +161,7 @@ def test_a_random_resized_crop_is_inside_and_of_the_right_area(
 
 def test_switching_one_thing_on_leaves_the_others() -> None:
     crop = replace(PLAIN, random_crop=True)
-    numbers = uniforms(5, 1, np.arange(1), num_lanes(crop))[0].tolist()
+    numbers = uniforms(5, 1, np.arange(1), num_draws(crop))[0].tolist()
     both = replace(crop, random_mirror=True, brightness=0.5)
     assert plan(60, 80, crop, numbers).box == plan(60, 80, both, numbers).box
 
@@ -237,7 +238,7 @@ def test_a_jpeg_that_is_cut_gives_the_same_image(settings_: dict[str, object], f
     config = replace(PLAIN, **settings_)  # type: ignore[arg-type]
     pixels = picture(5, 300, 400)
     plain, marked = (encoded(pixels, "JPEG", quality=90, restart_marker_blocks=interval) for interval in (0, 5))
-    for numbers in uniforms(1, 1, np.arange(20), num_lanes(config)).tolist():
+    for numbers in uniforms(1, 1, np.arange(20), num_draws(config)).tolist():
         expected = Augmenter(config, fast).augment(plain, numbers).astype(int)
         got = Augmenter(config, fast).augment(marked, numbers)
         # A rotation's coordinates are rounded elsewhere when they count from the part.
@@ -249,10 +250,10 @@ def test_hue_lightness_saturation() -> None:
     same = recolour(PICTURE, config, MIDDLE).astype(int)
     assert np.abs(same - PICTURE).max() <= 1  # in the middle of the range nothing is shifted: there and back
     numbers = list(MIDDLE)
-    numbers[Lane.HLS] = numbers[Lane.HLS + 1] = 1.0
+    numbers[Draw.HLS] = numbers[Draw.HLS + 1] = 1.0
     red = np.full((1, 1, 3), (200, 40, 40), np.uint8)
     assert recolour(red, replace(PLAIN, max_random_h=60), numbers)[0, 0].tolist() == [40, 200, 40]
-    numbers[Lane.HLS + 2] = numbers[Lane.HLS + 3] = 1.0
+    numbers[Draw.HLS + 2] = numbers[Draw.HLS + 3] = 1.0
     lighter = recolour(PICTURE, replace(PLAIN, max_random_l=50), numbers)
     assert lighter.mean() > PICTURE.mean() + 30
 
@@ -260,7 +261,7 @@ def test_hue_lightness_saturation() -> None:
 def test_hues_are_those_of_the_standard_library() -> None:
     config = replace(PLAIN, max_random_h=30, max_random_l=40, max_random_s=60)
     numbers = list(MIDDLE)
-    numbers[Lane.HLS : Lane.HLS + 6] = [0.75, 0.75, 0.25, 0.25, 0.75, 0.75]  # by 15 of 180, -20 and 30 of 255
+    numbers[Draw.HLS : Draw.HLS + 6] = [0.75, 0.75, 0.25, 0.25, 0.75, 0.75]  # by 15 of 180, -20 and 30 of 255
     pixels = np.random.default_rng(0).integers(0, 256, (40, 1, 3), np.uint8)
     shifted = recolour(pixels, config, numbers)
     for before, after in zip(pixels[:, 0] / 255, shifted[:, 0], strict=True):
@@ -273,14 +274,14 @@ def test_hues_are_shifted_as_if_jitters_had_been_done_before() -> None:
     grey = np.repeat(np.arange(256, dtype=np.uint8), 3).reshape(16, 16, 3)  # where a rounding error makes a hue
     jitter = replace(PLAIN, brightness=0.4, contrast=0.4, saturation=0.4)
     shift = {"max_random_h": 60, "max_random_l": 60, "max_random_s": 200}
-    numbers = uniforms(1, 1, np.arange(1), Lane.TRIES)[0].tolist()
+    numbers = uniforms(1, 1, np.arange(1), Draw.TRIES)[0].tolist()
     for pixels in (grey, PICTURE):
         together = recolour(pixels, replace(jitter, **shift), numbers)
         assert np.array_equal(together, recolour(recolour(pixels, jitter, numbers), replace(PLAIN, **shift), numbers))
 
 
 def test_pca_noise_moves_all_pixels_alike() -> None:
-    numbers = uniforms(1, 1, np.arange(1), Lane.TRIES)[0].tolist()
+    numbers = uniforms(1, 1, np.arange(1), Draw.TRIES)[0].tolist()
     middling = np.clip(PICTURE, 60, 190)
     moved = recolour(middling, replace(PLAIN, pca_noise=1.0), numbers).astype(int) - middling
     assert np.ptp(moved.reshape(-1, 3), axis=0).max() <= 1

@@ -10,7 +10,7 @@ import simplejpeg
 from PIL import Image
 from pipeline_images import encoded, jpeg, picture
 
-from echelon.data.images.decode import Decoder, Info, inspect
+from echelon.data.images.decode import Decoder, ImageInfo, inspect
 from echelon.errors import DataError
 
 PICTURE = picture(1, 70, 90)
@@ -24,19 +24,19 @@ def rows(stop: int) -> tuple[int, int, int, int]:
 @pytest.mark.parametrize(
     ("payload", "expected"),
     [
-        (jpeg(PICTURE), Info(70, 90, True, 158)),
-        (encoded(PICTURE, "JPEG", progressive=True), Info(70, 90, True)),
-        (encoded(PICTURE, "PNG"), Info(70, 90, False)),
-        (encoded(PICTURE, "WEBP"), Info(70, 90, False)),
+        (jpeg(PICTURE), ImageInfo(70, 90, True, 158)),
+        (encoded(PICTURE, "JPEG", progressive=True), ImageInfo(70, 90, True)),
+        (encoded(PICTURE, "PNG"), ImageInfo(70, 90, False)),
+        (encoded(PICTURE, "WEBP"), ImageInfo(70, 90, False)),
     ],
 )
-def test_the_size_is_known_before_decoding(payload: bytes, expected: Info) -> None:
+def test_the_size_is_known_before_decoding(payload: bytes, expected: ImageInfo) -> None:
     assert inspect(memoryview(payload)) == expected
 
 
 def test_an_exact_jpeg_is_what_the_library_decodes() -> None:
     payload = jpeg(PICTURE)
-    part = Decoder().decode_part(memoryview(payload), inspect(payload), 1, rows(5))
+    part = Decoder().decode_region(memoryview(payload), inspect(payload), 1, rows(5))
     assert np.array_equal(part.pixels, simplejpeg.decode_jpeg(payload))
 
 
@@ -45,14 +45,14 @@ def test_an_exact_jpeg_is_what_the_library_decodes() -> None:
 def test_a_fast_jpeg_has_the_rows_asked_for(num_rows: int, restarts: int) -> None:
     payload = encoded(PICTURE, "JPEG", quality=95, restart_marker_rows=restarts)
     whole = simplejpeg.decode_jpeg(payload, fastupsample=True)
-    part = Decoder(fast=True).decode_part(payload, inspect(payload), 1, rows(num_rows))
+    part = Decoder(fast=True).decode_region(payload, inspect(payload), 1, rows(num_rows))
     assert part.pixels.shape[0] == min(num_rows, 70)
     assert np.array_equal(part.pixels, whole[:num_rows])
 
 
 def test_a_progressive_jpeg_is_never_cut() -> None:
     payload = encoded(PICTURE, "JPEG", progressive=True)
-    part = Decoder(fast=True).decode_part(payload, inspect(payload), 1, rows(10))
+    part = Decoder(fast=True).decode_region(payload, inspect(payload), 1, rows(10))
     assert part.pixels.shape == (70, 90, 3)
 
 
@@ -85,7 +85,7 @@ def test_of_sixteen_bits_the_upper_ones_count(channels: int) -> None:
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
 def test_lossless_formats_come_back_exactly(kind: str) -> None:
     payload = encoded(PICTURE, kind, lossless=True)
-    part = Decoder().decode_part(payload, inspect(payload), 2, rows(10))
+    part = Decoder().decode_region(payload, inspect(payload), 2, rows(10))
     assert part.shrink == 1
     assert np.array_equal(part.pixels, PICTURE)
 
@@ -134,7 +134,7 @@ def test_a_cut_off_image_is_seen_when_fast(num_rows: int) -> None:
     payload = jpeg(picture(2, 320, 240))
     cut = payload[: len(payload) // 2]
     with pytest.raises(DataError, match="Premature end"):
-        Decoder(fast=True).decode_part(cut, inspect(cut), 1, (0, 0, 240, num_rows))
+        Decoder(fast=True).decode_region(cut, inspect(cut), 1, (0, 0, 240, num_rows))
 
 
 def test_bytes_too_many_are_no_error() -> None:

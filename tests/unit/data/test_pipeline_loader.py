@@ -19,12 +19,12 @@ import torch
 from pipeline_images import NUM_RECORDS, encoded, jpeg, make_records, picture, write_records
 from torch import Tensor
 
-from echelon.data.images.augment import AugmentConfig
+from echelon.data.images.config import AugmentConfig
 from echelon.data.loading.loader import Loader, measure_io
 from echelon.data.loading.order import Sampling, State
 from echelon.data.loading.sharding import ByPart
 from echelon.data.loading.sources import FolderSource, RecordSource
-from echelon.data.records.io import Header, IndexedWriter, pack
+from echelon.data.records import Header, IndexedWriter, pack
 from echelon.errors import DataError, UsageError
 
 CONFIG = AugmentConfig(
@@ -163,8 +163,8 @@ def test_only_the_loaders_threads_give_up_torchs_parallelism(records: RecordSour
     torch.set_num_threads(3)
     try:
         with loader(records) as batches, ThreadPoolExecutor(1) as fresh:
-            assert batches._executor is not None
-            assert batches._executor.submit(torch.get_num_threads).result() == 1
+            assert not batches._decoders.is_closed
+            assert batches._decoders.submit(torch.get_num_threads).result() == 1
             assert fresh.submit(torch.get_num_threads).result() == 3
     finally:
         torch.set_num_threads(before)
@@ -356,19 +356,19 @@ def test_formats_may_be_mixed(tmp_path: Path) -> None:
     assert np.isfinite(batches[0][0].numpy()).all()
 
 
-def test_test_io_says_mxnets_line(records: RecordSource) -> None:
+def test_measure_io_yields_the_speed_every_few_batches_and_at_the_end(records: RecordSource) -> None:
     with loader(records, 3) as batches:
-        lines = list(measure_io(batches, 2))
-    assert [line.split("\t")[0] for line in lines] == ["Batch [1]", "Batch [3]", "Batch [5]", "Batch [7]"]
-    assert all(line.endswith(" samples/sec") and float(line.split()[-2]) > 0 for line in lines)
+        measured = list(measure_io(batches, 2))
+    assert [batch for batch, _ in measured] == [1, 3, 5, 7]
+    assert all(samples_per_s > 0 for _, samples_per_s in measured)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"threads": 0}, "0 and 2"),
+        ({"threads": 0}, "threads 0, prefetch 2"),
         ({"output": "float64"}, "'float64'"),
-        ({"sampling": Sampling(7, 2)}, "23 samples, the sampling is for 7"),
+        ({"sampling": Sampling(7, 2)}, "23 samples, but the sampling is for 7"),
     ],
 )
 def test_what_cannot_be_is_refused(records: RecordSource, options: dict[str, object], said: str) -> None:

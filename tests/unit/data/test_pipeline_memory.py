@@ -11,16 +11,16 @@ import pytest
 import torch
 from pipeline_images import encoded, jpeg, make_records, picture, write_records
 
-from echelon.data.images.augment import AugmentConfig
+from digits import load_float_digits
+from echelon.data.images.config import AugmentConfig
 from echelon.data.loading.device import DeviceLoader, DeviceMemoryLoader
 from echelon.data.loading.loader import Batches, Loader
 from echelon.data.loading.memory import MemoryLoader, MemorySource
 from echelon.data.loading.order import Sampling, State
 from echelon.data.loading.sharding import ByFraction
 from echelon.data.loading.sources import FolderSource, RecordSource
-from echelon.data.loading.synthetic import SyntheticLoader
+from echelon.data.sets.builtin import SyntheticLoader
 from echelon.data.sets.datasets import DataOptions, dataset_names, make_loader, open_dataset
-from echelon.data.sets.digits import load_digits
 from echelon.errors import DataError, UsageError
 
 CONFIG = AugmentConfig(
@@ -110,7 +110,7 @@ def test_what_memory_cannot_do_goes_through_the_pipeline() -> None:
 
 def test_digits_have_the_floats_they_always_had() -> None:
     digits = open_dataset("digits")
-    (images, labels), (held_out, _) = load_digits()
+    (images, labels), (held_out, _) = load_float_digits()
     batch = next(iter(make_loader(digits.train, digits.augment, Sampling(len(images), len(images), shuffle=False))))
     assert torch.equal(batch[0], images)
     assert torch.equal(batch[1], labels)
@@ -202,11 +202,11 @@ def test_synthetic_batches_repeat() -> None:
     [
         (
             "mnist",
-            r"no file train-images-idx3.*nowhere/mnist.*; get the set: echelon data get mnist --data-dir .*nowhere$",
+            r"no file train-images-idx3.*nowhere/mnist.*; download .*: echelon data get mnist --data-dir .*nowhere$",
         ),
         ("fashion-mnist", r"Fashion-MNIST: no file .*echelon data get fashion-mnist"),
         ("cifar10", r"no file data_batch_1\.bin .*nowhere.*echelon data get cifar10"),
-        ("imagenet", r"no file train\.rec and no class folders in .*nowhere; make it: echelon data im2rec"),
+        ("imagenet", r"no file train\.rec and no class folders in .*nowhere; create it: echelon data im2rec"),
         ("folder", r"no file train\.rec and no class folders in .*nowhere"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from echelon.cli.data import add_parser
-from echelon.data.records.io import Header, IndexedWriter, Reader, Writer, index_path, pack, unpack
+from echelon.data.records import Header, IndexedWriter, Reader, Writer, index_path, pack, unpack
 from echelon.errors import DataError, UsageError
 
 
@@ -63,11 +63,11 @@ def test_im2rec_says_what_it_left_out(photos: Path, tmp_path: Path, capsys: pyte
         Image.new("RGB", (8, 8)).save(photos / "cat" / f"{number}.webp")
     (photos / "README").touch()
     echelon_data("im2rec", tmp_path / "x", photos)
-    assert capsys.readouterr().err == "left out: 3 .webp, 1 without suffix; --exts names the suffixes to pack\n"
+    assert capsys.readouterr().err == "left out: 3 .webp, 1 without suffix; use --exts to pack other suffixes\n"
     echelon_data("im2rec", tmp_path / "y", photos, "--exts", ".png", ".webp")
     said = capsys.readouterr()
     assert "label 2: cat" in said.out
-    assert said.err == "left out: 1 without suffix; --exts names the suffixes to pack\n"
+    assert said.err == "left out: 1 without suffix; use --exts to pack other suffixes\n"
 
 
 def test_im2rec_by_lists_gives_the_same_files(photos: Path, tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_info(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = dict(lines)
     assert table["records"] == "10"
     assert table["images"] == "10 .png; the first is 16 x 16 RGB PNG"
-    assert table["labels"] == "2 different, 0 ... 1, 5 ... 5 records each; 1 a record"
+    assert table["labels"] == "2 different, 0 ... 1, 5 ... 5 records each; 1 per record"
     assert table["index"].endswith("x.idx, 10 keys")
 
 
@@ -127,14 +127,14 @@ def test_info_of_plain_records(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert echelon_data("info", tmp_path / "plain.rec") == 0
     out = capsys.readouterr().out
     assert "1 records too short for an image header" in out
-    assert "none beside it; make it: echelon data rec2idx" in out
+    assert "none beside it; create it: echelon data rec2idx" in out
 
 
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        ([np.nan, 2, np.nan, 1, np.nan], "3 different, 1 ... 2 and NaN, 1 ... 3 records each; 1 a record"),
-        ([np.nan, np.nan], "1 different, NaN, 2 ... 2 records each; 1 a record"),
+        ([np.nan, 2, np.nan, 1, np.nan], "3 different, 1 ... 2 and NaN, 1 ... 3 records each; 1 per record"),
+        ([np.nan, np.nan], "1 different, NaN, 2 ... 2 records each; 1 per record"),
     ],
 )
 def test_info_counts_nan_once(
@@ -182,10 +182,10 @@ def test_verify_a_wrong_index(packed: Path, capsys: pytest.CaptureFixture[str]) 
     index_path(packed).write_text(text + "77\t4\n")
     assert echelon_data("verify", packed) == 1
     assert "record 10 at byte 4: key 77 of" in (err := capsys.readouterr().err)
-    assert "make the index anew: echelon data rec2idx" in err
+    assert "create the index again: echelon data rec2idx" in err
     index_path(packed).write_text(text[: text.index("\n") + 1])
     assert echelon_data("verify", packed) == 1
-    assert "does not list it: it has 1 of 10 records" in capsys.readouterr().err
+    assert "does not list it: it lists 1 of 10 records" in capsys.readouterr().err
 
 
 def test_rec2idx(packed: Path, tmp_path: Path) -> None:
@@ -205,9 +205,9 @@ def test_rec2idx_writes_no_index_over_records(packed: Path, tmp_path: Path) -> N
     other = tmp_path / "other.rec"
     other.write_bytes(packed.read_bytes())
     for words in [(packed, other), (packed, packed)]:
-        with pytest.raises(UsageError, match=r"cannot be .*\.rec, which is a record file; name it .*x\.idx"):
+        with pytest.raises(UsageError, match=r"cannot write .*\.rec: that is a record file; use .*x\.idx"):
             echelon_data("rec2idx", *words)
-    with pytest.raises(UsageError, match="several record files; an index is of one"):
+    with pytest.raises(UsageError, match="several record files, but an index is for one"):
         echelon_data("rec2idx", f"{packed};{other}")
     assert other.read_bytes() == packed.read_bytes()
     assert echelon_data("verify", packed) == 0
@@ -266,8 +266,9 @@ def test_extract_gives_new_ids_where_several_records_have_the_same(
         (1, [5.0]),
         (2, [6.0]),
     ]
-    assert "the records have 2 different ids, and a list takes each once: extract.lst numbers them 0 ... 2 instead" in (
-        capsys.readouterr().err
+    assert (
+        "the records have only 2 different ids, but a list needs one per image: extract.lst uses 0 ... 2 instead"
+        in (capsys.readouterr().err)
     )
     echelon_data("extract", tmp_path / "m.rec", tmp_path / "last", "--limit", "1")
     assert capsys.readouterr().err == ""
@@ -307,14 +308,14 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--quality", "101"], "quality 101"),
         (["--threads", "0"], "--num-thread 0"),
         (["--pass-through", "--resize", "9"], "neither resize nor center-crop"),
-        (["--pass-through", "--quality", "50"], "--pass-through stores files as they are, so --quality 50 can have no"),
-        (["--pass-through", "--color", "1", "--encoding", ".jpg"], "so --encoding .jpg and --color 1 can have no"),
-        (["--pass-through", "--restart-interval", "0"], "--restart-interval 0 can have no"),
-        (["--list", "--quality", "101"], "--list writes lists only, so --quality 101 can have no effect; .* packed"),
-        (["--list", "--resize", "0", "--center-crop"], "so --resize 0 and --center-crop can have no"),
-        (["--list", "--encoding", "png", "--color", "0"], "so --encoding png and --color 0 can have no"),
-        (["--list", "--pass-through", "--pack-label"], "so --pass-through and --pack-label can have no"),
-        (["--list", "--restart-interval", "0"], "so --restart-interval 0 can have no"),
+        (["--pass-through", "--quality", "50"], "--pass-through stores files unchanged, so --quality 50 would have no"),
+        (["--pass-through", "--color", "1", "--encoding", ".jpg"], "so --encoding .jpg and --color 1 would have no"),
+        (["--pass-through", "--restart-interval", "0"], "--restart-interval 0 would have no"),
+        (["--list", "--quality", "101"], "--list only writes lists, so --quality 101 would have no effect; .* pack"),
+        (["--list", "--resize", "0", "--center-crop"], "so --resize 0 and --center-crop would have no"),
+        (["--list", "--encoding", "png", "--color", "0"], "so --encoding png and --color 0 would have no"),
+        (["--list", "--pass-through", "--pack-label"], "so --pass-through and --pack-label would have no"),
+        (["--list", "--restart-interval", "0"], "so --restart-interval 0 would have no"),
         (["--chunks", "99"], "--chunks 99"),
         (["--exts", ".tiff"], r"\.tiff"),
     ],
@@ -351,7 +352,8 @@ def test_im2rec_packs_every_list_of_its_prefix_and_says_so(
     said = capsys.readouterr()
     assert said.out.startswith(f"packing {listed}\n")
     assert said.err == (
-        f"not packed: {tmp_path / 'kitchen.lst'}; for PREFIX that is k.lst and k_*.lst, others are named outright\n"
+        f"not packed: {tmp_path / 'kitchen.lst'}; PREFIX stands for k.lst and k_*.lst; "
+        "to pack another list, give its full name\n"
     )
 
 
@@ -423,7 +425,7 @@ def test_verify_of_several_files_and_their_indices(tmp_path: Path, capsys: pytes
     assert echelon_data("verify", recs, "--idx", idxs) == 1
     err = capsys.readouterr().err
     assert err.startswith(f"bad: {tmp_path / 'b.rec'}: record ")
-    assert err.endswith(f"make the index anew: echelon data rec2idx {tmp_path / 'b.rec'} {tmp_path / 'b.idx'}\n")
+    assert err.endswith(f"create the index again: echelon data rec2idx {tmp_path / 'b.rec'} {tmp_path / 'b.idx'}\n")
     (tmp_path / "b.idx").unlink()
     assert echelon_data("verify", recs) == 0
     assert capsys.readouterr().out == f"{recs}: 7 good records, index {tmp_path / 'a.idx'}\n"

@@ -1,4 +1,4 @@
-"""CIFAR and MNIST files into records: every layout gives the same pixels and labels, and damage is named."""
+"""CIFAR and MNIST files into records: every file_format gives the same pixels and labels, and damage is named."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from echelon.data.pack.convert import convert_part, record_path
-from echelon.data.records.io import IndexedReader, RecordError, unpack
-from echelon.data.sets.layouts import find_layout
+from echelon.data.pack.convert import convert_split, record_path
+from echelon.data.records import IndexedReader, RecordError, unpack
+from echelon.data.sets.formats import find_format
 from echelon.errors import DataError, UsageError
 
 NUM = 23
@@ -66,13 +66,13 @@ def lay(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_pixels_and_labels_come_through(tmp_path: Path, name: str, threads: int) -> None:
-    found = find_layout(lay(tmp_path / "in", name))
-    assert found.layout.name == name
+    found = find_format(lay(tmp_path / "in", name))
+    assert found.file_format.name == name
     expected = GREY if name.startswith("mnist") else PLANES.transpose(0, 2, 3, 1)
-    for part, files in found.parts.items():
+    for part, files in found.splits.items():
         rec = record_path(tmp_path / "out", part)
         repeats = LAYOUTS[name][1] if part == "train" else 1
-        assert convert_part(found.layout, files, rec, threads=threads).num_records == NUM * repeats
+        assert convert_split(found.file_format, files, rec, threads=threads).num_records == NUM * repeats
         with IndexedReader(rec) as reader:
             for position in range(NUM * repeats):
                 header, payload = unpack(reader.read(position))
@@ -86,20 +86,20 @@ def test_pixels_and_labels_come_through(tmp_path: Path, name: str, threads: int)
 def test_the_folder_above_will_do_and_so_will_one_part(tmp_path: Path) -> None:
     lay(tmp_path / "cifar-100-binary", "cifar100 (binary)")
     (tmp_path / "cifar-100-binary" / "test.bin").unlink()
-    assert list(find_layout(tmp_path).parts) == ["train"]
+    assert list(find_format(tmp_path).splits) == ["train"]
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no known dataset .*looked there for any of\n.*data_batch_1\.bin"):
-        find_layout(tmp_path)
+    with pytest.raises(DataError, match=r"no known data set .*looked for\n.*data_batch_1\.bin"):
+        find_format(tmp_path)
     folder = lay(tmp_path / "in", "cifar10 (binary)")
     (folder / "data_batch_3.bin").unlink()
-    with pytest.raises(DataError, match=r"lacks data_batch_3\.bin;"):
-        find_layout(folder)
+    with pytest.raises(DataError, match=r"data_batch_3\.bin is missing;"):
+        find_format(folder)
     with pytest.raises(UsageError, match="unpack it"):
-        find_layout(folder / "test_batch.bin")
+        find_format(folder / "test_batch.bin")
     with pytest.raises(UsageError, match="no folder"):
-        find_layout(tmp_path / "none")
+        find_format(tmp_path / "none")
 
 
 DAMAGE = [
@@ -119,13 +119,13 @@ DAMAGE = [
 def test_a_cut_file(tmp_path: Path, name: str, file: str, keep: slice, message: str, num_left: int) -> None:
     folder = lay(tmp_path / "in", name)
     (folder / file).write_bytes((folder / file).read_bytes()[keep])
-    found = find_layout(folder)
+    found = find_format(folder)
     rec = tmp_path / "x.rec"
     with pytest.raises(RecordError, match=f"{file}: {message}"):
-        convert_part(found.layout, found.parts["val"], rec)
+        convert_split(found.file_format, found.splits["val"], rec)
     assert not rec.exists()
     bad: list[DataError] = []
-    assert convert_part(found.layout, found.parts["val"], rec, on_bad=bad.append).num_records == num_left
+    assert convert_split(found.file_format, found.splits["val"], rec, on_bad=bad.append).num_records == num_left
     assert len(bad) == 1
 
 
@@ -134,26 +134,26 @@ def test_an_impossible_label(tmp_path: Path) -> None:
     data = bytearray(cifar_rows(LABELS))
     data[3073 * 2] = 77
     (folder / "test_batch.bin").write_bytes(data)
-    found = find_layout(folder)
+    found = find_format(folder)
     with pytest.raises(RecordError, match=r"record 2 at byte 6146: its label is 77, expected 0 \.\.\. 9"):
-        convert_part(found.layout, found.parts["val"], tmp_path / "x.rec")
+        convert_split(found.file_format, found.splits["val"], tmp_path / "x.rec")
     bad: list[DataError] = []
-    done = convert_part(found.layout, found.parts["val"], tmp_path / "x.rec", on_bad=bad.append)
+    done = convert_split(found.file_format, found.splits["val"], tmp_path / "x.rec", on_bad=bad.append)
     assert (done.num_records, len(bad)) == (NUM - 1, 1)
 
 
 def test_files_that_are_something_else(tmp_path: Path) -> None:
     folder = lay(tmp_path / "in", "mnist (idx)")
     (folder / "t10k-labels-idx1-ubyte").write_bytes(idx(GREY))
-    found = find_layout(folder)
-    with pytest.raises(DataError, match="begins 00000801, got 00000803"):
-        convert_part(found.layout, found.parts["val"], tmp_path / "x.rec")
+    found = find_format(folder)
+    with pytest.raises(DataError, match="begins with 00000801, got 00000803"):
+        convert_split(found.file_format, found.splits["val"], tmp_path / "x.rec")
     (folder / "t10k-labels-idx1-ubyte").write_bytes(idx(LABELS[:-1]))
-    with pytest.raises(DataError, match=r"of 23 images.* of 22 labels"):
-        convert_part(found.layout, found.parts["val"], tmp_path / "x.rec")
+    with pytest.raises(DataError, match=r"has 23 images.* has 22 labels"):
+        convert_split(found.file_format, found.splits["val"], tmp_path / "x.rec")
     (folder / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(LABELS))[:-9])
     with pytest.raises(DataError, match=r"ubyte\.gz: cannot be read"):
-        convert_part(found.layout, found.parts["train"], tmp_path / "x.rec")
+        convert_split(found.file_format, found.splits["train"], tmp_path / "x.rec")
 
 
 class Evil:
@@ -165,7 +165,7 @@ def test_a_pickle_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     folder = lay(tmp_path / "in", "cifar10 (python)")
     (folder / "test_batch").write_bytes(pickle.dumps({b"data": Evil()}))
-    found = find_layout(folder)
-    with pytest.raises(DataError, match=r"test_batch: not a CIFAR batch .*names \w+\.mkdir"):
-        convert_part(found.layout, found.parts["val"], tmp_path / "x.rec")
+    found = find_format(folder)
+    with pytest.raises(DataError, match=r"test_batch: not a CIFAR batch .*refers to \w+\.mkdir"):
+        convert_split(found.file_format, found.splits["val"], tmp_path / "x.rec")
     assert not (tmp_path / "owned").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.data.records.io import IndexedReader, IndexedWriter, Reader, RecordError, Writer, index_path
+from echelon.data.records import IndexedReader, IndexedWriter, Reader, RecordError, Writer, index_path
 from echelon.errors import DataError, UsageError
 
 
@@ -46,7 +46,7 @@ def test_by_key_and_by_position(tmp_path: Path) -> None:
     with IndexedReader(write(tmp_path / "a.rec", 5, first_key=100)) as reader:
         assert (len(reader), reader.keys.tolist()) == (5, [100, 103, 106, 109, 112])
         assert reader.read(109) == reader[3] == payload(3)
-        with pytest.raises(UsageError, match="no key 3 among the 5"):
+        with pytest.raises(UsageError, match=r"unknown key 3: .* has 5 others"):
             reader.read(3)
         with pytest.raises(IndexError):
             reader[5]
@@ -58,7 +58,7 @@ def test_without_an_index(tmp_path: Path) -> None:
         assert scanned.offsets.tolist() == indexed.offsets.tolist()
         assert [scanned.read(key) for key in range(9)] == [payload(number) for number in range(9)]
     index_path(path).unlink()
-    with pytest.raises(DataError, match=r"no index .*a\.idx; make it: echelon data rec2idx .*a\.rec"):
+    with pytest.raises(DataError, match=r"no index .*a\.idx; create it: echelon data rec2idx .*a\.rec"):
         IndexedReader(path)
 
 
@@ -102,10 +102,10 @@ def test_index_of_another_file(tmp_path: Path) -> None:
         IndexedReader(short, index_path(long))
     other = tmp_path / "other.idx"
     other.write_text("".join(f"{number}\t{4 * number}\n" for number in range(5)))
-    told = r"other\.idx does not belong to .*long\.rec: at byte 4, where it has a record, none begins; .*rec2idx"
+    told = r"other\.idx does not belong to .*long\.rec: it lists a record at byte 4, but none begins there; .*rec2idx"
     with pytest.raises(DataError, match=told):
         IndexedReader(long, other)
-    with pytest.raises(DataError, match=rf"no index .*none\.idx; make it: echelon data rec2idx {long} .*none\.idx"):
+    with pytest.raises(DataError, match=rf"no index .*none\.idx; create it: echelon data rec2idx {long} .*none\.idx"):
         IndexedReader(long, tmp_path / "none.idx")
     index_path(short).write_text("0\t0\n1\t4\n")
     with IndexedReader(short) as reader, pytest.raises(RecordError, match="record 1 at byte 4: expected the magic"):

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from echelon.data.records import frame as recordframe
-from echelon.data.records.io import Header, Reader, RecordError, Writer, pack, scan_offsets, unpack
+from echelon.data.records import Header, Reader, RecordError, Writer, frame, pack, unpack
+from echelon.data.records.file import scan_offsets
 from echelon.errors import DataError, UsageError
 
 MAGIC = bytes.fromhex("0a23d7ce")
@@ -24,11 +24,11 @@ GOLDEN = [
 ]
 
 
-@pytest.mark.parametrize(("payload", "frame"), GOLDEN)
-def test_golden_frames(payload: bytes, frame: str) -> None:
-    expected = bytes.fromhex(frame)
-    assert recordframe.encode(payload) == expected
-    assert recordframe.decode(memoryview(expected), 0) == (payload, len(expected))
+@pytest.mark.parametrize(("payload", "encoded"), GOLDEN)
+def test_golden_frames(payload: bytes, encoded: str) -> None:
+    expected = bytes.fromhex(encoded)
+    assert frame.encode(payload) == expected
+    assert frame.decode(memoryview(expected), 0) == (payload, len(expected))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_records_too_short_for_their_header(record: bytes) -> None:
 
 def test_record_longer_than_the_format_allows() -> None:
     with pytest.raises(UsageError, match=r"536870912 bytes is too long.*536870911"):
-        recordframe.encode(bytes(2**29))
+        frame.encode(bytes(2**29))
 
 
 def test_eight_byte_payloads_stand_sixteen_bytes_apart(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def _flip_magic(data: bytearray) -> None:
 def test_damage_in_the_second_of_three_records(
     tmp_path: Path, damage: Callable[[bytearray], None], reason: str
 ) -> None:
-    data = bytearray(recordframe.encode(b"8 bytes!") * 3)
+    data = bytearray(frame.encode(b"8 bytes!") * 3)
     damage(data)
     path = tmp_path / "bad.rec"
     path.write_bytes(data)
@@ -122,7 +122,7 @@ def test_damage_in_the_second_of_three_records(
 
 
 def test_who_skips_bad_records_finds_a_length_that_swallows_the_next_one(tmp_path: Path) -> None:
-    data = bytearray(recordframe.encode(b"8 bytes!") * 3)
+    data = bytearray(frame.encode(b"8 bytes!") * 3)
     data[4] = 24
     path = tmp_path / "long.rec"
     path.write_bytes(data)
@@ -137,7 +137,7 @@ def test_who_skips_bad_records_finds_a_length_that_swallows_the_next_one(tmp_pat
 
 def test_bad_records_are_handed_over_and_the_rest_is_read(tmp_path: Path) -> None:
     payloads = [b"one", b"four" + MAGIC + b"four", b"three", b"last"]
-    frames = [recordframe.encode(payload) for payload in payloads]
+    frames = [frame.encode(payload) for payload in payloads]
     data = bytearray(b"".join(frames))
     second = len(frames[0])
     data[second] ^= 1

@@ -11,11 +11,10 @@ import pytest
 from PIL import Image, ImageOps
 
 from echelon.data.images.jpeg_cut import cut
-from echelon.data.pack import im2rec
-from echelon.data.pack import lists as imagelist
+from echelon.data.pack import im2rec, lists
 from echelon.data.pack.im2rec import Encoding, ImageError, encode_image, pack_list
 from echelon.data.pack.lists import Entry
-from echelon.data.records.io import IndexedReader, unpack
+from echelon.data.records import IndexedReader, unpack
 from echelon.errors import DataError, UsageError
 
 
@@ -40,18 +39,18 @@ def decoded(payload: bytes | memoryview) -> Image.Image:
 
 
 def test_folders_are_classes_in_sorted_order(photos: Path) -> None:
-    entries = imagelist.list_folder(photos)
+    entries = lists.list_folder(photos)
     assert [entry.index for entry in entries] == list(range(12))
-    assert imagelist.class_names(entries) == {0: "cat", 1: "dog", 2: "eel/deep"}
+    assert lists.class_names(entries) == {0: "cat", 1: "dog", 2: "eel/deep"}
     assert entries[0] == Entry(0, (0.0,), "cat/00.JPG")
-    assert [entry.path for entry in imagelist.list_folder(photos / "dog", [".png"])] == ["01.png", "07.png"]
+    assert [entry.path for entry in lists.list_folder(photos / "dog", [".png"])] == ["01.png", "07.png"]
 
 
 def test_a_seed_fixes_the_shuffle(photos: Path) -> None:
-    entries = imagelist.list_folder(photos)
-    assert imagelist.shuffled(entries, 1) == imagelist.shuffled(entries, 1)
-    assert imagelist.shuffled(entries, 1) != imagelist.shuffled(entries, 2)
-    assert sorted(entry.index for entry in imagelist.shuffled(entries, 1)) == list(range(12))
+    entries = lists.list_folder(photos)
+    assert lists.shuffled(entries, 1) == lists.shuffled(entries, 1)
+    assert lists.shuffled(entries, 1) != lists.shuffled(entries, 2)
+    assert sorted(entry.index for entry in lists.shuffled(entries, 1)) == list(range(12))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_a_seed_fixes_the_shuffle(photos: Path) -> None:
 )
 def test_cutting(arguments: tuple[int, float, float], expected: dict[str, range]) -> None:
     entries = [Entry(number, (0.0,), "x") for number in range(10)]
-    parts = imagelist.cut(entries, *arguments)
+    parts = lists.split_entries(entries, *arguments)
     assert {part.suffix: [entry.index for entry in part.entries] for part in parts} == {
         suffix: list(indices) for suffix, indices in expected.items()
     }
@@ -76,14 +75,14 @@ def test_cutting(arguments: tuple[int, float, float], expected: dict[str, range]
 @pytest.mark.parametrize("arguments", [(0, 1.0, 0.0), (11, 1.0, 0.0), (1, 0.0, 0.0), (1, 1.2, 0.0), (1, 0.8, 0.3)])
 def test_impossible_cuts(arguments: tuple[int, float, float]) -> None:
     with pytest.raises(UsageError, match="expected"):
-        imagelist.cut([Entry(number, (0.0,), "x") for number in range(10)], *arguments)
+        lists.split_entries([Entry(number, (0.0,), "x") for number in range(10)], *arguments)
 
 
 def test_list_text_round_trip(tmp_path: Path) -> None:
     entries = [Entry(4, (1.0, 0.25), "a b/c.jpg"), Entry(0, (3.0,), "ü.png")]
-    imagelist.write_list(tmp_path / "x.lst", entries)
+    lists.write_list(tmp_path / "x.lst", entries)
     assert (tmp_path / "x.lst").read_text() == "4\t1.000000\t0.250000\ta b/c.jpg\n0\t3.000000\tü.png\n"
-    assert imagelist.read_list(tmp_path / "x.lst") == entries
+    assert lists.read_list(tmp_path / "x.lst") == entries
 
 
 @pytest.mark.parametrize(
@@ -100,15 +99,15 @@ def test_bad_list_lines(tmp_path: Path, line: str, reason: str) -> None:
     path = tmp_path / "x.lst"
     path.write_text(f"0\t1\ta.jpg\n\n{line}\n")
     with pytest.raises(DataError, match=rf"x\.lst, line 3: .*{reason}"):
-        imagelist.read_list(path)
+        lists.read_list(path)
     bad: list[DataError] = []
-    assert imagelist.read_list(path, bad.append) == [Entry(0, (1.0,), "a.jpg")]
+    assert lists.read_list(path, bad.append) == [Entry(0, (1.0,), "a.jpg")]
     assert len(bad) == 1
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_records_stand_in_the_lists_order(photos: Path, tmp_path: Path, threads: int) -> None:
-    entries = imagelist.shuffled(imagelist.list_folder(photos))
+    entries = lists.shuffled(lists.list_folder(photos))
     rec = tmp_path / "x.rec"
     result = pack_list(entries, photos, rec, Encoding(pass_through=True), threads=threads)
     assert (result.num_records, result.num_bytes) == (12, rec.stat().st_size)
@@ -289,13 +288,13 @@ def test_an_interrupt_leaves_nothing(photos: Path, tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pack_list(imagelist.list_folder(photos), photos, tmp_path / "x.rec", Encoding(), threads=2, on_done=interrupt)
+        pack_list(lists.list_folder(photos), photos, tmp_path / "x.rec", Encoding(), threads=2, on_done=interrupt)
     assert len(done) == 3
     assert [each.name for each in tmp_path.iterdir()] == ["photos"]
 
 
 def test_a_folder_without_images(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no image with suffix .*\.jpg.*--exts"):
-        imagelist.list_folder(tmp_path)
+        lists.list_folder(tmp_path)
     with pytest.raises(UsageError, match="is no folder"):
-        imagelist.list_folder(tmp_path / "none")
+        lists.list_folder(tmp_path / "none")

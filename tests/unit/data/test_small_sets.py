@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from echelon.data.loading.memory import MemorySource
-from echelon.data.pack.convert import convert_part
-from echelon.data.records.io import RecordError
+from echelon.data.pack.convert import convert_split
+from echelon.data.records import RecordError
 from echelon.data.sets.datasets import DataOptions, open_dataset
-from echelon.data.sets.find import layout_named
+from echelon.data.sets.formats import FORMATS
 from echelon.data.sets.published import PUBLISHED, Archive
 from echelon.errors import DataError
 
@@ -91,7 +91,7 @@ def test_a_validation_part_of_the_other_set_is_seen(tmp_path: Path) -> None:
 def test_files_of_ones_own_are_mnist_unless_their_folder_says_else(tmp_path: Path) -> None:
     write_idx(tmp_path, CLASSES["mine"])
     assert labels_of("mnist", tmp_path) == [4]
-    with pytest.raises(DataError, match=r"train-labels.* may be MNIST's, .*files of your own go to .*/fashion-mnist"):
+    with pytest.raises(DataError, match=r"train-labels.* may belong to MNIST, .* your own files in .*/fashion-mnist"):
         open_dataset("fashion-mnist", DataOptions(tmp_path))
     write_idx(tmp_path / "fashion-mnist", CLASSES["mine"])
     assert labels_of("fashion-mnist", tmp_path) == [4]
@@ -122,12 +122,12 @@ def write_zeros(folder: Path, counts: dict[str, int], record_bytes: int = 3073) 
 @pytest.mark.parametrize("name", ["data_batch_3.bin", "test_batch.bin"])
 def test_an_empty_batch_of_cifar10(tmp_path: Path, name: str) -> None:
     write_zeros(tmp_path, dict.fromkeys(BATCHES, 4) | {name: 0})
-    with pytest.raises(DataError, match=rf"{name}: record 0 at byte 0: the file ends here: it has 0 bytes; get it"):
+    with pytest.raises(DataError, match=rf"{name}: record 0 at byte 0: the file ends here: it has 0 bytes; download"):
         open_dataset("cifar10", DataOptions(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("layout", "names", "record_bytes", "name", "have", "said"),
+    ("file_format", "names", "record_bytes", "name", "have", "said"),
     [
         ("cifar10 (binary)", BATCHES, 3073, "data_batch_2.bin", 9_999, "30726927 bytes, .* 10000 records, 30730000"),
         ("cifar10 (binary)", BATCHES, 3073, "test_batch.bin", 1, "3073 bytes, and .* 10000 records, 30730000"),
@@ -135,10 +135,10 @@ def test_an_empty_batch_of_cifar10(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_cifar_cut_between_records_is_told_by_what_lies_beside(
-    tmp_path: Path, layout: str, names: list[str], record_bytes: int, name: str, have: int, said: str
+    tmp_path: Path, file_format: str, names: list[str], record_bytes: int, name: str, have: int, said: str
 ) -> None:
     write_zeros(tmp_path, dict.fromkeys(names, 10_000) | {name: have}, record_bytes)
-    of = layout_named(layout)
+    of = FORMATS[file_format]
     at = rf"{name}: record {have} at byte {have * record_bytes}: the file ends here: it has "
     with pytest.raises(RecordError, match=at + said):
         list(of.read([tmp_path / name], of.num_classes, None))
@@ -149,7 +149,7 @@ def test_cifar_cut_between_records_is_told_by_what_lies_beside(
 
 def test_a_whole_batch_beside_whole_ones_is_good(tmp_path: Path) -> None:
     write_zeros(tmp_path, dict.fromkeys(["data_batch_1.bin", "test_batch.bin"], 10_000))
-    of = layout_named("cifar10 (binary)")
+    of = FORMATS["cifar10 (binary)"]
     assert [len(block.labels) for block in of.read([tmp_path / "test_batch.bin"], 10, None)] == [10_000]
 
 
@@ -162,25 +162,25 @@ def test_an_idx_file_whose_head_is_damaged(tmp_path: Path, sizes: tuple[int, int
     images = folder / "t10k-images-idx3-ubyte"
     images.write_bytes(struct.pack(">IIII", 0x803, *sizes) + bytes(num_bytes))
     text = " x ".join(map(str, sizes))
-    said = rf"t10k-images-idx3-ubyte: its head says {text} bytes, and {num_bytes} follow; get the file anew"
+    said = rf"t10k-images-idx3-ubyte: its header states {text} bytes, but {num_bytes} follow; download the file again"
     with pytest.raises(DataError, match=said):
         open_dataset("mnist", DataOptions(tmp_path))
-    of = layout_named("mnist (idx)")
+    of = FORMATS["mnist (idx)"]
     with pytest.raises(DataError, match=said):
         list(of.read([images, folder / "t10k-labels-idx1-ubyte"], 10, lambda fault: None))
 
 
-@pytest.mark.parametrize("layout", ["cifar10 (binary)", "cifar10 (python)", "mnist (idx)"])
-def test_nothing_is_no_record_file(tmp_path: Path, layout: str) -> None:
-    of = layout_named(layout)
+@pytest.mark.parametrize("file_format", ["cifar10 (binary)", "cifar10 (python)", "mnist (idx)"])
+def test_nothing_is_no_record_file(tmp_path: Path, file_format: str) -> None:
+    of = FORMATS[file_format]
     files = [tmp_path / name for name in of.val]
     for file in files:
         file.touch()
-    if layout == "cifar10 (python)":
+    if file_format == "cifar10 (python)":
         files[0].write_bytes(pickle.dumps({b"data": np.empty((0, 3072), np.uint8), b"labels": []}))
     for on_bad in (None, lambda fault: None):
         with pytest.raises(DataError, match=r"batch|idx"):
-            convert_part(of, files, tmp_path / "x.rec", on_bad=on_bad)
+            convert_split(of, files, tmp_path / "x.rec", on_bad=on_bad)
     assert sorted(tmp_path.iterdir()) == sorted(files)
 
 

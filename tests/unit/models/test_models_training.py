@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from digits import load_float_digits
 from echelon import models
-from echelon.data.sets.digits import load_digits
 from echelon.models.layers import BatchNorm
 
 SMALL = [
@@ -140,7 +140,7 @@ def test_spatial_transformer_starts_as_the_identity() -> None:
 
 
 def test_digits_cnn_learns_the_digits() -> None:
-    (images, labels), (val_images, val_labels) = load_digits()
+    (images, labels), (val_images, val_labels) = load_float_digits()
     model = _build("digits-cnn", 1, 8, {})
     assert 20_000 <= sum(p.numel() for p in model.parameters()) <= 60_000
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

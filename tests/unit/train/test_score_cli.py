@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from digits import load_float_digits
 from echelon import models
 from echelon.cli.main import main
-from echelon.data.records.io import Header, IndexedWriter, pack
-from echelon.data.sets.digits import load_digits
+from echelon.data.records import Header, IndexedWriter, pack
 from echelon.train.checkpoint.format import Checkpoint, save
 from echelon.train.checkpoint.names import path_for
 
@@ -131,7 +131,7 @@ def test_a_dataset_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     facts = {"network": "digits-cnn", "num_classes": 10, "image_shape": (1, 8, 8), "options": options}
     save(tmp_path / "d-0001.safetensors", Checkpoint(model.state_dict(), metadata=facts))
     assert score("--model", tmp_path / "d", "--data", "digits", "--top-k", "3") == 0
-    _, (images, labels) = load_digits()
+    _, (images, labels) = load_float_digits()
     with torch.no_grad():
         best = model.eval()(images).topk(3).indices
     accuracy = float((best[:, 0] == labels).double().mean())

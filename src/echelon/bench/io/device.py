@@ -81,7 +81,7 @@ def copy_figures(rec: str, device: torch.device, batch_size: int, threads: int) 
     """Milliseconds until a batch of the loader's is there, and until the call returns; and of plain memory its size."""
     found: dict[str, float] = {}
     with host_batches(rec, device, batch_size, threads) as loader:
-        batch = next(loader.raw()).images
+        batch = next(loader.raw_batches()).images
         loader.wait()
         if device.type == "cuda":
             found["batch_is_pinned"] = float(batch.is_pinned())

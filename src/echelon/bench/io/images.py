@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from echelon.data.pack.im2rec import Encoding, save
-from echelon.data.records.io import Header, IndexedWriter, pack
+from echelon.data.records import Header, IndexedWriter, pack
 
 HEIGHT, WIDTH = 360, 480
 ENCODING = Encoding(quality=95)

@@ -18,9 +18,7 @@ from PIL import Image
 
 from echelon.data.images import decode
 from echelon.data.images.config import AugmentConfig
-from echelon.data.images.geometry import Draws, Geometry, num_lanes, plan
-
-__all__ = ["AugmentConfig", "Augmenter", "Draws", "Normaliser", "num_lanes"]
+from echelon.data.images.geometry import Draws, Geometry, plan
 
 Pixels: TypeAlias = decode.Pixels
 Recolour: TypeAlias = Callable[[Pixels, AugmentConfig, Draws], Pixels]
@@ -43,14 +41,14 @@ class Augmenter:
         config = self._config
         height, width = config.shape[1:]
         if isinstance(payload, np.ndarray):
-            part = decode.Part(payload)
+            region = decode.Region(payload)
             geometry = plan(payload.shape[0], payload.shape[1], config, draws)
         else:
             info = decode.inspect(payload)
             geometry = plan(info.height, info.width, config, draws)
             shrink = geometry.shrink(height, width)
-            part = self._decoder.decode_part(payload, info, shrink, geometry.reach(shrink))
-        pixels = sample(part, geometry, (height, width), config.fill_value)
+            region = self._decoder.decode_region(payload, info, shrink, geometry.reach(shrink))
+        pixels = sample(region, geometry, (height, width), config.fill_value)
         if geometry.window is not None:
             pixels = framed(pixels, geometry.window, config.fill_value)
         if self._recolour is not None:
@@ -58,14 +56,14 @@ class Augmenter:
         return pixels[:, ::-1] if geometry.mirror else pixels
 
 
-def sample(part: decode.Part, geometry: Geometry, size: tuple[int, int], fill: int) -> Pixels:
-    """Return the pixels of the output from the part of the source that was decoded."""
-    image, shrink = part.pixels, part.shrink
+def sample(region: decode.Region, geometry: Geometry, size: tuple[int, int], fill: int) -> Pixels:
+    """Return the pixels of the output from the region of the source that was decoded."""
+    image, shrink = region.pixels, region.shrink
     if geometry.matrix is not None:
         a, b, c, d, e, f = (value / shrink for value in geometry.matrix)
-        return _sample_turned(image, (a, b, c - part.left, d, e, f - part.top), size, fill)
+        return _sample_turned(image, (a, b, c - region.left, d, e, f - region.top), size, fill)
     left, top, right, bottom = (round(edge / shrink) for edge in geometry.box)
-    left, right, top, bottom = left - part.left, right - part.left, top - part.top, bottom - part.top
+    left, right, top, bottom = left - region.left, right - region.left, top - region.top, bottom - region.top
     right, bottom = max(right, left + 1), max(bottom, top + 1)
     if left < 0 or top < 0 or right > image.shape[1] or bottom > image.shape[0]:
         return _sample_beyond(image, (left, top, right, bottom), size, fill)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from echelon.data.images.config import AugmentConfig
 from echelon.data.images.decode import Pixels
-from echelon.data.images.geometry import Draws, Lane
+from echelon.data.images.geometry import Draw, Draws
 
 Floats: TypeAlias = NDArray[np.float32]
 
@@ -47,9 +47,9 @@ def recolour(pixels: Pixels, config: AugmentConfig, draws: Draws) -> Pixels:
 
 def _jitter(planes: Tensor, config: AugmentConfig, draws: Draws) -> tuple[Tensor, Tensor]:
     """Multiply brightness, contrast and saturation together."""
-    light = _factor(config.brightness, draws[Lane.BRIGHTNESS])
-    spread = _factor(config.contrast, draws[Lane.CONTRAST])
-    keep = _factor(config.saturation, draws[Lane.SATURATION])
+    light = _factor(config.brightness, draws[Draw.BRIGHTNESS])
+    spread = _factor(config.contrast, draws[Draw.CONTRAST])
+    keep = _factor(config.saturation, draws[Draw.SATURATION])
     blend = keep * np.eye(3, dtype=np.float32) + (1 - keep) * np.tile(_GREY, (3, 1))
     grey = _GREY @ planes.mean(1).numpy()
     offset = np.full((3, 1), light * (1 - spread) * grey, np.float32)
@@ -62,7 +62,7 @@ def _factor(size: float, draw: float) -> np.float32:
 
 def _pca_offset(size: float, draws: Draws) -> Floats:
     normals = []
-    for lane in range(Lane.PCA, Lane.PCA + 6, 2):
+    for lane in range(Draw.PCA, Draw.PCA + 6, 2):
         radius = math.sqrt(-2 * math.log(1 - draws[lane]))
         normals.append(radius * math.cos(2 * math.pi * draws[lane + 1]))
     return _PCA_VECTORS @ (np.array(normals, np.float32) * np.float32(size) * _PCA_VALUES)
@@ -71,7 +71,7 @@ def _pca_offset(size: float, draws: Draws) -> Floats:
 def _shift_hls(planes: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
     """Shift hue (of 180, held inside), lightness and saturation (of 255) by one whole number each."""
     limits = (config.max_random_h, config.max_random_l, config.max_random_s)
-    hue_by, light_by, saturation_by = (_shift(limit, draws, Lane.HLS + 2 * k) for k, limit in enumerate(limits))
+    hue_by, light_by, saturation_by = (_shift(limit, draws, Draw.HLS + 2 * k) for k, limit in enumerate(limits))
     hue, light, saturation = _to_hls(planes.div_(255))
     hue.add_(hue_by / 15).clamp_(0, 12)
     light.add_(light_by / 255).clamp_(0, 1)

@@ -44,7 +44,7 @@ _RESTART = " 0xd[0-7]"
 
 
 @dataclass(frozen=True, slots=True)
-class Info:
+class ImageInfo:
     """What the first bytes say. `frame` is the offset of a baseline JPEG's frame header, where its height is."""
 
     height: int
@@ -53,7 +53,7 @@ class Info:
     frame: int | None = None
 
 
-class Part(NamedTuple):
+class Region(NamedTuple):
     """Pixels at 1/shrink of their size. The first of them is (left, top) of the whole image at that size."""
 
     pixels: Pixels
@@ -73,30 +73,30 @@ class Decoder:
         self._fast = fast
         self._scratch = np.empty(0, np.uint8)
 
-    def decode(self, payload: Bytes, info: Info, shrink: int = 1) -> Pixels:
+    def decode(self, payload: Bytes, info: ImageInfo, shrink: int = 1) -> Pixels:
         """Return the image at 1/shrink of its size, or whole if it cannot be decoded at that scale."""
         if not self._knows(info):
             return self._decode_other(payload)
         return self._decode_jpeg(payload, info.height, info.width, shrink)
 
-    def decode_part(self, payload: Bytes, info: Info, shrink: int, box: Box) -> Part:
+    def decode_region(self, payload: Bytes, info: ImageInfo, shrink: int, box: Box) -> Region:
         """Return at least what the image has inside the box (of unshrunk pixels), at 1/shrink if that can be."""
         if not self._knows(info):
-            return Part(self._decode_other(payload))
+            return Region(self._decode_other(payload))
         if info.frame is None:
-            return Part(self._decode_jpeg(payload, info.height, info.width, shrink), shrink)
+            return Region(self._decode_jpeg(payload, info.height, info.width, shrink), shrink)
         # Interpolated chroma looks at its neighbours, but no further than a MCU unless it is shrunk as well.
         smaller = cut(payload, box, 0 if self._fast else 1) if self._fast or shrink == 1 else None
         if smaller is not None:
             pixels = self._decode_jpeg(smaller.payload, smaller.height, smaller.width, shrink)
-            return Part(pixels, shrink, smaller.left // shrink, smaller.top // shrink)
+            return Region(pixels, shrink, smaller.left // shrink, smaller.top // shrink)
         rows = max(1, box[3])
         if self._fast and rows < info.height:
             shorter = _lower(payload, info.frame, rows)
-            return Part(self._decode_jpeg(shorter, rows, info.width, shrink, is_lowered=True), shrink)
-        return Part(self._decode_jpeg(payload, info.height, info.width, shrink), shrink)
+            return Region(self._decode_jpeg(shorter, rows, info.width, shrink, is_lowered=True), shrink)
+        return Region(self._decode_jpeg(payload, info.height, info.width, shrink), shrink)
 
-    def _knows(self, info: Info) -> bool:
+    def _knows(self, info: ImageInfo) -> bool:
         return info.is_jpeg and self._channels in _JPEG_COLOURS
 
     def _decode_jpeg(self, payload: Bytes, height: int, width: int, shrink: int, is_lowered: bool = False) -> Pixels:
@@ -134,25 +134,25 @@ def in_eight_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
 
 
-def inspect(payload: Bytes) -> Info:
+def inspect(payload: Bytes) -> ImageInfo:
     """Return an encoded image's size without decoding it."""
     if bytes(payload[:2]) != b"\xff\xd8":
         with _opened(payload) as image:
-            return Info(image.height, image.width, False)
+            return ImageInfo(image.height, image.width, False)
     try:
         return _inspect_jpeg(payload)
     except (IndexError, ValueError) as error:
         raise DataError(f"cannot read the JPEG's header: {error}") from None
 
 
-def _inspect_jpeg(payload: Bytes) -> Info:
+def _inspect_jpeg(payload: Bytes) -> ImageInfo:
     """Walk the segments up to the frame header; reads a few dozen bytes."""
     for marker, at in segments(payload):
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             height, width = (int.from_bytes(payload[at + k : at + k + 2], "big") for k in (5, 7))
             if not (height and width):
                 raise ValueError(f"its size is {width}x{height}")
-            return Info(height, width, True, at if marker in _BASELINE else None)
+            return ImageInfo(height, width, True, at if marker in _BASELINE else None)
     raise ValueError("its pixels begin before its size is known")
 
 

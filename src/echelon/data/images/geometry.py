@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 from echelon.data.images.config import AugmentConfig
 
 Draws: TypeAlias = Sequence[float]
-"""One sample's numbers in [0, 1), by Lane."""
+"""One sample's numbers in [0, 1), by Draw."""
 
 _TRIES = 10
-_LANES_A_TRY = 5
+_DRAWS_PER_TRY = 5
 _MAX_SHRINK = 8
 _MIRRORED_BELOW = 0.5
 
 
-class Lane(IntEnum):
+class Draw(IntEnum):
     """Which number decides what. Fixed, so that switching one augmentation on leaves the others as they were."""
 
     MIRROR = 0
@@ -48,9 +48,9 @@ class Lane(IntEnum):
     TRIES = 23  # five for each try of a random resized crop
 
 
-def num_lanes(config: AugmentConfig) -> int:
+def num_draws(config: AugmentConfig) -> int:
     """Return how many numbers a sample needs."""
-    return Lane.TRIES + (_TRIES * _LANES_A_TRY if config.random_resized_crop else 0)
+    return Draw.TRIES + (_TRIES * _DRAWS_PER_TRY if config.random_resized_crop else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +138,12 @@ def plan(height: int, width: int, config: AugmentConfig, draws: Draws) -> Geomet
     _crop(canvas, config, draws)
     if not config.warps:
         canvas.window = None  # outside of it there is nothing anyway
-    return _finish(canvas, config.random_mirror and draws[Lane.MIRROR] < _MIRRORED_BELOW)
+    return _finish(canvas, config.random_mirror and draws[Draw.MIRROR] < _MIRRORED_BELOW)
 
 
 def mirrors_of(draws: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Say of many samples, by the rows of their numbers, which are mirrored where that is asked for."""
-    mirrors: NDArray[np.bool_] = draws[:, Lane.MIRROR] < _MIRRORED_BELOW
+    mirrors: NDArray[np.bool_] = draws[:, Draw.MIRROR] < _MIRRORED_BELOW
     return mirrors
 
 
@@ -154,13 +154,13 @@ def _resize_shorter(canvas: _Canvas, edge: int) -> None:
 
 def _warp(canvas: _Canvas, config: AugmentConfig, draws: Draws) -> None:
     """Shear, rotate, scale and change the aspect about the centre; the canvas grows with the scale."""
-    shear = _between(-config.max_random_shear_ratio, config.max_random_shear_ratio, draws[Lane.SHEAR])
+    shear = _between(-config.max_random_shear_ratio, config.max_random_shear_ratio, draws[Draw.SHEAR])
     limit = config.max_random_rotate_angle
-    angle = math.radians(int(draws[Lane.ANGLE] * (2 * limit + 1)) - limit)
+    angle = math.radians(int(draws[Draw.ANGLE] * (2 * limit + 1)) - limit)
     scale, ratio = 1.0, 1.0
     if not config.random_resized_crop:
-        scale = _between(config.min_random_scale, config.max_random_scale, draws[Lane.SCALE])
-        ratio = _between(*config.aspect_range, draws[Lane.RATIO])
+        scale = _between(config.min_random_scale, config.max_random_scale, draws[Draw.SCALE])
+        ratio = _between(*config.aspect_range, draws[Draw.RATIO])
     high = 2 * scale / (1 + ratio)
     wide = ratio * high
     cos, sin = math.cos(angle), math.sin(angle)
@@ -179,22 +179,22 @@ def _crop(canvas: _Canvas, config: AugmentConfig, draws: Draws) -> None:
     if config.resizes_at_random and _random_resized(canvas, config, draws):
         return
     if config.max_crop_size > 0:
-        side = int(_between(config.min_crop_size, config.max_crop_size + 1, draws[Lane.CROP_SIZE]))
+        side = int(_between(config.min_crop_size, config.max_crop_size + 1, draws[Draw.CROP_SIZE]))
         side = min(side, canvas.width, canvas.height)
-        _cut(canvas, side, side, config.random_crop, draws[Lane.CROP_X], draws[Lane.CROP_Y])
+        _cut(canvas, side, side, config.random_crop, draws[Draw.CROP_X], draws[Draw.CROP_Y])
         canvas.resize(width, height)
         return
     if canvas.width < width or canvas.height < height:
         grow = max(width / canvas.width, height / canvas.height)
         canvas.resize(max(width, round(canvas.width * grow)), max(height, round(canvas.height * grow)))
-    _cut(canvas, width, height, config.random_crop, draws[Lane.CROP_X], draws[Lane.CROP_Y])
+    _cut(canvas, width, height, config.random_crop, draws[Draw.CROP_X], draws[Draw.CROP_Y])
 
 
 def _random_resized(canvas: _Canvas, config: AugmentConfig, draws: Draws) -> bool:
     """Try random areas and aspects until one fits; False if none of ten does."""
     whole = canvas.width * canvas.height
-    for first in range(Lane.TRIES, Lane.TRIES + _TRIES * _LANES_A_TRY, _LANES_A_TRY):
-        by_area, by_ratio, by_swap, x, y = draws[first : first + _LANES_A_TRY]
+    for first in range(Draw.TRIES, Draw.TRIES + _TRIES * _DRAWS_PER_TRY, _DRAWS_PER_TRY):
+        by_area, by_ratio, by_swap, x, y = draws[first : first + _DRAWS_PER_TRY]
         area = whole * _between(config.min_random_area, config.max_random_area, by_area)
         ratio = _between(*config.aspect_range, by_ratio)
         width, height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))

@@ -20,14 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from echelon.data.images.augment import AugmentConfig, Normaliser
-from echelon.data.loading.buffers import Crossing
+from echelon.data.images.augment import Normaliser
+from echelon.data.images.config import AugmentConfig
+from echelon.data.loading.batch import RawBatch, mirrored
+from echelon.data.loading.buffers import CopiesInFlight
 from echelon.data.loading.loader import Loader
-from echelon.data.loading.making import Raw, mirrored
 from echelon.data.loading.memory import MemorySource, check_fits, places
 from echelon.data.loading.order import Sampling, State
 
-_COPIES_UNDER_WAY = 2
+_MAX_COPIES_IN_FLIGHT = 2
 
 
 class DeviceNormaliser:
@@ -72,7 +73,7 @@ class DeviceLoader:
         self._batches = batches
         self._device = torch.device(device)
         self._normalise = DeviceNormaliser(config, self._device, dtype)
-        self._crossing = Crossing(_COPIES_UNDER_WAY)
+        self._copies = CopiesInFlight(_MAX_COPIES_IN_FLIGHT)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -82,8 +83,8 @@ class DeviceLoader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        ahead: tuple[Raw, torch.cuda.Event | None, State] | None = None
-        for batch in self._batches.raw():
+        ahead: tuple[RawBatch, torch.cuda.Event | None, State] | None = None
+        for batch in self._batches.raw_batches():
             arriving = (*self._bring(batch), self._batches.state)
             if ahead is not None:
                 yield self._hand_out(*ahead)
@@ -91,7 +92,7 @@ class DeviceLoader:
         if ahead is not None:
             yield self._hand_out(*ahead)
 
-    def _bring(self, batch: Raw) -> tuple[Raw, torch.cuda.Event | None]:
+    def _bring(self, batch: RawBatch) -> tuple[RawBatch, torch.cuda.Event | None]:
         """Begin the copy of a batch; the event tells when it is there."""
         if self._stream is None:
             return batch, None
@@ -101,14 +102,14 @@ class DeviceLoader:
             mirrors = self._bring_few(batch.mirrors) if batch.mirrors is not None else None
             there = torch.cuda.Event()  # type: ignore[no-untyped-call]
             there.record(self._stream)
-        self._crossing.hold(batch.images, there)
-        return Raw(images, labels, mirrors), there
+        self._copies.hold(batch.images, there)
+        return RawBatch(images, labels, mirrors), there
 
     def _bring_few(self, values: Tensor) -> Tensor:
         """From a pinned copy of these few bytes; torch looks after that one's memory."""
         return values.pin_memory().to(self._device, non_blocking=True)
 
-    def _hand_out(self, batch: Raw, there: torch.cuda.Event | None, state: State) -> tuple[Tensor, Tensor]:
+    def _hand_out(self, batch: RawBatch, there: torch.cuda.Event | None, state: State) -> tuple[Tensor, Tensor]:
         if there is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(there)
@@ -121,7 +122,7 @@ class DeviceLoader:
     def close(self) -> None:
         """Stop the loader behind this one."""
         self._batches.close()
-        self._crossing.wait()
+        self._copies.wait()
 
     def __enter__(self) -> Self:
         return self

@@ -19,9 +19,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
-from echelon.data.images.augment import AugmentConfig, Normaliser
+from echelon.data.images.augment import Normaliser
+from echelon.data.images.config import AugmentConfig
 from echelon.data.images.decode import Decoder, Pixels, inspect
-from echelon.data.images.geometry import Lane, mirrors_of
+from echelon.data.images.geometry import Draw, mirrors_of
 from echelon.data.loading.buffers import BufferPool
 from echelon.data.loading.order import Sampling, State, uniforms
 from echelon.data.loading.sharding import Indices
@@ -125,12 +126,12 @@ def is_plain(config: AugmentConfig, height: int, width: int) -> bool:
 
 def places(config: AugmentConfig, height: int, width: int, seed: int, epoch: int, counters: Indices) -> Places:
     """Decide crop and mirror of many samples at once, as `augment_geometry.plan` does for one."""
-    draws = uniforms(seed, epoch, counters, Lane.CROP_Y + 1)
+    draws = uniforms(seed, epoch, counters, Draw.CROP_Y + 1)
     rooms = [have + 2 * config.pad_size - want for have, want in zip((height, width), config.shape[1:], strict=True)]
     if config.random_crop:
         tops, lefts = (
             (draws[:, lane] * (room + 1)).astype(np.int64)
-            for lane, room in zip((Lane.CROP_Y, Lane.CROP_X), rooms, strict=True)
+            for lane, room in zip((Draw.CROP_Y, Draw.CROP_X), rooms, strict=True)
         )
     else:
         tops, lefts = (np.full(len(counters), room // 2, np.int64) for room in rooms)

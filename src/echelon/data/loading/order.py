@@ -37,7 +37,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchPlan:
     """Samples to load together: which records, and their counters. `after` is the state once it is handed out."""
 
     epoch: int
@@ -106,7 +106,7 @@ class Sampling:
         """Batches of this worker in an epoch; the same in every one."""
         return -(-len(self.counters(np.arange(self.num_samples, dtype=np.int64))) // self.batch_size)
 
-    def batches(self, state: State) -> Iterator[Batch]:
+    def batches(self, state: State) -> Iterator[BatchPlan]:
         """Yield this worker's batches from `state` on, epoch after epoch, without end."""
         epoch, position = state.epoch, state.position
         while True:
@@ -116,15 +116,8 @@ class Sampling:
                 part = counters[start : start + self.batch_size]
                 end = start + len(part)
                 after = State(epoch, end) if end < len(counters) else State(epoch + 1, 0)
-                yield Batch(epoch, order[part], part, after)
+                yield BatchPlan(epoch, order[part], part, after)
             epoch, position = epoch + 1, 0
-
-    def position_after(self, epoch: int, num_done: int) -> int:
-        """Return how many of this worker's samples are among an epoch's first `num_done` over all workers.
-
-        This is how a job goes on with another number of workers than it stopped with.
-        """
-        return int(np.searchsorted(self.sharding.positions(self.order(epoch)), num_done))
 
 
 def permutation(seed: int, epoch: int, num_samples: int) -> Indices:

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.data.images.decode import Bytes, Pixels
-from echelon.data.records.io import IndexedReader, Offsets, Reader, RecordError, RecordFile, index_files, split_paths
-from echelon.data.records.io import unpack as unpack_record
+from echelon.data.records import IndexedReader, Reader, RecordError, unpack
+from echelon.data.records.file import Offsets, RecordFile, split_paths
+from echelon.data.records.index import index_files
 from echelon.errors import DataError, UsageError
 
 _MOST_CLASSES = 1 << 24  # a record's label is a float32, which has every whole number up to this one
@@ -88,7 +89,7 @@ class RecordSource:
         file, record, offset = self._locate(number)
         payload = file.read(offset, record)[0]
         try:
-            header, image = unpack_record(payload)
+            header, image = unpack(payload)
         except DataError as error:
             raise RecordError(file.path, offset, record, str(error)) from None
         labels = header.labels

@@ -1,7 +1,6 @@
-"""CIFAR and MNIST as they are published, into .rec and .idx: PREFIX_train and PREFIX_val.
+"""Converts CIFAR and MNIST, as they are published, to record files: PREFIX_train and PREFIX_val.
 
-Owns the walk from a layout's blocks to records; ids and keys count from 0 in the published order. Images are stored
-as PNG unless asked otherwise, so nothing of them is lost.
+Ids and keys count from 0 in the published order. Images are stored as PNG by default, which is lossless.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from PIL import Image
 
 from echelon.atomic_file import check_writable
 from echelon.data.pack.im2rec import Encoding, ordered_map, save
-from echelon.data.records.image_header import Header, pack
-from echelon.data.records.io import IndexedWriter, RecordError
-from echelon.data.sets.layouts import Block, Layout, OnBad
+from echelon.data.records import Header, IndexedWriter, RecordError, pack
+from echelon.data.sets.formats import FileFormat, ImageBlock, OnBad
 from echelon.errors import DataError
 
 PNG = Encoding(".png", 6)
@@ -31,13 +29,13 @@ class Converted(NamedTuple):
     num_bytes: int
 
 
-def record_path(prefix: Path, part: str) -> Path:
-    """Return the name of a part's record file: PREFIX_train.rec."""
-    return prefix.with_name(f"{prefix.name}_{part}.rec")
+def record_path(prefix: Path, split: str) -> Path:
+    """Return the name of the record file of a split: PREFIX_train.rec."""
+    return prefix.with_name(f"{prefix.name}_{split}.rec")
 
 
-def convert_part(
-    layout: Layout,
+def convert_split(
+    file_format: FileFormat,
     files: list[Path],
     rec: Path,
     *,
@@ -50,7 +48,7 @@ def convert_part(
     check_writable(rec)
     num_records = 0
     with IndexedWriter(rec) as writer:
-        blocks = _good_blocks(layout, files, on_bad)
+        blocks = _good_blocks(file_format, files, on_bad)
         for block, payloads in ordered_map(lambda block: _encode(block, encoding), blocks, threads):
             for label, payload in zip(block.labels.tolist(), payloads, strict=True):
                 writer.write(num_records, pack(Header(label, num_records), payload))
@@ -58,20 +56,21 @@ def convert_part(
             on_done(len(payloads))
         if not num_records:
             names = " ".join(map(str, files))
-            raise DataError(f"{rec} was not written: there is not one good image in {names}; get what is wrong anew")
+            raise DataError(f"{rec} was not written: no good image in {names}; download them again")
         return Converted(rec, num_records, writer.tell())
 
 
-def _encode(block: Block, encoding: Encoding) -> list[bytes]:
+def _encode(block: ImageBlock, encoding: Encoding) -> list[bytes]:
     return [save(Image.fromarray(image), encoding) for image in block.images]
 
 
-def _good_blocks(layout: Layout, files: list[Path], on_bad: OnBad) -> Iterator[Block]:
-    """Yield small blocks, images with an impossible label reported and left out."""
-    for block in layout.read(files, layout.num_classes, on_bad):
-        good = (block.labels >= 0) & (block.labels < layout.num_classes)
+def _good_blocks(file_format: FileFormat, files: list[Path], on_bad: OnBad) -> Iterator[ImageBlock]:
+    """Yield small blocks; report and leave out images with an invalid label."""
+    for block in file_format.read(files, file_format.num_classes, on_bad):
+        good = (block.labels >= 0) & (block.labels < file_format.num_classes)
         for number in (~good).nonzero()[0].tolist():
-            reason = f"its label is {block.labels[number]}, expected 0 ... {layout.num_classes - 1} of {layout.name}"
+            allowed = f"0 ... {file_format.num_classes - 1} of {file_format.name}"
+            reason = f"its label is {block.labels[number]}, expected {allowed}"
             fault = RecordError(block.path, block.head_bytes + number * block.record_bytes, number, reason)
             if on_bad is None:
                 raise fault
@@ -79,4 +78,4 @@ def _good_blocks(layout: Layout, files: list[Path], on_bad: OnBad) -> Iterator[B
         images, labels = (block.images, block.labels) if good.all() else (block.images[good], block.labels[good])
         for start in range(0, len(labels), _BLOCK_IMAGES):
             stop = start + _BLOCK_IMAGES
-            yield Block(images[start:stop], labels[start:stop], block.path)
+            yield ImageBlock(images[start:stop], labels[start:stop], block.path)

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from echelon.atomic_file import check_writable, partial_folder
 from echelon.data.pack.lists import Entry, write_list
-from echelon.data.pack.tools import OnBad, OnDone, ignore, report
-from echelon.data.records.image_header import Header, image_suffix, unpack
-from echelon.data.records.io import Reader, RecordError
+from echelon.data.records import Header, Reader, RecordError, unpack
+from echelon.data.records.check import OnBad, OnDone, ignore, report
+from echelon.data.records.image_header import image_suffix
 from echelon.errors import DataError, UsageError
 
 LIST_NAME = "extract.lst"

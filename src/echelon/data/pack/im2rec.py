@@ -21,8 +21,8 @@ from PIL import Image
 
 from echelon.data.images.decode import in_eight_bits
 from echelon.data.pack.lists import Entry
-from echelon.data.records.image_header import Header, pack
-from echelon.data.records.io import IndexedWriter
+from echelon.data.records import Header, IndexedWriter, pack
+from echelon.data.records.check import DECODE_ERRORS, decode_fault
 from echelon.errors import DataError, UsageError
 
 T = TypeVar("T")
@@ -30,7 +30,6 @@ R = TypeVar("R")
 
 ENCODINGS = (".jpg", ".png")
 AS_IS, GREY, COLOUR = -1, 0, 1
-DECODE_ERRORS = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what Pillow raises on bad bytes
 _IN_FLIGHT_PER_THREAD = 8
 _MCU_WIDTHS = {"L": 8, "RGB": 16}  # of what Pillow writes: colour is halved both ways
 _ORIENTATION = 0x0112  # the EXIF tag; 5 ... 8 exchange width and height
@@ -102,11 +101,6 @@ def read_image(path: Path, encoding: Encoding) -> bytes:
         return encode_image(data, encoding)
     except DECODE_ERRORS as error:
         raise ImageError(f"{path}: not a readable image ({decode_fault(error)})") from error
-
-
-def decode_fault(error: Exception) -> str:
-    """Say what Pillow found, without the address of the buffer it found it in."""
-    return str(error).split(" <")[0]
 
 
 def encode_image(data: bytes, encoding: Encoding) -> bytes:

@@ -33,7 +33,7 @@ class Entry:
     path: str
 
 
-class Part(NamedTuple):
+class Split(NamedTuple):
     """Some of a list's entries, and what is added to a file name for them: "", "_train", "_0_val" ..."""
 
     suffix: str
@@ -85,8 +85,10 @@ def shuffled(entries: list[Entry], seed: int = SHUFFLE_SEED) -> list[Entry]:
     return entries
 
 
-def cut(entries: list[Entry], chunks: int = 1, train_ratio: float = 1.0, test_ratio: float = 0.0) -> list[Part]:
-    """Cut a list: of each chunk the first part is for testing, the next for training, the rest for validation."""
+def split_entries(
+    entries: list[Entry], chunks: int = 1, train_ratio: float = 1.0, test_ratio: float = 0.0
+) -> list[Split]:
+    """Split a list into chunks, and each chunk into test (first), training and validation entries."""
     if chunks < 1 or chunks > len(entries):
         raise UsageError(f"--chunks {chunks}: expected 1 ... {len(entries)}, the number of images")
     if not 0 < train_ratio <= 1 or not 0 <= test_ratio < 1 or train_ratio + test_ratio > 1 + _ROUNDING:
@@ -95,23 +97,23 @@ def cut(entries: list[Entry], chunks: int = 1, train_ratio: float = 1.0, test_ra
             "a test ratio in [0, 1), and a sum of at most 1"
         )
     size = -(-len(entries) // chunks)
-    parts: list[Part] = []
+    splits: list[Split] = []
     for number in range(chunks):
         name = f"_{number}" if chunks > 1 else ""
-        parts += _cut_chunk(name, entries[number * size : (number + 1) * size], size, train_ratio, test_ratio)
-    return [part for part in parts if part.entries]
+        splits += _split_chunk(name, entries[number * size : (number + 1) * size], size, train_ratio, test_ratio)
+    return [split for split in splits if split.entries]
 
 
-def _cut_chunk(name: str, entries: list[Entry], size: int, train_ratio: float, test_ratio: float) -> list[Part]:
+def _split_chunk(name: str, entries: list[Entry], size: int, train_ratio: float, test_ratio: float) -> list[Split]:
     if train_ratio == 1:
-        return [Part(name, entries)]
+        return [Split(name, entries)]
     num_test = int(size * test_ratio)
     has_rest = train_ratio + test_ratio < 1 - _ROUNDING
     end = num_test + int(size * train_ratio) if has_rest else len(entries)
     return [
-        Part(f"{name}_train", entries[num_test:end]),
-        Part(f"{name}_val", entries[end:]),
-        Part(f"{name}_test", entries[:num_test]),
+        Split(f"{name}_train", entries[num_test:end]),
+        Split(f"{name}_val", entries[end:]),
+        Split(f"{name}_test", entries[:num_test]),
     ]
 
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.data.records import frame as recordframe
+from echelon.data.records import frame
 from echelon.data.records.frame import FrameError
 from echelon.errors import DataError, UsageError
 
@@ -41,11 +41,6 @@ def split_paths(paths: PathLike) -> list[Path]:
     return parts
 
 
-def index_path(rec: PathLike) -> Path:
-    """Return the usual name of a record file's index: the same with .idx."""
-    return Path(rec).with_suffix(".idx")
-
-
 class RecordFile:
     """One mapped file. Reads by byte offset; keeps no position, so threads may share it."""
 
@@ -63,16 +58,16 @@ class RecordFile:
     def read(self, offset: int, number: int, strict: bool = False) -> tuple[memoryview, int]:
         """Return the payload at `offset` and the next offset; `number` is the record's, for the error."""
         try:
-            payload, after = recordframe.decode(self.data, offset)
+            payload, after = frame.decode(self.data, offset)
             if strict:
-                recordframe.check_no_head_inside(self.data, offset, after)
+                frame.check_no_head_inside(self.data, offset, after)
         except FrameError as error:
             raise self.error(error, number) from None
         return payload, after
 
     def scan(self) -> Offsets:
         """Return the offsets of all records, from their heads alone."""
-        offsets, fault = recordframe.scan(self.data)
+        offsets, fault = frame.scan(self.data)
         if fault is not None:
             raise self.error(fault, len(offsets))
         return np.array(offsets, np.int64)

@@ -1,6 +1,6 @@
-"""Which files the images of a dataset are in: what the command line names, or what lies in the data folder.
+"""Finds the files of a data set: those named on the command line, or those in the data folder.
 
-Owns the looking and what is said where nothing is found. Which datasets there are is `datasets`' to know.
+Owns the search and the errors when nothing is found. The table of data sets is in `datasets`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from echelon.data.loading.memory import MemorySource
 from echelon.data.loading.sources import FolderSource, RecordSource, class_number
-from echelon.data.sets.layouts import LAYOUTS, Layout, find_file, find_parts, read_idx, read_unpacked
+from echelon.data.sets.formats import FORMATS, FileFormat, find_file, find_splits, read_decompressed, read_idx
 from echelon.data.sets.published import get_command, published_as
 from echelon.errors import DataError, UsageError
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """What the command line says about data. Nothing set means the dataset's own defaults, under ./data."""
+    """The data flags of the command line. None means the data set's own default; files are under ./data by default."""
 
     data_dir: str | Path = "data"
     data_train: str | None = None
@@ -40,20 +40,23 @@ class DataOptions:
     skip_bad_records: bool = False
 
 
-def image_pair(name: str, options: DataOptions, train_rec: str, val_rec: str) -> tuple[FileSource, FileSource | None]:
-    """The images that are named, or those in the data folder; validation is what is named, or there beside training."""
+def open_images(name: str, options: DataOptions, train_rec: str, val_rec: str) -> tuple[FileSource, FileSource | None]:
+    """Open the training and validation images that are named, or those in the data folder.
+
+    Without --data-val, validation images are those found beside the training images, if there are any.
+    """
     root = Path(options.data_train or options.data_dir)
     beside: str | Path | None
-    if _has_classes(root):
+    if _has_class_folders(root):
         named: str | Path = root / "train" if (root / "train").is_dir() else root
         beside = root / "val" if (root / "val").is_dir() else None
     else:
         named = options.data_train or root / train_rec
-        beside = named_in(options, val_rec) if not options.data_train else None
+        beside = file_in_data_dir(options, val_rec) if not options.data_train else None
         if not options.data_train and not Path(named).is_file():
             raise DataError(
-                f"{name}: no file {train_rec} and no class folders in {root.absolute()}; make it: "
-                f"echelon data im2rec {Path(named).with_suffix('')} FOLDER, or name yours with --data-train"
+                f"{name}: no file {train_rec} and no class folders in {root.absolute()}; create it: "
+                f"echelon data im2rec {Path(named).with_suffix('')} FOLDER, or name your files with --data-train"
             )
     train = _open(named, options.data_train_idx, options)
     held_out = options.data_val or beside
@@ -63,14 +66,14 @@ def image_pair(name: str, options: DataOptions, train_rec: str, val_rec: str) ->
     return train, _open(held_out, options.data_val_idx, options, classes)
 
 
-def _has_classes(path: str | Path) -> bool:
+def _has_class_folders(path: str | Path) -> bool:
     return Path(path).is_dir() and not list(Path(path).glob("*.rec"))
 
 
 def _open(path: str | Path, idx: str | None, options: DataOptions, classes: Sequence[str] = ()) -> FileSource:
-    if _has_classes(path):
+    if _has_class_folders(path):
         if idx:
-            raise UsageError(f"the index {idx} is for a .rec, and {path} is a folder of class folders; leave it out")
+            raise UsageError(f"the index {idx} is for a .rec, but {path} is a folder of class folders; leave it out")
         return FolderSource.from_classes(path, classes)
     bad: list[DataError] = []
     source = RecordSource(path, idx, bad.append if options.skip_bad_records else None)
@@ -78,11 +81,12 @@ def _open(path: str | Path, idx: str | None, options: DataOptions, classes: Sequ
     return source
 
 
-def in_memory(source: FileSource, options: DataOptions) -> MemorySource:
+def load_into_memory(source: FileSource, options: DataOptions) -> MemorySource:
+    """Decode all images of a source."""
     bad: list[DataError] = []
-    kept = MemorySource.from_source(source, on_bad=bad.append if options.skip_bad_records else None)
+    decoded = MemorySource.from_source(source, on_bad=bad.append if options.skip_bad_records else None)
     _report(bad)
-    return kept
+    return decoded
 
 
 def _report(bad: list[DataError]) -> None:
@@ -91,17 +95,20 @@ def _report(bad: list[DataError]) -> None:
 
 
 def count_classes(source: FileSource, options: DataOptions) -> int:
-    """Folders tell; of records, one more than the largest label: reads every head, about 0.3 million a second."""
+    """Return the number of class folders, or the largest label of all records plus one.
+
+    Reads the header of every record, about 0.3 million per second.
+    """
     if isinstance(source, FolderSource):
         return len(source.classes)
-    most = 0
+    largest = 0
     for number in range(len(source)):
         try:
-            most = max(most, _class_of(source, number))
+            largest = max(largest, _class_of(source, number))
         except DataError:
             if not options.skip_bad_records:
                 raise
-    return most + 1
+    return largest + 1
 
 
 def _class_of(source: FileSource, number: int) -> int:
@@ -112,51 +119,52 @@ def _class_of(source: FileSource, number: int) -> int:
         raise DataError(f"{source.where(number)}: {error}") from None
 
 
-def small_set(name: str, title: str, layout: Layout, options: DataOptions) -> tuple[MemorySource, MemorySource]:
-    """Load a published set, from the folder itself or the one below it with the set's name."""
+def load_published(name: str, title: str, format_name: str, options: DataOptions) -> tuple[MemorySource, MemorySource]:
+    """Load train and validation of a published set from the data folder or the folder in it with the set's name."""
     root = Path(options.data_dir)
-    folders = [below for folder in (root / name, root) for below in (folder, folder / layout.folder)]
-    doubt, first = None, layout.train[0]
+    file_format = FORMATS[format_name]
+    folders = [below for folder in (root / name, root) for below in (folder, folder / file_format.folder)]
+    mismatch, first = None, file_format.train[0]
     for folder in folders:
         if find_file(folder, first) is not None:
-            parts = find_parts(folder, layout)
-            found_doubt = _doubt(name, parts, root) if layout.read is read_idx else None
-            if found_doubt is None:
-                return _load(layout, parts.get("train", []), title), _load(layout, parts.get("val", []), title)
-            doubt = doubt or found_doubt
-    looked = ", ".join(str(folder.absolute()) for folder in folders)
-    why = doubt or f"no file {first} (or {first}.gz) in any of {looked}"
-    raise DataError(f"{title}: {why}; get the set: {get_command(name, options.data_dir)}")
+            splits = find_splits(folder, file_format)
+            found = _find_mismatch(name, splits, root) if file_format.read is read_idx else None
+            if found is None:
+                return _load(file_format, splits.get("train", []), title), _load(
+                    file_format, splits.get("val", []), title
+                )
+            mismatch = mismatch or found
+    searched = ", ".join(str(folder.absolute()) for folder in folders)
+    why = mismatch or f"no file {first} (or {first}.gz) in any of {searched}"
+    raise DataError(f"{title}: {why}; download the set: {get_command(name, options.data_dir)}")
 
 
-def _doubt(name: str, parts: dict[str, list[Path]], root: Path) -> str | None:
-    """Say why idx files are not the set's, or may not be: MNIST and Fashion-MNIST give theirs the same names.
+def _find_mismatch(name: str, splits: dict[str, list[Path]], root: Path) -> str | None:
+    """Return why idx files are not, or may not be, those of the set: MNIST and Fashion-MNIST have the same file names.
 
-    The labels tell, which are few bytes. Files that nobody published are what their folder says; those of the plain
-    data folder are MNIST, as for MXNet's script.
+    The label files, which are small, are compared with the published ones. Unknown files belong to the set that their
+    folder is named after, and those directly in the data folder belong to MNIST, as for MXNet's script.
     """
-    for _, labels in parts.values():
-        of = published_as(read_unpacked(labels))
+    for _, labels in splits.values():
+        of = published_as(read_decompressed(labels))
         if of not in (None, name):
             return f"{labels}: this is {of}, whose files have the same names"
         if of is None and labels.parent == root and name not in ("mnist", root.name):
-            return f"{labels} may be MNIST's, which has that name, too; files of your own go to {root / name}"
+            return f"{labels} may belong to MNIST, which has the same file names; put your own files in {root / name}"
     return None
 
 
-def _load(layout: Layout, files: list[Path], title: str) -> MemorySource:
+def _load(file_format: FileFormat, files: list[Path], title: str) -> MemorySource:
     if not files:
-        raise DataError(f"{title}: only a part of {', '.join(layout.train + layout.val)} is there; get the rest")
-    blocks = list(layout.read(files, layout.num_classes, None))
+        names = ", ".join(file_format.train + file_format.val)
+        raise DataError(f"{title}: some of the files {names} are missing; add them")
+    blocks = list(file_format.read(files, file_format.num_classes, None))
     images = np.concatenate([block.images for block in blocks])
     labels = np.concatenate([block.labels for block in blocks])
     return MemorySource(images if images.ndim == 4 else images[..., None], labels, os.fspath(files[0].parent))
 
 
-def named_in(options: DataOptions, name: str) -> str | None:
+def file_in_data_dir(options: DataOptions, name: str) -> str | None:
+    """Return the path of a file in the data folder, or None if it does not exist."""
     path = Path(options.data_dir) / name
     return str(path) if path.is_file() else None
-
-
-def layout_named(name: str) -> Layout:
-    return next(layout for layout in LAYOUTS if layout.name == name)

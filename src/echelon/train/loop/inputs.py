@@ -14,8 +14,9 @@ from echelon.data.loading.loader import Batches, Loader, measure_io
 from echelon.data.loading.memory import MemorySource, is_plain
 from echelon.data.loading.order import Sampling, State
 from echelon.data.loading.sources import is_work_for_processes
-from echelon.data.loading.synthetic import SyntheticSource
+from echelon.data.sets.builtin import SyntheticSource
 from echelon.data.sets.datasets import DataOptions, Dataset, make_loader, open_dataset
+from echelon.train.log_lines import io_line
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import Place, sampling_for
 
@@ -44,8 +45,8 @@ def read_only(options: TrainOptions, dataset: Dataset) -> int:
     """Only read the training data, and say how fast that is."""
     sampling = sampling_for(options, len(dataset.train), Place(0, 1), fixed=False)
     with closing(train_loader(options, dataset, sampling, torch.device("cpu"))) as loader:
-        for line in measure_io(loader, options.disp_batches):
-            log.info(line)
+        for batch, samples_per_s in measure_io(loader, options.disp_batches):
+            log.info(io_line(batch, samples_per_s))
     return 0
 
 

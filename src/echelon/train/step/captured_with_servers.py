@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from echelon.data.loading.buffers import pin, unpin
 from echelon.data.loading.loader import Batches
-from echelon.data.loading.pinned import pin, unpin
 from echelon.errors import UsageError
 from echelon.train.step.average import MovingAverage
 from echelon.train.step.batch_input import BatchInput

@@ -1,10 +1,10 @@
-"""The files CIFAR and MNIST come in, read into blocks of pixels and labels.
+"""The files in which CIFAR and MNIST are published, and their readers.
 
-Owns names and byte layouts: CIFAR-10 and -100 in the binary and the python version, MNIST's idx, plain or gzipped.
-A truncated file gives a RecordError, or with `on_bad` all images before the cut. Knows nothing of RecordIO.
+Owns the file names and byte formats: CIFAR-10 and CIFAR-100 in the binary and the python version, and MNIST's idx,
+plain or gzipped. A truncated file raises a RecordError; with `on_bad`, the images before the end are returned.
 
-CIFAR's files do not say how many records they have. One that is cut between two is told by those beside it: if any of
-them is of its published size, all must be. Sets made by hand may have any number, but 0.
+CIFAR's files do not contain their number of records. A file that is truncated between two records is recognised by the
+files beside it: if one of them has its published size, all must have it. Other sets may have any number except 0.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _IDX_IMAGES, _IDX_LABELS = 0x803, 0x801
 _CIFAR_RECORDS, _CIFAR100_TRAIN = 10_000, ("train.bin", 50_000)
 
 
-class Block(NamedTuple):
+class ImageBlock(NamedTuple):
     """Images of one file, uint8 n x h x w (grey) or n x h x w x 3, and a class number for each.
 
     Record k of the file at `path` begins at byte `head_bytes + k * record_bytes`.
@@ -49,29 +49,29 @@ class Block(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A way a dataset lies in a folder; a name may end in .gz on the disk."""
+class FileFormat:
+    """How a data set is stored in a folder. On disk, a file name may have the suffix .gz too."""
 
     name: str
     folder: str
     train: tuple[str, ...]
     val: tuple[str, ...]
     num_classes: int
-    read: Callable[[list[Path], int, OnBad], Iterator[Block]]
+    read: Callable[[list[Path], int, OnBad], Iterator[ImageBlock]]
 
 
-def read_cifar_binary(paths: list[Path], num_classes: int, on_bad: OnBad) -> Iterator[Block]:
-    """Read records of label byte(s), then 3 x 32 x 32 pixels; CIFAR-100 has the coarse label before the fine one."""
+def read_cifar_binary(paths: list[Path], num_classes: int, on_bad: OnBad) -> Iterator[ImageBlock]:
+    """Read records of a label, then 3 x 32 x 32 pixels; CIFAR-100 has a coarse label before the fine one."""
     label_bytes = 1 if num_classes == 10 else 2
     size = label_bytes + _PIXEL_BYTES
     for path in paths:
-        rows = _rows(path, read_unpacked(path), 0, size, on_bad, _promised(path, size))
+        rows = _rows(path, read_decompressed(path), 0, size, on_bad, _expected_records(path, size))
         labels = rows[:, label_bytes - 1].astype(np.int64)
-        yield Block(_planes_last(rows[:, label_bytes:]), labels, path, record_bytes=rows.shape[1])
+        yield ImageBlock(_planes_last(rows[:, label_bytes:]), labels, path, record_bytes=rows.shape[1])
 
 
-def _promised(path: Path, size: int) -> int | None:
-    """Return how many records of `size` bytes a file should have, where those beside it tell; see above."""
+def _expected_records(path: Path, size: int) -> int | None:
+    """Return how many records of `size` bytes a file should have, or None if that is unknown (see above)."""
     if path.stat().st_size >= _published(path) * size:
         return None
     is_whole = any(file.stat().st_size == _published(file) * size for file in path.parent.glob("*.bin"))
@@ -83,27 +83,27 @@ def _published(path: Path) -> int:
     return count if path.name.removesuffix(".gz") == name else _CIFAR_RECORDS
 
 
-def read_cifar_python(paths: list[Path], num_classes: int, on_bad: OnBad) -> Iterator[Block]:
-    """Read pickled dicts of `data` n x 3072 and `labels` or `fine_labels`; the pickle can name nothing but arrays."""
+def read_cifar_python(paths: list[Path], num_classes: int, on_bad: OnBad) -> Iterator[ImageBlock]:
+    """Read pickled dicts of `data` n x 3072 and `labels` or `fine_labels`."""
     for path in paths:
         try:
-            table = _ArraysOnly(io.BytesIO(read_unpacked(path)), encoding="bytes").load()
+            table = _ArraysOnly(io.BytesIO(read_decompressed(path)), encoding="bytes").load()
             pixels = np.asarray(table[b"data"])
             labels = np.asarray(table[b"labels" if num_classes == 10 else b"fine_labels"], np.int64)
         except Exception as error:  # a damaged pickle may raise anything
             raise DataError(f"{path}: not a CIFAR batch of the python version ({error})") from error
         if pixels.dtype != np.uint8 or pixels.shape != (len(labels), _PIXEL_BYTES):
             raise DataError(
-                f"{path}: expected {len(labels)} x {_PIXEL_BYTES} bytes, one row a label, "
+                f"{path}: expected {len(labels)} x {_PIXEL_BYTES} bytes, one row per label, "
                 f"got {' x '.join(map(str, pixels.shape))} of {pixels.dtype}"
             )
         if not len(labels):
-            raise DataError(f"{path}: a CIFAR batch without an image; get the file anew")
-        yield Block(_planes_last(pixels), labels, path)
+            raise DataError(f"{path}: this CIFAR batch has no images; download the file again")
+        yield ImageBlock(_planes_last(pixels), labels, path)
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Loads plain values and numpy arrays, so that a downloaded file cannot run code."""
+    """Loads only plain values and numpy arrays, so that a downloaded file cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "_reconstruct" and module.endswith(".multiarray"):
@@ -112,44 +112,44 @@ class _ArraysOnly(pickle.Unpickler):
             return getattr(np, name)
         if (module, name) == ("_codecs", "encode"):
             return lambda text, encoding: text.encode(encoding)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no CIFAR file does")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a CIFAR file never does")
 
 
-def read_idx(paths: list[Path], num_classes: int, on_bad: OnBad) -> Iterator[Block]:
+def read_idx(paths: list[Path], num_classes: int, on_bad: OnBad) -> Iterator[ImageBlock]:
     """Read a file of images and a file of labels: big-endian magic, sizes, then bytes."""
     images, num_images = _idx_array(paths[0], _IDX_IMAGES, 3, on_bad)
     labels, num_labels = _idx_array(paths[1], _IDX_LABELS, 1, on_bad)
     if num_images != num_labels:
         raise DataError(
-            f"{paths[0]} is of {num_images} images, {paths[1]} of {num_labels} labels; they do not belong together"
+            f"{paths[0]} has {num_images} images, but {paths[1]} has {num_labels} labels; they do not belong together"
         )
     both = min(len(images), len(labels))
-    yield Block(images[:both], labels[:both].astype(np.int64), paths[1], head_bytes=8, record_bytes=1)
+    yield ImageBlock(images[:both], labels[:both].astype(np.int64), paths[1], head_bytes=8, record_bytes=1)
 
 
 def _idx_array(path: Path, magic: int, num_sizes: int, on_bad: OnBad) -> tuple[Pixels, int]:
-    """Return the records that are there, and the number the head promises."""
-    data = read_unpacked(path)
+    """Return the records that the file has, and the number that its header states."""
+    data = read_decompressed(path)
     head = 4 + 4 * num_sizes
     if len(data) < head or struct.unpack_from(">I", data)[0] != magic:
         raise DataError(
-            f"{path}: expected an idx file that begins {magic:08x}, got {data[:4].hex() or 'an empty file'}"
+            f"{path}: expected an idx file that begins with {magic:08x}, got {data[:4].hex() or 'an empty file'}"
         )
     count, *shape = struct.unpack_from(f">{num_sizes}I", data, 4)
     size, follow = math.prod(shape), len(data) - head
     if not count or not 0 < size <= follow:
         sizes = " x ".join(map(str, (count, *shape)))
-        raise DataError(f"{path}: its head says {sizes} bytes, and {follow} follow; get the file anew")
+        raise DataError(f"{path}: its header states {sizes} bytes, but {follow} follow; download the file again")
     return _rows(path, data, head, size, on_bad, count).reshape(-1, *shape), count
 
 
 def _rows(path: Path, data: bytes, head: int, size: int, on_bad: OnBad, expected: int | None = None) -> Pixels:
-    """Return the bytes after `head` as rows of `size`; where the file is cut short, that is an error or the end."""
+    """Return the bytes after `head` as rows of `size`; report a file that is too short."""
     count, rest = divmod(len(data) - head, size)
     if rest or count < (expected or 1):
         place = f"after {rest} of the record's {size} bytes" if rest else "here"
         should = "" if expected is None else f", and should have {expected} records, {head + expected * size} bytes"
-        reason = f"the file ends {place}: it has {len(data)} bytes{should}; get it anew"
+        reason = f"the file ends {place}: it has {len(data)} bytes{should}; download it again"
         fault = RecordError(path, head + count * size, count, reason)
         if on_bad is None:
             raise fault
@@ -162,17 +162,17 @@ def _planes_last(rows: Pixels) -> Pixels:
     return np.ascontiguousarray(rows.reshape(-1, 3, _SIDE, _SIDE).transpose(0, 2, 3, 1))
 
 
-def read_unpacked(path: Path) -> bytes:
-    """Return the bytes of a file, or of what is gzipped in it."""
+def read_decompressed(path: Path) -> bytes:
+    """Return the contents of a file, decompressed if its suffix is .gz."""
     try:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix == ".gz" else data
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read: {error}; get it anew") from error
+        raise DataError(f"{path}: cannot be read: {error}; download it again") from error
 
 
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
-_MNIST = Layout(
+_MNIST = FileFormat(
     "mnist (idx)",
     "MNIST/raw",
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -180,8 +180,8 @@ _MNIST = Layout(
     10,
     read_idx,
 )
-LAYOUTS = (
-    Layout(
+_FORMATS = (
+    FileFormat(
         "cifar10 (binary)",
         "cifar-10-batches-bin",
         tuple(f"{name}.bin" for name in _BATCHES),
@@ -189,42 +189,45 @@ LAYOUTS = (
         10,
         read_cifar_binary,
     ),
-    Layout("cifar10 (python)", "cifar-10-batches-py", _BATCHES, ("test_batch",), 10, read_cifar_python),
-    Layout("cifar100 (binary)", "cifar-100-binary", ("train.bin",), ("test.bin",), 100, read_cifar_binary),
-    Layout("cifar100 (python)", "cifar-100-python", ("train",), ("test",), 100, read_cifar_python),
+    FileFormat("cifar10 (python)", "cifar-10-batches-py", _BATCHES, ("test_batch",), 10, read_cifar_python),
+    FileFormat("cifar100 (binary)", "cifar-100-binary", ("train.bin",), ("test.bin",), 100, read_cifar_binary),
+    FileFormat("cifar100 (python)", "cifar-100-python", ("train",), ("test",), 100, read_cifar_python),
     _MNIST,
     replace(_MNIST, name="fashion-mnist (idx)", folder="FashionMNIST/raw"),
 )
 
 
+FORMATS = {one.name: one for one in _FORMATS}
+
+
 class Found(NamedTuple):
-    """A layout, and the files of its parts that are there: train, val, or both."""
+    """A format, and the files of the splits that were found: train, val, or both."""
 
-    layout: Layout
-    parts: dict[str, list[Path]]
+    file_format: FileFormat
+    splits: dict[str, list[Path]]
 
 
-def find_layout(source: Path) -> Found:
-    """Recognise the dataset in a folder by its file names."""
+def find_format(source: Path) -> Found:
+    """Recognise the data set in a folder by its file names."""
     if source.is_file():
-        raise UsageError(
-            f"{source} is a file; expected the folder with the dataset. An archive: unpack it (tar xf) first"
-        )
+        raise UsageError(f"{source} is a file; expected the folder with the data set. Unpack an archive first (tar xf)")
     if not source.is_dir():
-        raise UsageError(f"no folder {source}; expected the folder with the dataset's files; echelon data get has some")
-    for layout in LAYOUTS:
-        for folder in (source, source / layout.folder):
-            if parts := find_parts(folder, layout):
-                return Found(layout, parts)
-    known = "\n".join(f"  {layout.name}: {' '.join(layout.train + layout.val)}" for layout in LAYOUTS)
-    raise DataError(f"no known dataset in {source}; looked there for any of\n{known}")
+        raise UsageError(
+            f"no folder {source}; expected the folder with the data set's files; echelon data get downloads some sets"
+        )
+    for file_format in FORMATS.values():
+        for folder in (source, source / file_format.folder):
+            if splits := find_splits(folder, file_format):
+                return Found(file_format, splits)
+    known = "\n".join(f"  {one.name}: {' '.join(one.train + one.val)}" for one in FORMATS.values())
+    raise DataError(f"no known data set in {source}; looked for\n{known}")
 
 
-def find_parts(folder: Path, layout: Layout) -> dict[str, list[Path]]:
-    """Return the files of train, val, or both, that lie in a folder; one that lacks some is an error."""
-    parts = {"train": _present(folder, layout.train), "val": _present(folder, layout.val)}
-    _check_complete(folder, layout, parts)
-    return {name: files for name, files in parts.items() if files}
+def find_splits(folder: Path, file_format: FileFormat) -> dict[str, list[Path]]:
+    """Return the files of train, val, or both, in a folder; raise DataError if a split lacks some of its files."""
+    splits = {"train": _present(folder, file_format.train), "val": _present(folder, file_format.val)}
+    _check_complete(folder, file_format, splits)
+    return {name: files for name, files in splits.items() if files}
 
 
 def _present(folder: Path, names: tuple[str, ...]) -> list[Path]:
@@ -233,15 +236,15 @@ def _present(folder: Path, names: tuple[str, ...]) -> list[Path]:
 
 
 def find_file(folder: Path, name: str) -> Path | None:
-    """Return the file under its name, gzipped, or with the dot some copies have (train-images.idx3-ubyte)."""
+    """Return the path of a file; it may have the suffix .gz, or a dot as in train-images.idx3-ubyte."""
     names = (name, name + ".gz", name.replace("-idx", ".idx"), name.replace("-idx", ".idx") + ".gz")
     return next((folder / each for each in names if (folder / each).is_file()), None)
 
 
-def _check_complete(folder: Path, layout: Layout, parts: dict[str, list[Path]]) -> None:
-    for part, names in (("train", layout.train), ("val", layout.val)):
-        missing = [name for name in names if parts[part] and find_file(folder, name) is None]
+def _check_complete(folder: Path, file_format: FileFormat, splits: dict[str, list[Path]]) -> None:
+    for split, names in (("train", file_format.train), ("val", file_format.val)):
+        missing = [name for name in names if splits[split] and find_file(folder, name) is None]
         if missing:
             raise DataError(
-                f"{folder} looks like {layout.name}, but lacks {' '.join(missing)}; get what is missing and try again"
+                f"{folder} looks like {file_format.name}, but {' '.join(missing)} is missing; add it and try again"
             )

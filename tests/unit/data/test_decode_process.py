@@ -17,15 +17,14 @@ import torch
 from pipeline_images import NUM_RECORDS, jpeg, make_records, picture, write_records
 from torch import Tensor
 
-from echelon.data.images.augment import AugmentConfig
-from echelon.data.loading import sources, worker_process
+from echelon.data.images.config import AugmentConfig
+from echelon.data.loading import decode_pool, sources
 from echelon.data.loading.buffers import BufferPool
-from echelon.data.loading.fork_server import nursery
+from echelon.data.loading.decode_pool import DecodeProcess, shared_fork_server
 from echelon.data.loading.loader import Loader
 from echelon.data.loading.order import Sampling
 from echelon.data.loading.sources import FolderSource, RecordSource
-from echelon.data.loading.worker_process import WorkerProcess
-from echelon.data.records.io import Header, IndexedWriter, pack
+from echelon.data.records import Header, IndexedWriter, pack
 from echelon.data.sets.datasets import make_loader
 from echelon.errors import DataError, UsageError
 
@@ -59,7 +58,7 @@ def same(some: list[list[Tensor]], others: list[list[Tensor]]) -> bool:
 
 
 def pids(batches: Loader) -> list[int]:
-    return [process.pid for process in batches._processes]
+    return [process.pid for process in batches._decoders.processes]
 
 
 def assert_gone(numbers: list[int]) -> None:
@@ -164,7 +163,7 @@ def test_a_death_is_named_and_closes_the_loader(records: RecordSource) -> None:
     next(iter(batches))
     batches.wait()
     os.kill(number, signal.SIGKILL)
-    said = rf"\(pid {number}\) ended by signal 9 at one of the samples \d+(, \d+)*; is there enough memory\?"
+    said = rf"\(pid {number}\) ended by signal 9 while decoding one of the samples [\d, ]+; is there enough memory\?"
     with pytest.raises(DataError, match=said):
         [list(batches) for _ in range(3)]
     with pytest.raises(UsageError, match="closed"):
@@ -174,14 +173,14 @@ def test_a_death_is_named_and_closes_the_loader(records: RecordSource) -> None:
 def test_they_end_with_a_loader_that_is_killed(records: RecordSource) -> None:
     program = (
         "import os, sys\n"
-        "from echelon.data.images.augment import AugmentConfig\n"
+        "from echelon.data.images.config import AugmentConfig\n"
         "from echelon.data.loading.order import Sampling\n"
         "from echelon.data.loading.loader import Loader\n"
         "from echelon.data.loading.sources import RecordSource\n"
         "source = RecordSource(sys.argv[1])\n"
         "batches = Loader(source, AugmentConfig((3, 24, 32)), Sampling(len(source), 5), threads=2, processes=True)\n"
         "next(iter(batches))\n"
-        "print(*(process.pid for process in batches._processes), flush=True)\n"
+        "print(*(process.pid for process in batches._decoders.processes), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     path = records._files[0].path
@@ -227,7 +226,7 @@ def test_many_images_get_processes_and_few_do_not(tmp_path: Path, monkeypatch: p
 
 def test_all_have_one_nursery_which_ends_with_the_last(records: RecordSource) -> None:
     first, second = loader(records), loader(records)
-    number = nursery().pid
+    number = shared_fork_server().pid
     parents = {psutil.Process(process).ppid() for process in pids(first) + pids(second)}
     assert parents == {number}
     first.close()
@@ -241,7 +240,7 @@ def test_without_its_nursery_a_loader_goes_on_and_the_next_has_another(records: 
     with loader(records) as batches:
         iterator = iter(batches)
         next(iterator)
-        killed = nursery().pid
+        killed = shared_fork_server().pid
         os.kill(killed, signal.SIGKILL)
         assert len(list(iterator)) == len(batches) - 1
         with loader(records) as others:
@@ -259,7 +258,7 @@ def test_one_that_is_stuck_does_not_hold_up_closing(records: RecordSource) -> No
 def test_one_that_is_stuck_is_named_and_waited_for(
     records: RecordSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker_process, "SLOW_S", 0.05)
+    monkeypatch.setattr(decode_pool, "SLOW_S", 0.05)
     with loader(records, threads=1) as batches:
         (number,) = pids(batches)
         os.kill(number, signal.SIGSTOP)
@@ -273,7 +272,7 @@ def test_one_that_is_stuck_is_named_and_waited_for(
             assert len(list(batches)) == len(batches)
         finally:
             caplog.handler.removeFilter(let_go)
-    assert f"a process that decodes images (pid {number}) has been at samples " in caplog.messages[0]
+    assert f"a decode process (pid {number}) has been decoding samples " in caplog.messages[0]
 
 
 def test_a_source_is_read_from_where_it_was_opened(
@@ -305,10 +304,10 @@ def test_a_file_that_was_replaced_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_cannot_begin_says_why_at_once(records: RecordSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(process: WorkerProcess, order: bytes) -> bool:
+    def refuse(process: DecodeProcess, order: bytes) -> bool:
         raise DataError("no")
 
-    monkeypatch.setattr(WorkerProcess, "begin", refuse)
+    monkeypatch.setattr(DecodeProcess, "set_up", refuse)
     parallel = torch.get_num_threads()
     with pytest.raises(DataError, match="no"):
         loader(records)
@@ -344,7 +343,7 @@ def test_a_fork_of_the_loader_neither_ends_nor_holds_them(records: RecordSource)
     if not child:
         os.close(let_go)
         os.read(hold, 1)  # until the parent's end is closed
-        for process in batches._processes:
+        for process in batches._decoders.processes:
             process.close()
         os._exit(0)
     assert len(list(batches)) == len(batches) - 1
@@ -360,7 +359,7 @@ def test_no_file_beside_the_program_stands_for_a_standard_one(records: RecordSou
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
     program = (
         "import sys\n"
-        "from echelon.data.images.augment import AugmentConfig\n"
+        "from echelon.data.images.config import AugmentConfig\n"
         "from echelon.data.loading.order import Sampling\n"
         "from echelon.data.loading.loader import Loader\n"
         "from echelon.data.loading.sources import RecordSource\n"
@@ -368,7 +367,7 @@ def test_no_file_beside_the_program_stands_for_a_standard_one(records: RecordSou
         "source = RecordSource(sys.argv[1])\n"
         "options = {'threads': 1, 'processes': True}\n"
         "with Loader(source, AugmentConfig((3, 24, 32)), Sampling(len(source), 5), **options) as batches:\n"
-        "    print(len(list(batches)), len(batches._processes))\n"
+        "    print(len(list(batches)), len(batches._decoders.processes))\n"
     )
     (tmp_path / "elsewhere").mkdir()
     command = [sys.executable, "-c", program, str(records._files[0].path), str(tmp_path)]

@@ -1,24 +1,45 @@
-"""Synthetic batches for `--benchmark 1`: one random batch, made once and handed out every step.
+"""Data sets that need no files: the digits that ship with the package, and synthetic batches.
 
-Measures a network or a store without any data pipeline, as MXNet's benchmark does: images uniform in -1 ... 1, labels
-uniform over the classes, an epoch of num_examples // batch_size batches.
+The digits are scikit-learn's 8x8 handwritten digits; the demo and the tests use them.
+
+Synthetic batches are for `--benchmark 1`: one random batch, yielded at every step. It measures a network or a store
+without any data pipeline, as MXNet's benchmark does: images are uniform in -1 ... 1, labels are uniform over the
+classes, and an epoch has num_examples // batch_size batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from echelon.data.loading.memory import MemorySource
 from echelon.data.loading.order import State
+
+_NUM_VALIDATION = 360
+_SPLIT_SEED = 1797  # the file is ordered by writer; a fixed shuffle puts every writer into both splits
+
+
+def load_digits() -> tuple[MemorySource, MemorySource]:
+    """Return (train, validation) digits: uint8 images of 8x8 pixels from 0 to 16."""
+    with files("echelon.data").joinpath("assets/digits.npz").open("rb") as stream, np.load(stream) as archive:
+        images, labels = archive["images"].astype(np.uint8)[..., None], archive["labels"].astype(np.int64)
+    order = np.random.default_rng(_SPLIT_SEED).permutation(len(labels))
+    train, validation = order[_NUM_VALIDATION:], order[:_NUM_VALIDATION]
+    return (
+        MemorySource(images[train], labels[train], "digits"),
+        MemorySource(images[validation], labels[validation], "digits validation"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticSource:
-    """Data that exists only as its shape."""
+    """The shape of synthetic data; it has no samples to read."""
 
     shape: tuple[int, int, int]
     num_classes: int
@@ -29,7 +50,7 @@ class SyntheticSource:
 
 
 class SyntheticLoader:
-    """The same batch every step; in pinned memory where there is CUDA."""
+    """Yields the same batch at every step, in pinned memory if CUDA is available."""
 
     def __init__(
         self,
@@ -59,7 +80,7 @@ class SyntheticLoader:
             yield self.images, self.labels
 
     def close(self) -> None:
-        """Nothing runs, so there is nothing to stop."""
+        """Do nothing: there are no threads."""
 
     def __enter__(self) -> Self:
         return self

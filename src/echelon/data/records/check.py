@@ -1,7 +1,7 @@
-"""What one does with record files: verify, describe and index them.
+"""Check a record file, or describe what is in it.
 
-Owns what counts as a bad image record: no frame, no header, or bytes that do not decode. Prints nothing; a fault goes
-to `on_bad`, or is raised where there is none.
+Decides what counts as a bad image record: a broken frame, a broken header, or bytes that do not decode. A bad record is
+passed to `on_bad`, or raised where that is None.
 """
 
 from __future__ import annotations
@@ -16,20 +16,32 @@ from typing import TypeAlias
 
 from PIL import Image
 
-from echelon.atomic_file import AtomicFile, check_writable
-from echelon.data.pack.im2rec import DECODE_ERRORS, decode_fault
-from echelon.data.records.file import PathLike
-from echelon.data.records.frame import MAGIC_BYTES
+from echelon.data.records.file import PathLike, RecordError, split_paths
 from echelon.data.records.image_header import image_suffix, unpack
-from echelon.data.records.io import Reader, RecordError, index_path, read_index, scan_offsets, split_paths
-from echelon.errors import DataError, UsageError
+from echelon.data.records.index import read_index
+from echelon.data.records.readers import Reader
+from echelon.errors import DataError
 
 OnBad: TypeAlias = Callable[[RecordError], None] | None
 OnDone: TypeAlias = Callable[[int], None]
 
+DECODE_ERRORS = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what Pillow raises on bad bytes
+
 
 def ignore(amount: int) -> None:
     """Show no progress."""
+
+
+def decode_fault(error: Exception) -> str:
+    """Return Pillow's message without the address of the buffer."""
+    return str(error).split(" <")[0]
+
+
+def report(fault: RecordError, on_bad: OnBad) -> None:
+    """Pass a bad record to `on_bad`, or raise it."""
+    if on_bad is None:
+        raise fault
+    on_bad(fault)
 
 
 @dataclass
@@ -46,7 +58,7 @@ class Summary:
     first_image: str = ""
 
     def add(self, payload: memoryview) -> None:
-        """Count one record; one without an image header is plain."""
+        """Count one record. A record without an image header counts as plain."""
         self.num_records += 1
         self.sizes.append(len(payload))
         try:
@@ -57,21 +69,21 @@ class Summary:
         self.kinds[image_suffix(image)] += 1
         self.label_widths[len(header.labels)] += 1
         label = float(header.labels[0])
-        self.labels[math.nan if math.isnan(label) else label] += 1  # one NaN for all: each is unequal to every other
+        self.labels[math.nan if math.isnan(label) else label] += 1  # the same NaN object, because NaNs are unequal
         if not self.first_image:
-            self.first_image = _image_size(image)
+            self.first_image = _describe_image(image)
 
 
-def _image_size(image: memoryview) -> str:
+def _describe_image(image: memoryview) -> str:
     try:
         with Image.open(io.BytesIO(image)) as opened:
             return f"{opened.width} x {opened.height} {opened.mode} {opened.format}"
     except DECODE_ERRORS:
-        return "no image"
+        return "not an image"
 
 
 def summarise(rec: Path, on_bad: OnBad = None, on_done: OnDone = ignore) -> Summary:
-    """Read a record file through and count what is in it."""
+    """Read a whole record file and count what is in it."""
     summary = Summary()
     with Reader(rec, on_bad) as reader:
         summary.num_bytes = sum(len(file.data) for file in reader.files)
@@ -84,12 +96,12 @@ def summarise(rec: Path, on_bad: OnBad = None, on_done: OnDone = ignore) -> Summ
 def verify(
     rec: PathLike, idxs: Sequence[Path | None], decode: bool, on_bad: OnBad = None, on_done: OnDone = ignore
 ) -> int:
-    """Check every record, with `decode` every image too, and each file's index if it has one; return how many are good.
+    """Check every record, with `decode` every image too, and the index of each file that has one.
 
-    `rec` may be several files, `a.rec;b.rec`.
+    `rec` may name several files, `a.rec;b.rec`. Returns the number of good records.
     """
     num_good = 0
-    heads: dict[Path, list[int]] = defaultdict(list)  # of bad records too: an index may point at one that is reported
+    heads: dict[Path, list[int]] = defaultdict(list)  # of bad records too, because the index may list them
 
     def note(fault: RecordError) -> None:
         heads[fault.path].append(fault.offset)
@@ -112,15 +124,15 @@ def verify(
 
 def _verify_index(rec: Path, idx: Path, heads: list[int], on_bad: OnBad) -> None:
     keys, listed = read_index(idx)
-    remedy = f"make the index anew: echelon data rec2idx {rec} {idx}"
+    remedy = f"create the index again: echelon data rec2idx {rec} {idx}"
     known = set(heads)
     for number, (key, offset) in enumerate(zip(keys.tolist(), listed.tolist(), strict=True)):
         if offset not in known:
-            reason = f"key {key} of {idx} points here, where no record begins; {remedy}"
+            reason = f"key {key} of {idx} points here, but no record begins here; {remedy}"
             report(RecordError(rec, offset, number, reason), on_bad)
     unlisted = sorted(known.difference(listed.tolist()))
     if unlisted:
-        reason = f"{idx} does not list it: it has {len(listed)} of {len(known)} records; {remedy}"
+        reason = f"{idx} does not list it: it lists {len(listed)} of {len(known)} records; {remedy}"
         report(RecordError(rec, unlisted[0], heads.index(unlisted[0]), reason), on_bad)
 
 
@@ -134,38 +146,3 @@ def _image_fault(payload: memoryview) -> str | None:
     except DECODE_ERRORS as error:
         return f"its image does not decode ({decode_fault(error)})"
     return None
-
-
-def report(fault: RecordError, on_bad: OnBad) -> None:
-    """Hand a fault to who counts them, or raise it."""
-    if on_bad is None:
-        raise fault
-    on_bad(fault)
-
-
-def make_index(rec: Path, idx: Path, on_bad: OnBad = None) -> int:
-    """Write the index of a record file, keys 0, 1, 2 ...; return the number of records."""
-    _check_index_name(rec, idx)
-    check_writable(idx)
-    offsets = scan_offsets(rec).tolist() if on_bad is None else _good_offsets(rec, on_bad)
-    with AtomicFile(idx) as file:
-        file.stream.writelines(b"%d\t%d\n" % pair for pair in enumerate(offsets))
-    return len(offsets)
-
-
-def _check_index_name(rec: Path, idx: Path) -> None:
-    """Refuse to write an index over records, which `rec2idx *.rec` would do."""
-    if len(split_paths(rec)) > 1:
-        raise UsageError(f"{rec} are several record files; an index is of one: run rec2idx for each")
-    if not idx.is_file():
-        return
-    with idx.open("rb") as stream:
-        is_records = stream.read(len(MAGIC_BYTES)) == MAGIC_BYTES
-    if is_records or (rec.exists() and idx.samefile(rec)):
-        instead = index_path(rec)
-        raise UsageError(f"the index of {rec} cannot be {idx}, which is a record file; name it for example {instead}")
-
-
-def _good_offsets(rec: Path, on_bad: OnBad) -> list[int]:
-    with Reader(rec, on_bad) as reader:
-        return [offset for _, _, offset, _ in reader.located()]
