@@ -57,7 +57,7 @@ def test_collective_store(store: str) -> None:
 @pytest.mark.parametrize("store", ["nccl_allreduce", "local", "device", "dist_sync_device", "dist_sync"])
 def test_other_names_of_the_same_store(store: str) -> None:
     """They differ from dist_device_sync in name and in where they meet."""
-    for check in (kvstore_calls.workers_know_who_they_are, kvstore_updates.rounds_add_up):
+    for check in (kvstore_calls.each_worker_has_its_rank, kvstore_updates.updates_add_up_over_rounds):
         check(Trial(forked.run, store, 2, 0))
 
 
@@ -140,11 +140,11 @@ class LosesStates(_Broken):
 @pytest.mark.parametrize(
     ("broken", "check", "what"),
     [
-        (Averages, kvstore_calls.push_replaces_by_the_sum, "pushed ones"),
-        (DoesNotWait, kvstore_calls.barrier_holds_until_all_are_there, "the last comes before the first goes"),
-        (InitsWithItsOwn, kvstore_calls.pull_before_push_gives_the_first_value, "key 3"),
-        (AcceptsAnyShape, kvstore_calls.a_refused_call_changes_nothing, "push of another shape"),
-        (LosesStates, kvstore_updates.states_can_be_saved_and_loaded, "100003 elements on 2 servers"),
+        (Averages, kvstore_calls.push_replaces_the_value_with_the_sum, "pushed ones"),
+        (DoesNotWait, kvstore_calls.barrier_waits_for_all_workers, "no worker leaves before the last one arrives"),
+        (InitsWithItsOwn, kvstore_calls.pull_before_push_returns_the_initial_value, "key 3"),
+        (AcceptsAnyShape, kvstore_calls.a_rejected_call_changes_nothing, "push of another shape"),
+        (LosesStates, kvstore_updates.optimizer_states_can_be_saved_and_loaded, "100003 elements on 2 servers"),
     ],
 )
 def test_a_broken_store_is_found(broken: type[_Broken], check: Check, what: str) -> None:

@@ -232,7 +232,7 @@ def _no_leaks() -> object:
         (LastComesFirst, "in order"),
         (NeverSleeps, "waited its time"),
         (GivesUsedMemory, "zeroed"),
-        (AttachesACopy, "write is seen"),
+        (AttachesACopy, "write is visible"),
         (TrustsAnyDescriptor, "attach"),
         (LeaksAFile, "open files"),
     ],

@@ -1,12 +1,12 @@
-"""Conformance suites: what every transport and every store must do, as functions that anybody's implementation can run.
+"""Conformance suites: functions that check whether a transport or a store behaves as Echelon requires.
 
     from echelon.testing import check_kvstore, check_transport
 
     check_transport(MyTransport)
     check_kvstore(my_run, "dist_sync", num_workers=3)
 
-A suite raises AssertionError at the first promise that is broken, with both values. Each check is also by itself in
-`transport.CHECKS` and `kvstore.CHECKS`, for a test runner that reports one by one.
+A suite raises AssertionError at the first check that fails, with the actual and the expected value. `transport.CHECKS`
+and `kvstore.CHECKS` list the single checks, for a test runner that reports each of them.
 """
 
 from echelon.testing.kvstore import check_kvstore

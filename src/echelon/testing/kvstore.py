@@ -1,7 +1,7 @@
-"""What a KVStore promises, checked on any store: MXNet's acceptance values, and what Echelon adds to them.
+"""The conformance suite of stores: MXNet's acceptance values, and the guarantees that Echelon adds.
 
-`check_kvstore(run, store, num_workers=3)` takes a function like `echelon.launch.in_process.run`. Options that the
-scheme needs (staleness, groups) are handed on. Every check is a job of its own.
+`check_kvstore(run, store, num_workers=3)` takes a function like `echelon.launch.in_process.run` and passes it the
+options that the scheme needs (staleness, groups). Every check runs a job of its own.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ Check = Callable[[Trial], None]
 
 
 def check_kvstore(run: Run, store: str, *, num_workers: int = 3, num_servers: int = 2, **options: Any) -> None:
-    """Run every check on jobs that `run` makes."""
+    """Run every check on jobs that `run` starts."""
     trial = Trial(run, store, num_workers, num_servers, options)
     for check in CHECKS:
         check(trial)
 
 
 CHECKS: tuple[Check, ...] = (
-    calls.workers_know_who_they_are,
-    calls.pull_before_push_gives_the_first_value,
-    calls.push_replaces_by_the_sum,
+    calls.each_worker_has_its_rank,
+    calls.pull_before_push_returns_the_initial_value,
+    calls.push_replaces_the_value_with_the_sum,
     calls.values_of_several_devices_are_summed,
-    calls.pushpull_writes_in_place_or_out,
-    calls.broadcast_gives_everybody_the_first_workers_values,
+    calls.pushpull_writes_in_place_or_to_out,
+    calls.broadcast_sends_the_values_of_rank_0,
     calls.keys_of_one_call_may_have_different_clocks,
-    calls.barrier_holds_until_all_are_there,
-    calls.a_refused_call_changes_nothing,
-    updates.rounds_add_up,
-    updates.pushes_need_no_pull_between,
-    updates.optimizers_do_what_torch_does,
-    updates.states_can_be_saved_and_loaded,
-    updates.workers_wait_as_the_scheme_says,
-    values.every_dtype_is_kept,
-    values.half_precision_is_summed_in_full,
-    values.any_shape_will_do,
+    calls.barrier_waits_for_all_workers,
+    calls.a_rejected_call_changes_nothing,
+    updates.updates_add_up_over_rounds,
+    updates.pushes_without_pulls_are_separate_updates,
+    updates.optimizers_match_torch,
+    updates.optimizer_states_can_be_saved_and_loaded,
+    updates.workers_wait_only_as_the_scheme_requires,
+    values.every_dtype_is_preserved,
+    values.half_precision_is_summed_in_float32,
+    values.any_shape_is_accepted,
     values.values_need_not_be_contiguous,
-    values.big_and_tiny_keys_are_summed_bit_by_bit,
+    values.large_and_small_keys_are_summed_in_rank_order,
 )

@@ -1,4 +1,4 @@
-"""Checks of updates: rounds under an optimizer, its settings, its state in a file, and who waits for whom."""
+"""Checks of updates: rounds with an optimizer, its settings, its saved state, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from echelon.kvstore import KVStore
-from echelon.testing.expect import equal, same
-from echelon.testing.trial import Trial, everybody, rank_order_sum, total
+from echelon.testing.assertions import assert_equal, assert_tensor
+from echelon.testing.trial import Trial, pull_all_pushes, rank_order_sum, sum_of_pushes
 
 RATE = 2.0
 PATIENCE_S = 30.0
 BIG = (1200, 1200)
-SIZES = (100_003, 5, 64)  # a key that is cut over servers, and two that are not
+SIZES = (100_003, 5, 64)  # the first key is split over servers, the other two are not
 _OPTIMIZERS: tuple[tuple[str, type[Optimizer], dict[str, Any]], ...] = (
     ("sgd", SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2}),
     ("adam", Adam, {"lr": 0.01, "betas": (0.8, 0.9), "amsgrad": True}),
@@ -27,8 +27,8 @@ _OPTIMIZERS: tuple[tuple[str, type[Optimizer], dict[str, Any]], ...] = (
 )
 
 
-def rounds_add_up(trial: Trial) -> None:
-    """MXNet's acceptance value: worker r pushes r + 1; after i + 1 rounds a weight is (W+1)·W·rate/2·(i+1) + 1."""
+def updates_add_up_over_rounds(trial: Trial) -> None:
+    """If worker r pushes r + 1, a weight is (W+1)·W·rate/2·(i+1) + 1 after i + 1 rounds, as in MXNet's own test."""
     workers = trial.num_workers
 
     def program(kv: KVStore) -> None:
@@ -38,15 +38,17 @@ def rounds_add_up(trial: Trial) -> None:
         kv.set_optimizer("sgd", lr=RATE, maximize=True)
         for number in range(3):
             kv.push(names, [torch.full_like(out, kv.rank + 1) for out in outs])
-            everybody(kv, names, outs)
+            pull_all_pushes(kv, names, outs)
             for name, out in zip(names, outs, strict=True):
-                equal(f"key {name} after {number + 1} rounds", out, total(workers) * RATE * (number + 1) + 1)
+                assert_tensor(
+                    f"key {name} after {number + 1} rounds", out, sum_of_pushes(workers) * RATE * (number + 1) + 1
+                )
 
     trial(program)
 
 
-def pushes_need_no_pull_between(trial: Trial) -> None:
-    """Three pushes in a row are three updates, and what is pushed may change as soon as push returns."""
+def pushes_without_pulls_are_separate_updates(trial: Trial) -> None:
+    """Three pushes in a row are three updates, and the pushed tensors may change as soon as `push` returns."""
     workers = trial.num_workers
 
     def program(kv: KVStore) -> None:
@@ -60,16 +62,16 @@ def pushes_need_no_pull_between(trial: Trial) -> None:
             kv.push([3, 99], values)
         for value in values:
             value.fill_(float("nan"))
-        everybody(kv, [3, 99], outs)
+        pull_all_pushes(kv, [3, 99], outs)
         for out in outs:
-            equal("after three pushes", out, total(workers) * RATE * (1 + 2 + 3) + 1)
+            assert_tensor("after three pushes", out, sum_of_pushes(workers) * RATE * (1 + 2 + 3) + 1)
 
-    for servers in {trial.num_servers, min(1, trial.num_servers)}:  # one server holds a big key in one piece
+    for servers in {trial.num_servers, min(1, trial.num_servers)}:  # a single server does not split the large key
         trial(program, num_servers=servers)
 
 
-def optimizers_do_what_torch_does(trial: Trial) -> None:
-    """With an optimizer the sum is the gradient; by name or as an instance, the bits are torch.optim's."""
+def optimizers_match_torch(trial: Trial) -> None:
+    """The optimizer gets the sum as gradient and gives the bits of torch.optim, by name and as an instance."""
     for name, kind, settings in _OPTIMIZERS:
 
         def program(kv: KVStore, name: str = name, settings: dict[str, Any] = settings) -> list[Tensor]:
@@ -82,17 +84,17 @@ def optimizers_do_what_torch_does(trial: Trial) -> None:
             kv.set_optimizer(kind([torch.nn.Parameter(torch.zeros(1))], **settings))
             return _train(kv, range(4))
 
-        results = trial(program) if trial.in_step else [trial.alone(program)]
+        results = trial(program) if trial.lock_step else [trial.alone(program)]
         expected = _trained_by_torch(kind, settings, len(results))
         for rank, weights in enumerate([*results, trial.alone(program_of_instance)]):
             wanted = expected if rank < len(results) else _trained_by_torch(kind, settings, 1)
             for size, weight, want in zip(SIZES, weights, wanted, strict=True):
-                equal(f"{name}, {size} elements, worker {rank}", weight, want)
+                assert_tensor(f"{name}, {size} elements, worker {rank}", weight, want)
 
 
-def states_can_be_saved_and_loaded(trial: Trial) -> None:
-    """A job that loads what another saved goes on bit for bit as if nothing had been, also on other servers."""
-    run: Callable[..., Any] = (lambda program, **more: trial(program, **more)[0]) if trial.in_step else trial.alone
+def optimizer_states_can_be_saved_and_loaded(trial: Trial) -> None:
+    """A job that loads saved states continues bit for bit, also with another number of servers."""
+    run: Callable[..., Any] = (lambda program, **more: trial(program, **more)[0]) if trial.lock_step else trial.alone
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "optimizer.states"
 
@@ -109,7 +111,7 @@ def states_can_be_saved_and_loaded(trial: Trial) -> None:
             return weights
 
         halfway = run(first_half)
-        same("nothing but the file is written", [path.name for path in file.parent.iterdir()], [file.name])
+        assert_equal("only the file is written", [path.name for path in file.parent.iterdir()], [file.name])
 
         def second_half(kv: KVStore) -> list[Tensor]:
             kv.init(_names(), halfway)
@@ -122,12 +124,12 @@ def states_can_be_saved_and_loaded(trial: Trial) -> None:
         expected = run(whole)
         for servers in (trial.num_servers, *(() if trial.collective else (1, trial.num_servers + 1))):
             for size, weight, want in zip(SIZES, run(second_half, num_servers=servers), expected, strict=True):
-                equal(f"{size} elements on {servers} servers", weight, want)
+                assert_tensor(f"{size} elements on {servers} servers", weight, want)
 
 
-def workers_wait_as_the_scheme_says(trial: Trial) -> None:
-    """Nobody waits who need not (or this would not end), and a pull shows every update its scheme promises."""
-    if trial.num_workers < 2 or trial.in_step:
+def workers_wait_only_as_the_scheme_requires(trial: Trial) -> None:
+    """A worker waits only if its scheme requires it, or this check hangs; a pull has every update it guarantees."""
+    if trial.num_workers < 2 or trial.lock_step:
         return
     lead, workers = trial.options.get("staleness", 5), trial.num_workers
 
@@ -138,16 +140,16 @@ def workers_wait_as_the_scheme_says(trial: Trial) -> None:
         if kv.rank == 0:
             for number in range(lead):
                 kv.pushpull("w", torch.ones(1), out)
-                equal("own updates are seen at once", out, number + 1.0)
+                assert_tensor("own updates are visible at once", out, number + 1.0)
         kv.barrier()
         if kv.rank == 0:
             kv.pushpull("w", torch.ones(1), out)
             if trial.store == "dist_ssync":
-                equal("updates that are too old to miss are seen", out, 1000.0 * (workers - 1) + lead + 1)
+                assert_tensor("updates beyond the staleness bound are visible", out, 1000.0 * (workers - 1) + lead + 1)
         else:
             deadline = time.monotonic() + PATIENCE_S
             while float(out) % 1000 != lead + 1 and time.monotonic() < deadline:
-                kv.pull("w", out)  # the first has pushed, and waits or does not
+                kv.pull("w", out)  # until rank 0 has pushed; it may be waiting now
             kv.push("w", torch.full((1,), 1000.0))
         kv.barrier()
 

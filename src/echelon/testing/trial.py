@@ -1,4 +1,4 @@
-"""A store under test: how to run a program on its workers, and what its scheme lets one expect."""
+"""A store under test: how to run a program on its workers, and what its scheme guarantees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Run = Callable[..., list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """`run(program, store, **options)` runs the program on every worker and returns what each returned, by rank."""
+    """A store under test. `run(program, store, **options)` runs the program on every worker and returns the results."""
 
     run: Run
     store: str
@@ -27,46 +27,49 @@ class Trial:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, program: Callable[[KVStore], T], **more: Any) -> list[T]:
-        """Run a program in a job of its own."""
+        """Run a program in a new job and return the result of each rank."""
         given = {"num_workers": self.num_workers, "num_servers": self.num_servers, **self.options, **more}
         return self.run(program, self.store, **given)
 
     def alone(self, program: Callable[[KVStore], T], **more: Any) -> T:
-        """Run a program on a single worker: nothing depends on who comes first."""
+        """Run a program on a single worker, so that the order of pushes is fixed."""
         groups = {"groups": [[0]]} if "groups" in self.options else {}
         return self(program, num_workers=1, **groups, **more)[0]
 
     @property
-    def replaces(self) -> bool:
-        """Whether a push without an optimizer replaces the value: only where rounds are summed over all."""
+    def push_replaces(self) -> bool:
+        """Whether a push without an optimizer replaces the value; only if a round sums over all workers."""
         return self.store == "dist_sync" or self.collective
 
     @property
     def collective(self) -> bool:
-        """Whether the store has no servers: what concerns its state, all workers do together."""
+        """Whether the store has no servers; then all workers save and load its state together."""
         return is_collective(self.store, Job(scheduler_port=1, num_servers=self.num_servers))
 
     @property
-    def in_step(self) -> bool:
-        """Whether all workers' pushes of a clock are in the weights that any of them pulls next."""
-        return self.replaces or self.options.get("groups") == [list(range(self.num_workers))]
+    def lock_step(self) -> bool:
+        """Whether the next pull of any worker contains the pushes of all workers with the same clock."""
+        return self.push_replaces or self.options.get("groups") == [list(range(self.num_workers))]
 
 
-def everybody(kv: KVStore, key: Any, out: Any) -> None:
-    """Pull what all workers' pushes so far have come to, under any scheme: own pushes, then everybody's."""
+def pull_all_pushes(kv: KVStore, key: Any, out: Any) -> None:
+    """Pull the weights that contain all pushes of all workers so far, under any scheme.
+
+    The first pull waits for this worker's pushes. After the barrier, every worker's pushes are applied.
+    """
     kv.pull(key, out)
     kv.barrier()
     kv.pull(key, out)
     kv.barrier()
 
 
-def total(num_workers: int) -> float:
-    """The sum of what workers push when worker r pushes r + 1."""
+def sum_of_pushes(num_workers: int) -> float:
+    """Return the sum over all workers if worker r pushes r + 1."""
     return num_workers * (num_workers + 1) / 2
 
 
 def rank_order_sum(parts: list[Tensor]) -> Tensor:
-    """The sum as servers make it: in rank order, in the tensors' own precision."""
+    """Return the sum as servers compute it: in rank order, in the precision of the tensors."""
     result = parts[0].clone()
     for part in parts[1:]:
         result += part
