@@ -53,7 +53,7 @@ def test_killed_workers_leave_the_view_and_the_last_one_finishes(
         reason = f"worker {death['rank']} (pid {death['pid']} on 127.0.0.1) died: "
         assert view["reason"].startswith(reason)
         assert 0 <= view["at"] - death["at"] < VIEW_WITHIN_S
-        told = f"[scheduler 0] view {view['number']}: {view['reason']}; {len(view['workers'])} workers go on\n"
+        told = f"[scheduler 0] view {view['number']}: {view['reason']}; {len(view['workers'])} workers continue\n"
         assert told in job.out
     assert {row["released"] for row in job.events("left")} > {RELEASED_NOTHING} or "async" in plan.store
     (result,) = job.results().values()

@@ -40,9 +40,11 @@ def test_a_stopped_worker_is_declared_dead_and_says_so_when_it_goes_on(tmp_path:
         (job.run / "open").touch()
         assert job.wait() == 1
     assert re.fullmatch(
-        rf"worker 1 \(pid {stopped['pid']} on 127\.0\.0\.1\) died: silent for [2-4]\.\d s", view["reason"]
+        rf"worker 1 \(pid {stopped['pid']} on 127\.0\.0\.1\) died: no message for [2-4]\.\d s", view["reason"]
     )
-    said = r"JobError: worker 1: the job is broken: the scheduler took this process for dead: silent for [2-4]\.\d s\n"
+    said = (
+        r"JobError: worker 1: the job is broken: the scheduler declared this process dead: no message for [2-4]\.\d s\n"
+    )
     assert re.search(said, job.out)
     assert job.results()[0]["table"] == plan.table(), "what it pushed afterwards was not applied"
 
@@ -64,7 +66,7 @@ def test_a_stall_is_reported_and_nonsense_on_the_ports_harms_nobody(tmp_path: Pa
         assert job.wait() == 0, job.out
     counts = [row["count"] for row in malformed(job, "server 0")]
     assert counts == list(range(1, len(counts) + 1))
-    assert job.out.count("[server 0] server 0 drops what it cannot read: ") == 1
+    assert job.out.count("[server 0] server 0 drops a message that it cannot decode: ") == 1
     reasons = [row["reason"] for row in malformed(job, "scheduler 0")]
     assert len(reasons) == 3
     assert f"a control frame of {MAX_FRAME + 1} bytes; at most {MAX_FRAME} are allowed" in reasons

@@ -159,7 +159,7 @@ def test_the_other_stores_learn_too_and_stop_at_the_target(tmp_path: Path, argum
         ("-n 2 --kv-store dist_ssync", "dist_ssync needs a bound: give staleness=N"),
         ("-n 2 --kv-store dist_sync --staleness 3", "dist_sync has no staleness, but staleness=3 was given"),
         ("-n 2 --kv-store dist_gsync", "dist_gsync needs groups"),
-        ("-n 2 --kv-store dist_gsync --groups 0,1/1", "line 2: worker 1 is in line 1 already"),
+        ("-n 2 --kv-store dist_gsync --groups 0,1/1", "line 2: worker 1 is already in line 1"),
         ("-n 2 --kv-store dist_gsync --groups nosuch", "no groups file nosuch"),
         ("-n 2 --kv-store dist_sync --transport pigeon", "unknown transport 'pigeon'; choose one of auto, shm, tcp"),
         ("--data-allocator 1", "--data-allocator 1 needs the file data_sharding"),

@@ -1,1 +1,7 @@
-"""Pure knowledge of the job: messages, who is alive, where keys live, groups and data shares."""
+"""What all processes of a job share. No torch, sockets, threads or time.
+
+`messages`    every message between processes, and its encoding
+`membership`  the scheduler's state machine: registration, views, barriers
+`placement`   where each key is stored
+`shares`      the `groups` and `data_sharding` files
+"""

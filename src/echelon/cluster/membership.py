@@ -1,7 +1,8 @@
-"""Who is in the job: registration, barriers, views, the end. A pure machine that the scheduler's loop drives.
+"""The members of a job: registration, barriers, views and the end of the job. A pure state machine.
 
-Each event returns the messages to send, with their receivers. States: gathering (until all have registered), running,
-over. A worker that goes shrinks the view; a server that goes ends the job; nobody waits for the gone.
+The scheduler's loop calls one method per event; each returns the messages to send. The job is gathering until all
+processes have registered, then running, then over. A worker that leaves shrinks the view; a server that leaves ends the
+job. No barrier and no view waits for a process that has left.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from echelon.cluster.messages import (
     ControlMessage,
     Departure,
     Finish,
-    Gone,
     Halt,
     Leave,
     Member,
@@ -25,6 +25,7 @@ from echelon.cluster.messages import (
     Registered,
     Roster,
     View,
+    WorkerExited,
 )
 
 
@@ -36,25 +37,25 @@ class Send(NamedTuple):
 
 
 class Membership:
-    """The scheduler's whole state. Connections are numbers that the shell gives."""
+    """The state of the scheduler. A connection is a number that the scheduler's loop assigns."""
 
     def __init__(self, num_workers: int, num_servers: int) -> None:
         self._wanted = {WORKER: num_workers, SERVER: num_servers}
         self._members: dict[int, Member] = {}
-        self._barriers: dict[int, int] = {}  # rank -> last barrier it reached
+        self._barriers: dict[int, int] = {}  # rank -> the last barrier that it reached
         self._barriers_done = 0
-        self._absent: dict[int, str] = {}  # rank -> how a worker ended that never registered
+        self._exited: dict[int, str] = {}  # rank -> how a worker exited that never registered
         self.view = 0
         self.running = False
         self.over = False
         self.failure: str | None = None
 
     def member(self, connection: int) -> Member | None:
-        """Who is behind a connection."""
+        """Return the process behind a connection, or None if it has not registered."""
         return self._members.get(connection)
 
     def register(self, connection: int, request: Register) -> list[Send]:
-        """A process reports for duty; if it does so again, it hears the same again."""
+        """Register a process. A repeated request gets the same answer again."""
         if (known := self._members.get(connection)) is not None:
             return [Send(connection, Registered(known.rank))]
         refusal = self._refusal(request)
@@ -69,20 +70,20 @@ class Membership:
             self.running, self.view = True, 1
             roster = Roster(sorted(self._members.values(), key=lambda m: (m.role, m.rank)))
             sends += self._to_all(roster) + self._barrier_done()
-        return sends + self._finish_if_nobody_comes()
+        return sends + self._finish_if_all_exited()
 
-    def gone(self, message: Gone) -> list[Send]:
-        """A launcher saw a worker end. If it never came, nobody may wait for it."""
+    def worker_exited(self, message: WorkerExited) -> list[Send]:
+        """Handle the exit of a worker process. If it never registered, the others must not wait for it."""
         workers = [m.rank for m in self._members.values() if m.role == WORKER]
         if self.running or self.over or message.rank in workers:
             return []
-        self._absent[message.rank] = f"worker {message.rank} {message.how} before it joined the job"
+        self._exited[message.rank] = f"worker {message.rank} {message.how} before it joined the job"
         if message.failed or workers:
-            return self._abort(self._absent[message.rank])
-        return self._finish_if_nobody_comes()
+            return self._abort(self._exited[message.rank])
+        return self._finish_if_all_exited()
 
     def barrier(self, connection: int, sequence: int) -> list[Send]:
-        """A worker has reached a barrier."""
+        """Record that a worker has reached a barrier."""
         member = self._members.get(connection)
         if member is None or member.role != WORKER:
             return []
@@ -90,7 +91,7 @@ class Membership:
         return self._barrier_done()
 
     def halt(self, request: Halt) -> list[Send]:
-        """A worker asks all to stop training."""
+        """Forward a worker's request to stop training to all workers."""
         return [Send(c, request) for c, m in self._members.items() if m.role == WORKER]
 
     def leave(self, connection: int, message: Leave) -> list[Send]:
@@ -103,7 +104,7 @@ class Membership:
         return self._remove(connection, Departure.DIED, why)
 
     def waiting_for(self) -> str:
-        """Who has not registered yet, for the stall report."""
+        """Return the processes that have not registered, for the stall report."""
         parts = []
         for role, count in self._wanted.items():
             here = {m.rank for m in self._members.values() if m.role == role}
@@ -113,15 +114,15 @@ class Membership:
 
     def _refusal(self, request: Register) -> str | None:
         if request.role not in self._wanted:
-            return f"a {request.role} cannot register; only workers and servers can"
+            return f"a process of role {request.role!r} cannot register; only workers and servers can"
         if self.running or self.over:
-            return "the job has begun and this scheduler admits no latecomers"
-        if request.role == WORKER and self._absent:
-            return next(iter(self._absent.values()))
+            return "the job has already started, and processes cannot join it later"
+        if request.role == WORKER and self._exited:
+            return next(iter(self._exited.values()))
         wanted = self._wanted[request.role]
         same = [m for m in self._members.values() if m.role == request.role]
         if len(same) == wanted:
-            return f"all {wanted} {request.role}s are here already"
+            return f"all {wanted} {request.role}s have already registered"
         if request.rank is not None:
             if not 0 <= request.rank < wanted:
                 return f"{request.role} rank {request.rank} is out of range; the job has {wanted} {request.role}s"
@@ -134,7 +135,7 @@ class Membership:
         if member is None or self.over:
             return []
         if member.role == SERVER or not self.running:
-            before = "" if self.running else " before the job began"
+            before = "" if self.running else " before the job started"
             return self._abort(f"{member} {departure.value}{before}: {why}")
         workers = sorted(m.rank for m in self._members.values() if m.role == WORKER)
         self.view += 1
@@ -145,9 +146,9 @@ class Membership:
             sends += self._to_all(Finish())
         return sends
 
-    def _finish_if_nobody_comes(self) -> list[Send]:
-        """All workers ended well without joining: they had no use for the servers."""
-        if len(self._absent) < self._wanted[WORKER] or len(self._members) < self._wanted[SERVER]:
+    def _finish_if_all_exited(self) -> list[Send]:
+        """End the job if all workers exited successfully without registering: they did not use the servers."""
+        if len(self._exited) < self._wanted[WORKER] or len(self._members) < self._wanted[SERVER]:
             return []
         self.over = True
         return self._to_all(Finish())

@@ -78,7 +78,7 @@ class Halt(_Message, frozen=True):
     reason: str
 
 
-class Gone(_Message, frozen=True):
+class WorkerExited(_Message, frozen=True):
     """Sent by a launcher when a worker process has exited. It matters only if that worker never registered."""
 
     rank: int
@@ -290,7 +290,7 @@ class Status(_Message, frozen=True):
     waiting: str
 
 
-FromProcess = Register | Heartbeat | Barrier | Leave | Halt | Gone
+FromProcess = Register | Heartbeat | Barrier | Leave | Halt | WorkerExited
 FromScheduler = Registered | Refused | Roster | View | BarrierDone | Finish | Abort
 ControlMessage = FromProcess | FromScheduler
 Request = Configure | Place | Attach | Init | SetOptimizer | Push | Pull | Retire | GetStates | PutStates | Ask

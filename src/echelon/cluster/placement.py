@@ -1,14 +1,15 @@
-"""Where keys live. Every process computes the same answer, so a push need not say where its bytes are.
+"""Where each key is stored. Every process computes the same answer, so a push does not say where its bytes are.
 
-Keys are laid end to end in *segments*, one dtype each; a worker mirrors a segment in memory (once for weights, once
-for gradients) with the same offsets. A segment is cut into equal *stripes* dealt to the servers in turn, so that any
-run of neighbouring keys (a bucket) is spread over all servers evenly by bytes; a big key is cut, a small one is not.
+Keys are laid end to end in *segments* of one dtype each. A worker mirrors a segment in its memory, once for weights and
+once for gradients, with the same offsets. A segment is cut into equal *stripes*, which are assigned to the servers in
+turn. So any run of neighbouring keys (a bucket) is spread over all servers evenly by bytes. Large keys are cut, small
+ones are not.
 
     segment   |key 0   |key 1 |key 2 ........................|key 3|
     stripes   |server 0|server 1|server 0|server 1|server 0|server 1|
 
-A server stores its stripes packed. Keys start at multiples of ALIGN elements: kernels then treat every element alike
-(no scalar tails in the middle), which is what makes runs over many keys bit-identical to one key at a time.
+A server stores its stripes packed. Keys start at multiples of ALIGN elements, so kernels treat every element alike (no
+scalar tails in the middle). Therefore a run over many keys gives the same bits as one key at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from echelon.errors import UsageError
 ALIGN = 64
 MIN_STRIPE = 4096
 MAX_STRIPE = 262_144
-SMALL_SEGMENT = 4_194_304  # elements reserved (not touched) for keys that come one by one
+SMALL_SEGMENT = 4_194_304  # elements reserved, not written, for keys that are added one by one
 ITEM_BYTES = {
     "float32": 4,
     "float16": 2,
@@ -39,7 +40,7 @@ ITEM_BYTES = {
 
 
 class KeySpec(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker says a key is."""
+    """The name, shape and dtype of a key, as a worker declares them."""
 
     name: str | int
     shape: tuple[int, ...]
@@ -47,7 +48,7 @@ class KeySpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def length(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     def __str__(self) -> str:
@@ -55,7 +56,7 @@ class KeySpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """A run of memory of one dtype; `capacity` and `stripe` in elements."""
+    """A range of memory of one dtype; `capacity` and `stripe` are in elements."""
 
     index: int
     dtype: str
@@ -64,7 +65,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):
-    """A key and its place: elements [start, start + padded) of a segment, of which the first `length` are the key."""
+    """A key and its place: elements [start, start + padded) of a segment; the first `length` belong to the key."""
 
     key: int
     spec: KeySpec
@@ -75,7 +76,7 @@ class Slot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Piece(NamedTuple):
-    """Elements [start, stop) of a segment, all on one server, at `local` in that server's packed storage."""
+    """Elements [start, stop) of a segment on one server, stored from position `local` in its packed storage."""
 
     segment: int
     start: int
@@ -84,7 +85,7 @@ class Piece(NamedTuple):
 
 
 class Layout:
-    """Grows as keys are placed; placing never moves what was placed before."""
+    """All segments and slots. Placing new keys never moves existing ones."""
 
     def __init__(self, num_servers: int) -> None:
         if num_servers < 1:
@@ -97,12 +98,12 @@ class Layout:
         self._open: dict[str, int] = {}
 
     def find(self, name: str | int) -> Slot | None:
-        """The slot of a key by its name."""
+        """Return the slot of a key by its name, or None."""
         key = self._by_name.get(name)
         return None if key is None else self.slots[key]
 
     def place(self, specs: Sequence[KeySpec]) -> list[Slot]:
-        """Give every spec a slot; a name placed before keeps its slot if it is the same, and is refused if not."""
+        """Return a slot for every spec. An existing key keeps its slot; a different spec for it raises UsageError."""
         fresh: dict[str | int, KeySpec] = {}
         for spec in specs:
             self._check(spec)
@@ -113,24 +114,26 @@ class Layout:
         return [self.slots[self._by_name[spec.name]] for spec in specs]
 
     def adopt(self, segments: Iterable[Segment], slots: Iterable[Slot]) -> None:
-        """Learn a layout that another process made."""
+        """Add segments and slots that another process placed."""
         for segment in segments:
             if segment.index == len(self.segments):
                 self.segments.append(segment)
                 self._used.append(segment.capacity)
         for slot in slots:
             if not 0 <= slot.segment < len(self.segments):
-                raise UsageError(f"key {slot.spec.name!r} lies in segment {slot.segment}, which nobody has heard of")
+                raise UsageError(
+                    f"key {slot.spec.name!r} is in segment {slot.segment}, but only {len(self.segments)} segments exist"
+                )
             self.slots[slot.key] = slot
             self._by_name[slot.spec.name] = slot.key
 
     def pieces(self, slot: Slot, server: int, *, exact: bool = False) -> list[Piece]:
-        """A key's parts on one server, in order. `exact` leaves the padding behind the key out."""
+        """Return the pieces of a key on one server, in order. `exact` excludes the padding after the key."""
         stop = slot.start + (slot.length if exact else slot.padded)
         return cut(self.segments[slot.segment], slot.start, stop, server, self.num_servers)
 
     def stored(self, segment: Segment, server: int) -> int:
-        """Elements of a segment that one server stores."""
+        """Return how many elements of a segment one server stores."""
         return sum(piece.stop - piece.start for piece in cut(segment, 0, segment.capacity, server, self.num_servers))
 
     def _check(self, spec: KeySpec) -> None:
@@ -143,7 +146,7 @@ class Layout:
             raise UsageError(f"key {spec.name!r} is {known.spec} on the servers but {spec} on this worker")
 
     def _place_run(self, specs: list[KeySpec]) -> None:
-        """Neighbours in one call are neighbours in memory, so that a bucket is one run."""
+        """Place keys next to each other, so that a bucket is one run of memory."""
         dtype = specs[0].dtype
         total = sum(pad(spec.length) for spec in specs)
         index = self._open.get(dtype)
@@ -166,18 +169,18 @@ class Layout:
 
 
 def pad(length: int) -> int:
-    """A length rounded up to ALIGN, at least one ALIGN: even an empty key has a place."""
+    """Round a length up to a multiple of ALIGN. Even an empty key gets one ALIGN."""
     return max(ALIGN, -(-length // ALIGN) * ALIGN)
 
 
 def stripe_for(total: int, num_servers: int) -> int:
-    """Stripes small enough to spread `total` elements evenly, big enough to be worth a call: a power of two."""
+    """Return the stripe length, a power of two: short enough for an even spread, long enough to limit the calls."""
     wanted = max(1, total // (4 * num_servers))
     return min(MAX_STRIPE, max(MIN_STRIPE, 1 << (wanted - 1).bit_length()))
 
 
 def cut(segment: Segment, start: int, stop: int, server: int, num_servers: int) -> list[Piece]:
-    """The parts of [start, stop) that one server owns. Stripe j of segment i belongs to server (i + j) mod S."""
+    """Return the pieces of [start, stop) on one server. Stripe j of segment i belongs to server (i + j) mod S."""
     stripe = segment.stripe
     first = start // stripe
     first += (server - segment.index - first) % num_servers
@@ -189,7 +192,7 @@ def cut(segment: Segment, start: int, stop: int, server: int, num_servers: int) 
 
 
 def join(pieces: Iterable[Piece]) -> list[Piece]:
-    """Merge neighbours: the same elements in as few pieces as may be."""
+    """Merge neighbouring pieces: the same elements in as few pieces as possible."""
     joined: list[Piece] = []
     for piece in pieces:
         last = joined[-1] if joined else None

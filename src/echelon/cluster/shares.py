@@ -1,8 +1,8 @@
-"""The `groups` and `data_sharding` files of MXNet-G, read as its documents write them, and checked.
+"""Readers of the `groups` and `data_sharding` files, in the format that the documents of MXNet-G describe.
 
-`groups`: one group a line, its members separated by spaces: host names or addresses, or worker ranks (digits only).
-A host named once means all workers on it; named k times, its k workers in rank order.
-`data_sharding`: line r + 1 has the start and end of rank r's part of the data, as fractions; together they cover
+`groups` has one group per line. Its members, separated by spaces, are host names, addresses or worker ranks (digits
+only). A host that is named once means all its workers; a host named k times means its k workers in rank order.
+`data_sharding` has one line per rank: the start and end of its part of the data, as fractions. Together the parts cover
 [0, 1] without overlap.
 """
 
@@ -50,17 +50,17 @@ def read_text(path: Path) -> str:
 
 
 def inline_groups(text: str) -> str | None:
-    """The groups file that `0 1 2 / 3` or `0,1,2/3` stands for, or None if this is the name of a file."""
+    """Return the text of a groups file for `0 1 2 / 3` or `0,1,2/3`; None if the argument is a file name."""
     if not _INLINE.fullmatch(text) or not text.strip("/, "):
         return None
     return "\n".join(text.replace(",", " ").split("/"))
 
 
 def parse_groups(text: str, hosts: Mapping[int, str], source: str = "groups") -> tuple[tuple[int, ...], ...]:
-    """Groups of ranks from a groups file; `hosts` maps every worker's rank to its host."""
+    """Return the groups of ranks in a groups file. `hosts` maps the rank of every worker to its host."""
     lines = [(number, line.split()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
-        raise UsageError(f"{source} names no group; write one group a line, hosts or ranks separated by spaces")
+        raise UsageError(f"{source} contains no groups; write one group per line, hosts or ranks separated by spaces")
     mentions: dict[str, int] = {}
     for _, members in lines:
         for member in members:
@@ -73,14 +73,14 @@ def parse_groups(text: str, hosts: Mapping[int, str], source: str = "groups") ->
         for member in members:
             for rank in _ranks(member, hosts, free, mentions, f"{source} line {number}"):
                 if rank in placed:
-                    raise UsageError(f"{source} line {number}: worker {rank} is in line {placed[rank]} already")
+                    raise UsageError(f"{source} line {number}: worker {rank} is already in line {placed[rank]}")
                 placed[rank] = number
                 group.append(rank)
         groups.append(tuple(sorted(group)))
     left = sorted(set(hosts) - set(placed))
     if left:
         named = ", ".join(f"{rank} ({hosts[rank]})" for rank in left)
-        raise UsageError(f"{source}: no group for worker {named}; every worker must be in one group")
+        raise UsageError(f"{source}: worker {named} is in no group; every worker must be in one")
     return tuple(groups)
 
 
@@ -89,7 +89,7 @@ def _ranks(
 ) -> list[int]:
     if member.isdecimal():
         if int(member) not in hosts:
-            raise UsageError(f"{where}: there is no worker {member}; ranks go from 0 to {len(hosts) - 1}")
+            raise UsageError(f"{where}: worker {member} does not exist; ranks go from 0 to {len(hosts) - 1}")
         return [int(member)]
     if member not in free:
         known = ", ".join(sorted(set(hosts.values())))
@@ -98,12 +98,12 @@ def _ranks(
     if mentions[member] == 1:
         return here
     if not here:
-        raise UsageError(f"{where}: {member} is named {mentions[member]} times but has fewer workers")
+        raise UsageError(f"{where}: host {member} is named {mentions[member]} times but has fewer workers")
     return [here.pop(0)]
 
 
 def parse_shares(text: str, num_workers: int, source: str = "data_sharding") -> list[tuple[float, float]]:
-    """Each rank's (start, end) from a data_sharding file."""
+    """Return the (start, end) of each rank in a data_sharding file."""
     shares: list[tuple[float, float]] = []
     numbers: list[int] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -111,7 +111,7 @@ def parse_shares(text: str, num_workers: int, source: str = "data_sharding") -> 
             shares.append(_share(line, f"{source} line {number}"))
             numbers.append(number)
     if len(shares) != num_workers:
-        raise UsageError(f"{source} has {len(shares)} lines for {num_workers} workers; write one line a worker")
+        raise UsageError(f"{source} has {len(shares)} lines for {num_workers} workers; write one line per worker")
     check_shares(shares, [f"{source} line {number}" for number in numbers])
     return shares
 
@@ -129,14 +129,14 @@ def _share(line: str, where: str) -> tuple[float, float]:
 
 
 def check_shares(shares: Sequence[tuple[float, float]], names: Sequence[str]) -> None:
-    """Disjoint and covering [0, 1], or an error that names the first line that is not."""
+    """Raise UsageError, with the name of the first wrong share, unless shares cover [0, 1] without overlap."""
     at = 0.0
     order = sorted(range(len(shares)), key=lambda i: shares[i])
     for index in order:
         start, end = shares[index]
         if abs(start - at) > _TOLERANCE:
-            fault = "overlaps what ends" if start < at else "leaves a gap to what ends"
+            fault = "overlaps the share that ends" if start < at else "leaves a gap after the share that ends"
             raise UsageError(f"{names[index]}: the share from {start:g} to {end:g} {fault} at {at:g}")
         at = end
     if abs(at - 1) > _TOLERANCE:
-        raise UsageError(f"{names[order[-1]]}: the shares end at {at:g}; together they must cover the data up to 1")
+        raise UsageError(f"{names[order[-1]]}: the shares end at {at:g}; they must cover the data up to 1")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from echelon.cluster.messages import WORKER, Gone
+from echelon.cluster.messages import WORKER, WorkerExited
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch.devices import threads_and_interface
@@ -39,7 +39,7 @@ def run(
         def tell_scheduler(name: str, how: str, failed: bool) -> None:
             role, rank = name.split()
             if role == WORKER and job.num_servers:
-                _tell(port, Gone(int(rank), how, failed))
+                _tell(port, WorkerExited(int(rank), how, failed))
 
         def tick() -> None:
             listener.close()  # who inherited it is started: others would knock here in vain when that one is gone
@@ -64,7 +64,7 @@ def hosts_of(job: Job) -> dict[int, str]:
     return dict.fromkeys(range(job.num_workers), host)
 
 
-def _tell(port: int, message: Gone) -> None:
+def _tell(port: int, message: WorkerExited) -> None:
     """A worker that ends before it registers is news only a launcher has."""
     try:
         with socket.create_connection((LOOPBACK, port), timeout=1.0) as connection:

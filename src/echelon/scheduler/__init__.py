@@ -1,4 +1,4 @@
-"""The scheduler: a thin loop around `cluster.membership`. Imports no torch."""
+"""The scheduler process: a thin loop (`serve`) around the pure state machine `cluster.membership`. Imports no torch."""
 
 from echelon.scheduler.serve import serve
 

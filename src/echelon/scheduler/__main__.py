@@ -1,4 +1,4 @@
-"""`python -m echelon.scheduler`: serve the job that the environment describes."""
+"""`python -m echelon.scheduler` runs the scheduler of the job that the environment describes."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The scheduler's loop: accept, read, ask the membership, send, and say once why something changed."""
+"""The scheduler's loop: accepts connections, passes messages to `cluster.membership` and sends what it returns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from echelon.cluster.messages import (
     Barrier,
     ControlMessage,
     Departure,
-    Gone,
     Halt,
     Heartbeat,
     Leave,
@@ -22,6 +21,7 @@ from echelon.cluster.messages import (
     Refused,
     Register,
     View,
+    WorkerExited,
 )
 from echelon.environment import Job
 from echelon.errors import UsageError
@@ -30,7 +30,7 @@ from echelon.transport.control import HEARTBEAT_S, FrameReader, frame
 
 
 def serve(job: Job, listener: socket.socket | None = None) -> int:
-    """Run until the job is over; 0 if it ended well. The listening socket may be given, or inherited."""
+    """Run until the job is over; return 0 if it succeeded. Without `listener`, inherit or create the socket."""
     listener = listener or _listener(job)
     with EventLog.open(job.run_dir, "scheduler", 0) as events:
         return _Scheduler(job, listener, events).run()
@@ -41,21 +41,23 @@ def _listener(job: Job) -> socket.socket:
         return socket.socket(fileno=job.listen_fd)
     port = job.scheduler_port
     if not port:
-        raise UsageError("the scheduler does not know where to listen: set DMLC_PS_ROOT_PORT, for all roles the same")
+        raise UsageError("the scheduler has no port: set DMLC_PS_ROOT_PORT, to the same value for all roles")
     try:
         return socket.create_server(("", port), backlog=128)
     except OSError as error:
         raise UsageError(
-            f"the scheduler cannot listen at port {port}: {os.strerror(error.errno or 0)}; give all roles another "
-            "DMLC_PS_ROOT_PORT"
+            f"the scheduler cannot listen at port {port}: {os.strerror(error.errno or 0)}; set another "
+            "DMLC_PS_ROOT_PORT for all roles"
         ) from error
 
 
 class _Peer:
+    """A connection and when data last arrived on it."""
+
     def __init__(self, connection: socket.socket, now: float) -> None:
         self.socket = connection
         self.reader = FrameReader()
-        self.heard = now
+        self.last_received = now
 
 
 class _Scheduler:
@@ -66,9 +68,9 @@ class _Scheduler:
         self._membership = Membership(job.num_workers, job.num_servers)
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, _Peer] = {}
-        self._next = 0
-        self._began = time.monotonic()
-        self._stall_told = False
+        self._last_number = 0
+        self._started_at = time.monotonic()
+        self._stall_printed = False
 
     def run(self) -> int:
         self._listener.setblocking(False)
@@ -96,9 +98,9 @@ class _Scheduler:
         connection, _ = self._listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(5.0)
-        self._next += 1
-        self._peers[self._next] = _Peer(connection, time.monotonic())
-        self._selector.register(connection, selectors.EVENT_READ, self._next)
+        self._last_number += 1
+        self._peers[self._last_number] = _Peer(connection, time.monotonic())
+        self._selector.register(connection, selectors.EVENT_READ, self._last_number)
 
     def _read(self, number: int) -> None:
         peer = self._peers.get(number)
@@ -109,7 +111,7 @@ class _Scheduler:
             if not data:
                 self._lost(number, "its connection closed")
                 return
-            peer.heard = time.monotonic()
+            peer.last_received = time.monotonic()
             for message in peer.reader.feed(data):
                 self._handle(number, message)
         except Malformed as error:
@@ -130,12 +132,12 @@ class _Scheduler:
                 sends = membership.halt(message) if membership.member(number) else []
             case Leave():
                 sends = membership.leave(number, message)
-            case Gone():
-                sends = membership.gone(message)
+            case WorkerExited():
+                sends = membership.worker_exited(message)
             case Heartbeat():
                 sends = []
             case _:
-                sends = [Send(number, Refused(f"a {type(message).__name__} is not for the scheduler"))]
+                sends = [Send(number, Refused(f"the scheduler does not accept {type(message).__name__} messages"))]
         self._send(sends)
 
     def _lost(self, number: int, why: str) -> None:
@@ -151,7 +153,7 @@ class _Scheduler:
                 try:
                     peer.socket.sendall(frame(message))
                 except OSError:
-                    pass  # its own death is noticed when it is read
+                    pass  # the next read reports that this peer is lost
         if view is not None:
             departure = view.departure.value
             self._events.write(
@@ -159,21 +161,21 @@ class _Scheduler:
             )
             if view.departure is not Departure.LEFT:
                 left = len(view.workers)
-                print(f"view {view.number}: {view.reason}; {left} workers go on", file=sys.stderr, flush=True)
+                print(f"view {view.number}: {view.reason}; {left} workers continue", file=sys.stderr, flush=True)
 
     def _check_time(self) -> bool:
-        """Declare the silent dead, and give up on a job that never gathers. False: stop."""
+        """Remove silent processes. Return False if the job did not gather in time and the scheduler stops."""
         now = time.monotonic()
         for number, peer in list(self._peers.items()):
-            silent = now - peer.heard
+            silent = now - peer.last_received
             if silent > self._job.heartbeat_timeout_s:
-                why = f"silent for {silent:.1f} s"
-                self._send([Send(number, Abort(f"the scheduler took this process for dead: {why}"))])
+                why = f"no message for {silent:.1f} s"
+                self._send([Send(number, Abort(f"the scheduler declared this process dead: {why}"))])
                 self._lost(number, why)
-        waited = now - self._began
+        waited = now - self._started_at
         if not self._membership.running and not self._membership.over:
-            if waited > self._job.stall_seconds and not self._stall_told:
-                self._stall_told = True
+            if waited > self._job.stall_seconds and not self._stall_printed:
+                self._stall_printed = True
                 print(f"waiting for {self._membership.waiting_for()} to register", file=sys.stderr, flush=True)
             if waited > self._job.timeout_s:
                 self._membership.failure = f"{self._membership.waiting_for()} did not register in {waited:.0f} s"

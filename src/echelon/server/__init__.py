@@ -1,1 +1,13 @@
-"""A server: receives, asks the scheme, acts. `shard` has the state and the decisions' execution, `serve` the loop."""
+"""A server process: it stores a part of the weights, sums gradients and runs the optimizer.
+
+Read in this order:
+
+`serve`             the loop: receives requests, sends answers, follows changes of the view
+`shard`             what happens with each kind of request
+`pending_requests`  pushes and pulls until they are answered; `lanes` groups keys that are pushed together
+`request_tensors`   where the tensors of a request are; `memory` and `factored` give access to them
+`optimization`      the optimizer of the job; `kernels` has the update of each optimizer
+`execute`           the arithmetic: sum, update, copy
+
+When an update happens and who waits is decided in `echelon.schemes`.
+"""

@@ -1,4 +1,4 @@
-"""`python -m echelon.server`: serve the job that the environment describes."""
+"""`python -m echelon.server` runs the server of the job that the environment describes."""
 
 import sys
 

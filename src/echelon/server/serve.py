@@ -1,4 +1,4 @@
-"""A server's loop: register, receive, let the shard act, until the workers are gone."""
+"""A server's loop: registers, receives requests and passes them to the shard, until all workers have left."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from echelon.transport.interface import Endpoint, Peer, Transport
 from echelon.transport.registration import register
 
 POLL_S = 1.0
-AWAKE_S = 5e-3  # waiting for the next push of a step without going to sleep: waking up takes a tenth of a millisecond
+AWAKE_S = 5e-3  # how long to poll for the next push of a step: waking up from sleep takes a tenth of a millisecond
 
 
 def serve(job: Job, transport: Transport) -> int:
-    """Serve until the job ends; 0 if it ended well."""
+    """Run a server until the job ends; return 0 if it succeeded."""
     if not job.distributed:
-        raise UsageError("this server does not know its scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT")
-    torch.set_num_threads(1)  # usually there are as many servers as cores: one thread each, out of each other's way
+        raise UsageError("the server has no address of a scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT")
+    torch.set_num_threads(1)  # a machine usually runs several servers, which would compete for cores
     keep_freed_memory(one_arena=True)
     inbox: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
     try:
@@ -79,7 +79,7 @@ class _Server:
         self.malformed = 0
 
     def run(self, inbox: queue.SimpleQueue[ControlMessage], lost: Callable[[], str | None]) -> int:
-        """Until Finish (0), or until the job breaks (1, with a line that says why)."""
+        """Run until the job finishes (return 0), or until it fails (print the reason and return 1)."""
         while True:
             while not inbox.empty():
                 message = inbox.get()
@@ -104,8 +104,10 @@ class _Server:
         except Malformed as error:
             self.malformed += 1
             self._events.write("malformed", reason=str(error), count=self.malformed)
-            if self.malformed == 1:  # if it was a worker's, that one now waits for an answer
-                print(f"server {self._rank} drops what it cannot read: {error}", file=sys.stderr, flush=True)
+            if self.malformed == 1:  # print the first: a worker may wait for an answer
+                print(
+                    f"server {self._rank} drops a message that it cannot decode: {error}", file=sys.stderr, flush=True
+                )
             return
         if isinstance(request, Configure) and request.rank in self._view:
             self._peers[request.rank], self._ranks[peer] = peer, request.rank
@@ -115,7 +117,7 @@ class _Server:
             if isinstance(request, Push):
                 awake = request.more and self._spare_cores
                 self._awake_until = time.monotonic() + AWAKE_S if awake else 0.0
-        elif isinstance(request, Ask):  # its Configure was lost: whatever it asks about never came
+        elif isinstance(request, Ask):  # its Configure was lost, so the request that it asks about never arrived
             self._endpoint.send(peer, [encode(Status(request.id, request.about, False, ""))])
         else:
             reason = f"server {self._rank}: this worker is not in the view because the scheduler declared it dead"
@@ -140,6 +142,6 @@ class _Server:
 
 
 def has_spare_cores(roster: Roster, rank: int) -> bool:
-    """Whether this machine has two cores for each worker and server on it: one to compute, one to be awake."""
+    """Return whether this machine has two cores per worker and server on it: one to compute, one to poll."""
     here = next(member.host for member in roster.members if (member.role, member.rank) == (SERVER, rank))
     return usable_cores() >= 2 * sum(member.host == here for member in roster.members)

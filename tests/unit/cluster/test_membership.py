@@ -11,7 +11,6 @@ from echelon.cluster.messages import (
     ControlMessage,
     Departure,
     Finish,
-    Gone,
     Halt,
     Leave,
     Member,
@@ -20,6 +19,7 @@ from echelon.cluster.messages import (
     Registered,
     Roster,
     View,
+    WorkerExited,
 )
 
 SERVERS_AT = 200
@@ -97,9 +97,12 @@ def test_the_roster_goes_to_all_when_the_last_one_is_there() -> None:
         (worker(0), "worker rank 0 is taken by worker 0 (pid 1 on host)"),
         (worker(2), "worker rank 2 is out of range; the job has 2 workers"),
         (worker(-1), "worker rank -1 is out of range; the job has 2 workers"),
-        (server(), "all 1 servers are here already"),
-        (server(0), "all 1 servers are here already"),
-        (Register("scheduler", None, "host", 1, ""), "a scheduler cannot register; only workers and servers can"),
+        (server(), "all 1 servers have already registered"),
+        (server(0), "all 1 servers have already registered"),
+        (
+            Register("scheduler", None, "host", 1, ""),
+            "a process of role 'scheduler' cannot register; only workers and servers can",
+        ),
     ],
 )
 def test_refusals_say_why_and_change_nothing(request_: Register, reason: str) -> None:
@@ -118,7 +121,7 @@ def test_refusals_say_why_and_change_nothing(request_: Register, reason: str) ->
 def test_no_latecomers() -> None:
     membership = gathered(1, 1)
     (send,) = membership.register(9, worker())
-    assert send == Send(9, Refused("the job has begun and this scheduler admits no latecomers"))
+    assert send == Send(9, Refused("the job has already started, and processes cannot join it later"))
 
 
 def test_registering_again_is_answered_again_and_counts_once() -> None:
@@ -183,8 +186,8 @@ def test_when_the_last_worker_goes_the_servers_may_go() -> None:
 
 def test_a_server_that_dies_ends_the_job() -> None:
     membership = gathered(2, 2)
-    sends = membership.lost(201, "silent for 10.2 s")
-    reason = "server 1 (pid 2 on host) died: silent for 10.2 s"
+    sends = membership.lost(201, "no message for 10.2 s")
+    reason = "server 1 (pid 2 on host) died: no message for 10.2 s"
     assert sends == [Send(to, Abort(reason)) for to in (200, 100, 101)]
     assert (membership.over, membership.failure) == (True, reason)
     assert membership.lost(100, "its connection closed") == []
@@ -197,7 +200,7 @@ def test_a_death_before_the_beginning_ends_the_job(connection: int, name: str) -
     membership.register(1, worker(0))
     membership.register(2, server(0))
     sends = membership.lost(connection, "its connection closed")
-    reason = f"{name} died before the job began: its connection closed"
+    reason = f"{name} died before the job started: its connection closed"
     assert sends == [Send(3 - connection, Abort(reason))]
     assert (membership.over, membership.failure) == (True, reason)
     assert isinstance(membership.register(5, worker(1))[0].message, Refused)
@@ -213,7 +216,7 @@ def test_leaving_before_the_beginning_ends_the_job(connection: int) -> None:
     assert told(sends, Abort).keys() == {3 - connection}
     assert membership.over
     assert membership.failure is not None
-    assert "left before the job began: a bad argument" in membership.failure
+    assert "left before the job started: a bad argument" in membership.failure
 
 
 def test_a_server_that_leaves_a_running_job_ends_it() -> None:
@@ -244,7 +247,7 @@ def test_members_are_known_by_their_connection() -> None:
 def test_a_worker_that_failed_before_it_joined_ends_the_job() -> None:
     membership = Membership(2, 1)
     membership.register(1, server(0))
-    sends = membership.gone(Gone(1, "exited with status 2", failed=True))
+    sends = membership.worker_exited(WorkerExited(1, "exited with status 2", failed=True))
     assert sends == [Send(1, Abort("worker 1 exited with status 2 before it joined the job"))]
     assert membership.failure == "worker 1 exited with status 2 before it joined the job"
 
@@ -252,13 +255,13 @@ def test_a_worker_that_failed_before_it_joined_ends_the_job() -> None:
 def test_a_worker_that_others_wait_for_ends_the_job_however_it_ended() -> None:
     membership = Membership(2, 0)
     membership.register(1, worker(0))
-    assert told(membership.gone(Gone(1, "ended", failed=False)), Abort).keys() == {1}
+    assert told(membership.worker_exited(WorkerExited(1, "ended", failed=False)), Abort).keys() == {1}
     assert membership.over
 
 
 def test_who_comes_after_a_worker_that_never_will_is_refused() -> None:
     membership = Membership(2, 0)
-    assert membership.gone(Gone(1, "ended", failed=False)) == []
+    assert membership.worker_exited(WorkerExited(1, "ended", failed=False)) == []
     assert membership.register(1, worker(0)) == [Send(1, Refused("worker 1 ended before it joined the job"))]
 
 
@@ -267,8 +270,8 @@ def test_when_no_worker_needs_the_servers_they_may_go(server_first: bool) -> Non
     membership = Membership(2, 1)
     events = [
         lambda: membership.register(1, server(0)),
-        lambda: membership.gone(Gone(0, "ended", failed=False)),
-        lambda: membership.gone(Gone(1, "ended", failed=False)),
+        lambda: membership.worker_exited(WorkerExited(0, "ended", failed=False)),
+        lambda: membership.worker_exited(WorkerExited(1, "ended", failed=False)),
     ]
     sends = [send for event in (events if server_first else events[::-1]) for send in event()]
     assert told(sends, Finish) == {1: Finish()}
@@ -278,8 +281,8 @@ def test_when_no_worker_needs_the_servers_they_may_go(server_first: bool) -> Non
 def test_the_end_of_a_worker_that_is_in_is_seen_by_its_connection() -> None:
     gathering = Membership(2, 0)
     gathering.register(1, worker(0))
-    assert gathering.gone(Gone(0, "ended", failed=True)) == []
-    assert gathered(2, 1).gone(Gone(0, "ended", failed=True)) == []
+    assert gathering.worker_exited(WorkerExited(0, "ended", failed=True)) == []
+    assert gathered(2, 1).worker_exited(WorkerExited(0, "ended", failed=True)) == []
 
 
 # --- barriers

@@ -52,16 +52,16 @@ def test_groups_by_hosts_and_ranks(text: str, groups: tuple[tuple[int, ...], ...
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "my file names no group"),
-        (" \n\n", "my file names no group"),
-        ("0 1\n\n2 3 4", "my file line 3: there is no worker 4; ranks go from 0 to 3"),
-        ("0 1\n2 3\n1", "my file line 3: worker 1 is in line 1 already"),
-        ("0 0 1\n2 3", "my file line 1: worker 0 is in line 1 already"),
+        ("", "my file contains no groups"),
+        (" \n\n", "my file contains no groups"),
+        ("0 1\n\n2 3 4", "my file line 3: worker 4 does not exist; ranks go from 0 to 3"),
+        ("0 1\n2 3\n1", "my file line 3: worker 1 is already in line 1"),
+        ("0 0 1\n2 3", "my file line 1: worker 0 is already in line 1"),
         ("a\nb c", "my file line 2: no worker runs on 'c'; the workers' hosts are a, b"),
-        ("a\n0\nb", "my file line 2: worker 0 is in line 1 already"),
-        ("a a\na\nb", "my file line 2: a is named 3 times but has fewer workers"),
-        ("0 1\n3", "my file: no group for worker 2 (b); every worker must be in one group"),
-        ("a", "my file: no group for worker 2 (b), 3 (b)"),
+        ("a\n0\nb", "my file line 2: worker 0 is already in line 1"),
+        ("a a\na\nb", "my file line 2: host a is named 3 times but has fewer workers"),
+        ("0 1\n3", "my file: worker 2 (b) is in no group; every worker must be in one"),
+        ("a", "my file: worker 2 (b), 3 (b) is in no group"),
         ("a -1\nb", "my file line 1: no worker runs on '-1'"),
         ("a b ²", "my file line 1: no worker runs on '²'"),  # a digit to str.isdigit, no number to int
     ],
@@ -72,7 +72,7 @@ def test_a_wrong_groups_file_is_refused_with_its_line(text: str, message: str) -
 
 
 def test_a_host_with_more_workers_than_mentions_leaves_a_worker_over() -> None:
-    with refused("groups: no group for worker 2 (a)"):
+    with refused("groups: worker 2 (a) is in no group"):
         parse_groups("a\na", {0: "a", 1: "a", 2: "a"})
 
 
@@ -130,15 +130,15 @@ def test_ten_tenths_cover_everything() -> None:
 @pytest.mark.parametrize(
     ("text", "workers", "message"),
     [
-        (SEED_SHARES, 3, "f has 2 lines for 3 workers; write one line a worker"),
+        (SEED_SHARES, 3, "f has 2 lines for 3 workers; write one line per worker"),
         ("", 2, "f has 0 lines for 2 workers"),
         (SEED_SHARES + "0 1", 2, "f has 3 lines for 2 workers"),
-        ("0 0.3\n0.4 1", 2, "f line 2: the share from 0.4 to 1 leaves a gap to what ends at 0.3"),
-        ("0.1 0.3\n0.3 1", 2, "f line 1: the share from 0.1 to 0.3 leaves a gap to what ends at 0"),
-        ("0 0.3\n\n0.2 1", 2, "f line 3: the share from 0.2 to 1 overlaps what ends at 0.3"),
-        ("0 0.5\n0 0.5", 2, "f line 2: the share from 0 to 0.5 overlaps what ends at 0.5"),
-        ("0 1\n0.2 0.3", 2, "f line 2: the share from 0.2 to 0.3 overlaps what ends at 1"),
-        ("0 0.3\n0.3 0.9", 2, "f line 2: the shares end at 0.9; together they must cover the data up to 1"),
+        ("0 0.3\n0.4 1", 2, "f line 2: the share from 0.4 to 1 leaves a gap after the share that ends at 0.3"),
+        ("0.1 0.3\n0.3 1", 2, "f line 1: the share from 0.1 to 0.3 leaves a gap after the share that ends at 0"),
+        ("0 0.3\n\n0.2 1", 2, "f line 3: the share from 0.2 to 1 overlaps the share that ends at 0.3"),
+        ("0 0.5\n0 0.5", 2, "f line 2: the share from 0 to 0.5 overlaps the share that ends at 0.5"),
+        ("0 1\n0.2 0.3", 2, "f line 2: the share from 0.2 to 0.3 overlaps the share that ends at 1"),
+        ("0 0.3\n0.3 0.9", 2, "f line 2: the shares end at 0.9; they must cover the data up to 1"),
         ("0.3 0.9\n0 0.3", 2, "f line 1: the shares end at 0.9"),  # the line that ends, not the last one
         ("0 0.3\n0.3", 2, "f line 2: '0.3' is not two numbers; write 'start end', for example '0 0.3'"),
         ("0 0.3 1\n0.3 1", 2, "f line 1: '0 0.3 1' is not two numbers"),
@@ -159,5 +159,5 @@ def test_a_wrong_sharding_is_refused_with_its_line(text: str, workers: int, mess
 
 def test_shares_from_elsewhere_are_checked_under_their_own_names() -> None:
     check_shares([(0.5, 1.0), (0.0, 0.5)], ["fast", "slow"])
-    with refused("slow: the share from 0.1 to 0.5 leaves a gap to what ends at 0"):
+    with refused("slow: the share from 0.1 to 0.5 leaves a gap after the share that ends at 0"):
         check_shares([(0.5, 1.0), (0.1, 0.5)], ["fast", "slow"])

@@ -126,9 +126,9 @@ def test_dials_that_do_not_fit_are_refused_before_joining(
 @pytest.mark.parametrize(
     ("groups", "words"),
     [
-        ([[0], [0, 1]], "worker 0 is in line 1 already"),
-        ([[0]], "no group for worker 1"),
-        ([[0], [1, 2]], "there is no worker 2"),
+        ([[0], [0, 1]], "worker 0 is already in line 1"),
+        ([[0]], "is in no group; every worker must be in one"),
+        ([[0], [1, 2]], "worker 2 does not exist"),
     ],
 )
 def test_groups_that_do_not_fit_the_workers(groups: list[list[int]], words: str) -> None:

@@ -35,7 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--groups nosuch", "no groups file nosuch"),
         ("--groups by-host", "by-host line 1: no worker runs on 'elsewhere'; the workers' hosts are 127.0.0.1"),
         ("--groups latin", "latin is not valid UTF-8 (byte 2); save the file as UTF-8"),
-        ("--groups 0,1/2", "groups '0,1/2' line 2: there is no worker 2; ranks go from 0 to 1"),
+        ("--groups 0,1/2", "groups '0,1/2' line 2: worker 2 does not exist; ranks go from 0 to 1"),
     ],
 )
 def test_a_flag_that_cannot_be_is_refused_before_anything_starts(

@@ -45,8 +45,8 @@ def test_so_is_one_that_only_joining_can_find_wrong() -> None:
 @pytest.mark.parametrize(
     ("role", "said"),
     [
-        ("scheduler", "the scheduler does not know where to listen: set DMLC_PS_ROOT_PORT, for all roles the same"),
-        ("server", "this server does not know its scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"),
+        ("scheduler", "the scheduler has no port: set DMLC_PS_ROOT_PORT, to the same value for all roles"),
+        ("server", "the server has no address of a scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"),
     ],
 )
 def test_a_role_without_a_job_does_not_wait_for_one(role: str, said: str) -> None:
@@ -59,6 +59,6 @@ def test_a_port_that_another_has_is_named() -> None:
         status, out, said = outcome("scheduler", DMLC_PS_ROOT_PORT=str(port))
     assert (status, out) == (2, "")
     assert said == (
-        f"echelon: the scheduler cannot listen at port {port}: Address already in use; give all roles another "
-        "DMLC_PS_ROOT_PORT\n"
+        f"echelon: the scheduler cannot listen at port {port}: Address already in use; set another "
+        "DMLC_PS_ROOT_PORT for all roles\n"
     )
