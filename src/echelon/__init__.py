@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from echelon import kvstore as kvstore
-    from echelon.train.trainer.base import Trainer as Trainer
+    from echelon.train.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 __all__ = ["Trainer", "kvstore"]
@@ -17,7 +17,7 @@ __all__ = ["Trainer", "kvstore"]
 
 def __getattr__(name: str) -> Any:
     if name == "Trainer":
-        return import_module("echelon.train.trainer.base").Trainer
+        return import_module("echelon.train.trainer").Trainer
     if name == "kvstore":
         return import_module("echelon.kvstore")
     raise AttributeError(f"module 'echelon' has no attribute {name!r}")

@@ -73,9 +73,9 @@ def train(
         for _ in body.input.batches(batches):
             body()
             for bucket in body.gradients:
-                trainer.send(bucket.index, BATCH)
+                trainer.push_bucket(bucket.index, BATCH)
             for bucket in body.gradients:
-                trainer.receive(bucket.index)
+                trainer.wait_for_bucket(bucket.index)
                 body.weights.copy_in(bucket.index)
             trainer.count(BATCH)
     else:
@@ -253,7 +253,7 @@ def test_the_trainers_own_hooks_are_removed_before_the_network_is_divided() -> N
         before = regions_of(model)
         trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
         assert isinstance(trainer, ServerTrainer)
-        trainer.drive()
+        trainer.take_control()
         assert regions_of(model) == before
         assert len(before) > 1
 
@@ -318,7 +318,7 @@ def test_gradients_and_weights_are_staged_correctly_for_any_layout_on_the_device
         model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 7, 1), nn.Flatten(), nn.Linear(7, 4))
         trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
         assert isinstance(trainer, ServerTrainer)
-        (names,) = trainer.drive()
+        (names,) = trainer.take_control()
         full: dict[str, Tensor] = dict(model.named_parameters())
         like = {4: torch.channels_last}
         leaves = {
@@ -334,8 +334,8 @@ def test_gradients_and_weights_are_staged_correctly_for_any_layout_on_the_device
             assert leaf.grad is not None
             assert torch.equal(trainer.kvstore.views(name)[1], leaf.grad.float()), name
         before = {name: weight.detach().clone() for name, weight in full.items()}
-        trainer.send(0, BATCH)
-        trainer.receive(0)
+        trainer.push_bucket(0, BATCH)
+        trainer.wait_for_bucket(0)
         for step in (False, True):
             if step:
                 weights.copy_in(0)

@@ -97,7 +97,7 @@ def test_many_buckets_are_as_good_as_one(store: str) -> None:
         with echelon.Trainer(model, adam(model), kv, overlap=kv.rank == 0) as trainer:
             for batch in parts_of((4, 3))[kv.rank]:
                 loss_of(model, batch).backward()
-                left = len(trainer._launched)  # type: ignore[attr-defined]
+                left = len(trainer._reductions)  # type: ignore[attr-defined]
                 trainer.step()
         return snapshot(model), left
 
@@ -417,10 +417,10 @@ def test_mistakes_on_a_group() -> None:
             (
                 "Rprop cannot run on parts of tensors, as nccl does; use nccl_allreduce",
                 "LBFGS needs a closure",
-                f"worker {rank}: a second backward before step()",
-                "step(7) but the forward pass saw 6 samples",
-                "nccl meets others in every step",
-                "was changed after gradients had left during backward",
+                f"worker {rank}: a second backward pass before step()",
+                "step(7), but the forward pass saw 6 samples",
+                "nccl communicates in every step",
+                "was changed after gradients were sent during backward",
             ),
             strict=True,
         ):

@@ -257,7 +257,7 @@ class WithUnused(Wide):
     ("step", "said"),
     [
         (second_derivative, "a second derivative needs the weights' gradients: train with push_factors off"),
-        (clipped, r"was changed after gradients had left.*overlap=False"),
+        (clipped, r"was changed after gradients were sent.*overlap=False"),
     ],
 )
 def test_what_factors_cannot_do_is_an_error(step: Step, said: str) -> None:
@@ -266,7 +266,7 @@ def test_what_factors_cannot_do_is_an_error(step: Step, said: str) -> None:
         trainer = echelon.Trainer(model, sgd(model), kv, push_factors=True)
         with pytest.raises(UsageError, match=said):
             step(model, trainer, batches(1)[0])
-        trainer.unhook()
+        trainer.remove_hooks()
 
     wide = seeded(WithUnused)
     on_one_worker(program, "dist_sync")
@@ -276,11 +276,11 @@ def test_what_is_not_finite_is_found_though_its_factors_are() -> None:
     def program(kv: KVStore) -> None:
         model = copy.deepcopy(wide)
         trainer = echelon.Trainer(model, sgd(model), kv, push_factors=True, check_finite=True)
-        with pytest.raises(UsageError, match=r"the gradient of 'large.weight' at clock 0 has NaN or infinity in it"):
+        with pytest.raises(UsageError, match=r"the gradient of 'large.weight' at clock 0 contains NaN or infinity"):
             (
                 model.get_submodule("large")(torch.full((2, INPUTS), 1e30)).sum() * 1e30 + 0 * loss_of(model, data)
             ).backward()
-        trainer.unhook()
+        trainer.remove_hooks()
 
     wide, data = seeded(Wide), batches(1)[0]
     on_one_worker(program, "dist_sync")

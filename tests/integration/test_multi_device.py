@@ -279,7 +279,7 @@ def infinite(kv: KVStore) -> None:
 def test_what_is_not_finite_is_named_where_it_came_from() -> None:
     found = run(infinite, "dist_sync")
     assert "worker 1: the gradient of " in str(found[1])
-    assert "at clock 0 has NaN or infinity in it" in str(found[1])
+    assert "at clock 0 contains NaN or infinity" in str(found[1])
 
 
 def mortal(kv: KVStore) -> tuple[list[int], int]:

@@ -125,7 +125,7 @@ def test_what_is_thawed_later_is_an_error() -> None:
             plain_step(model, trainer.optimizer, trainer, batches(1)[0])
         return str(caught.value)
 
-    assert on_one_worker(program, "dist_sync").startswith("'middle.weight' required no gradient when the Trainer")
+    assert on_one_worker(program, "dist_sync").startswith("'middle.weight' did not require a gradient when the Trainer")
 
 
 def test_weights_that_are_loaded_past_the_trainer_are_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -163,7 +163,7 @@ def test_gradients_that_are_cleared_after_they_left_are_an_error() -> None:
             trainer.step()
         return str(caught.value)
 
-    assert "was changed after gradients had left during backward" in on_one_worker(program, "dist_sync")
+    assert "was changed after gradients were sent during backward" in on_one_worker(program, "dist_sync")
 
 
 # --- batches in parts
@@ -180,7 +180,7 @@ def test_a_batch_has_a_whole_number_of_samples(store: str, samples: float) -> No
             trainer.step(samples)  # type: ignore[arg-type]
         return str(caught.value)
 
-    assert on_one_worker(program, store) == f"step({samples}): a batch has a whole number of samples, 0 or more"
+    assert on_one_worker(program, store) == f"step({samples}): the number of samples must be a whole number, 0 or more"
 
 
 def test_what_was_accumulated_can_be_forgotten() -> None:
@@ -504,7 +504,7 @@ def test_a_wrong_batch_size_is_an_error_and_the_right_one_still_goes() -> None:
     def step(model: nn.Module, optimizer: Optimizer, trainer: echelon.Trainer | None, batch: Batch) -> None:
         loss_of(model, batch).backward()
         if trainer is not None:
-            with pytest.raises(UsageError, match=r"step\(7\) but the forward pass saw 6 samples.*overlap=False"):
+            with pytest.raises(UsageError, match=r"step\(7\), but the forward pass saw 6 samples.*overlap=False"):
                 trainer.step(7)
         end_step(optimizer, trainer, 6)
 
@@ -523,11 +523,11 @@ def test_without_overlap_any_batch_size_is_believed() -> None:
 def test_a_step_that_nobody_told_the_size_of() -> None:
     model = seeded(Net)
     with create("local") as kv, echelon.Trainer(model, momentum(model), kv) as trainer:
-        with pytest.raises(UsageError, match="step\\(\\) needs the batch size"):
+        with pytest.raises(UsageError, match="step\\(\\) could not infer the batch size"):
             trainer.step()
         with torch.no_grad():
             model(batches(1)[0][0])
-        with pytest.raises(UsageError, match="step\\(\\) needs the batch size"):
+        with pytest.raises(UsageError, match="step\\(\\) could not infer the batch size"):
             trainer.step()
         assert trainer.clock == 0
 
@@ -665,7 +665,7 @@ def test_check_finite_names_the_gradient_and_the_job_goes_on() -> None:
     (nothing, state), (message, other) = run(program, "dist_sync", num_workers=2)
     assert nothing == ""
     assert message.startswith("worker 1: the gradient of ")
-    assert "at clock 1 has NaN or infinity in it" in message
+    assert "at clock 1 contains NaN or infinity" in message
     assert_same_bits(state, other)
     assert all(value.isfinite().all() for value in state.values())
 
@@ -675,8 +675,8 @@ def test_trainers_that_cannot_be() -> None:
     stranger = nn.Linear(2, 2)
     with create("local") as kv:
         for optimizer, options, words in (
-            (momentum(stranger), {}, "2 parameters that are not the model's"),
-            (momentum(model), {"staleness": 3}, "go with a store's name"),
+            (momentum(stranger), {}, "2 parameters that do not belong to the model"),
+            (momentum(model), {"staleness": 3}, "are only valid with the name of a store"),
             (torch.optim.LBFGS(model.parameters()), {}, "LBFGS needs a closure"),
         ):
             with pytest.raises(UsageError, match=words):
@@ -726,7 +726,7 @@ def test_changing_a_gradient_that_has_left_is_an_error(change: Callable[[nn.Line
         trainer = echelon.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), kv)
         model(torch.ones(3, 4)).sum().backward()
         change(model)
-        with pytest.raises(UsageError, match=r"changed after gradients had left.*overlap=False"):
+        with pytest.raises(UsageError, match=r"changed after gradients were sent.*overlap=False"):
             trainer.step(3)
 
     on_one_worker(program, "dist_sync")
@@ -739,7 +739,7 @@ def test_a_schedule_of_anything_but_the_rate_is_an_error_on_servers() -> None:
         trainer = echelon.Trainer(model, optimizer, kv)
         model(torch.ones(3, 4)).sum().backward()
         optimizer.param_groups[0]["momentum"] = 0.8
-        with pytest.raises(UsageError, match=r"momentum went from 0.9 to 0.8"):
+        with pytest.raises(UsageError, match=r"momentum changed from 0.9 to 0.8"):
             trainer.step(3)
 
     on_one_worker(program, "dist_sync")

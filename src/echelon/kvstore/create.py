@@ -23,7 +23,7 @@ from echelon.kvstore.collective.rendezvous import rendezvous_of_devices, rendezv
 from echelon.kvstore.collective.store import CollectiveStore
 from echelon.kvstore.multi_device import MultiDeviceStore
 from echelon.kvstore.servers.client import Client
-from echelon.kvstore.servers.session import Joined
+from echelon.kvstore.servers.session import Session
 from echelon.kvstore.servers.store import ServerStore
 from echelon.kvstore.store import KVStore
 from echelon.observe.events import EventLog
@@ -103,7 +103,7 @@ def join(
         groups = find_groups(job.groups)
     # Check the settings before the other workers wait for this one. Host names in groups can only be checked later.
     rules_for(name, staleness, [[0]] if isinstance(groups, str | Path) else groups)
-    session = Joined(job, transport)
+    session = Session(job, transport)
     with ExitStack() as undo:
         undo.callback(session.abandon)
         events = EventLog.open(job.run_dir, "worker", session.rank)
@@ -111,7 +111,7 @@ def join(
         endpoint = transport.connect(f"worker-{session.rank}", [server.address for server in session.servers])
         undo.callback(endpoint.close)
         undo.callback(session.abandon)  # before the endpoint is closed, because the session's thread wakes it
-        session.on_news = endpoint.wake
+        session.on_change = endpoint.wake
         listed = None if groups is None else read_groups(groups, session.hosts)
         rules_for(name, staleness, listed)
         client = Client(endpoint, session, events, job.stall_seconds, job.timeout_s)
@@ -122,7 +122,6 @@ def join(
             len(session.servers),
             transport,
             events,
-            scheme=name,
             staleness=staleness,
             groups=listed,
             check_finite=check_finite,

@@ -63,11 +63,11 @@ def main() -> None:
         own = anonymous_bytes(os.getpid())
         names = [str(index) for index in range(len(shapes))]
         store.init(names, [torch.zeros(1).expand(shape) for shape in shapes])
-        keys = [store.key_number(name) for name in names]
+        slots = store.slots(names)
         for name in names:
             store.views(name)[1].fill_(1e-3)
         for _ in range(3):
-            store.wait(store.exchange(keys, 1.0, []))
+            store.wait(store.push_bucket(slots, 1.0, []))
         store.barrier()
         worker = {"private": anonymous_bytes(os.getpid()) - own, "segments": segment_bytes()}
         print(json.dumps({"who": f"worker {store.rank}", **worker}), flush=True)

@@ -34,7 +34,7 @@ class Model:
         self._weights = [torch.ones(shape) for shape in shapes]
         store.init(self._names, self._weights)
         store.set_optimizer("sgd", **SETTINGS)
-        self._keys = [store.key_number(name) for name in self._names]
+        self._slots = store.slots(self._names)
         self._gradients = self._fresh if copy else [store.views(name)[1] for name in self._names]
         if not copy:
             self._weights = []
@@ -44,7 +44,7 @@ class Model:
         if self._copy:
             self._store.pushpull(self._names, self._gradients, self._weights)
         else:
-            self._store.wait(self._store.exchange(self._keys, 1.0, []))
+            self._store.wait(self._store.push_bucket(self._slots, 1.0, []))
 
     def timed_step(self) -> float:
         """Write new gradients, do a step and return the seconds of the step."""

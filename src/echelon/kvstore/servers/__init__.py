@@ -1,5 +1,5 @@
-"""A store whose values live on parameter servers.
+"""A store that keeps its values on parameter servers.
 
-Read `store` (the calls), `wire` (what is sent to which server), `client` (requests, retries, stall reports), `session`
-(this worker's membership of the job), `states` (optimizer state on the servers).
+Read `store` (the calls), `wire` (this worker's memory, and which server gets which part of it), `client` (requests,
+retries, stall reports), `session` (this worker's membership of the job), `states` (optimizer state on the servers).
 """

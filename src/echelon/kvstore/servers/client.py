@@ -1,7 +1,7 @@
-"""A worker's requests: sent without waiting, answered in any order, repeated if lost, never waited for in vain.
+"""A worker's requests to the servers: sent without waiting, answered in any order, sent again if they were lost.
 
-A request that is late is asked about: a server that never saw it gets it again, one that holds it says for whom, and
-that sentence is what a stall report prints and what the error of a missed deadline ends with.
+If an answer is late, the client asks the server about the request. A server that never received it gets it again. A
+server that holds it answers whom it waits for; stall reports and the error at the deadline contain that answer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from echelon.cluster.messages import (
     Ask,
@@ -34,30 +34,29 @@ ASK_AFTER_S = 2.0
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request under way."""
+    """A request and, once it has come, its answer."""
 
     id: int
     server: int
     frames: list[Buffer]
-    places: Sequence[memoryview]  # where the answer's frames go
+    places: Sequence[memoryview]  # memory for the frames of the answer
     sent_at: float
     response: Response | None = None
-    told: bool = False  # its refusal was raised
+    raised: bool = False  # whether the server's refusal was raised as an error
 
 
 @dataclass(slots=True, eq=False)
 class _Stall:
-    """A wait that is being watched."""
+    """A wait that takes long."""
 
-    began: float
-    asked: float
-    told: float
-    text: str = ""
-    tickets: Sequence[Ticket] = field(default=())
+    tickets: Sequence[Ticket]
+    began_at: float
+    asked_at: float
+    reported_at: float = 0.0
 
 
 class Client:
-    """Requests from one worker to all servers. Safe to use from several threads, one at a time inside."""
+    """Sends requests to all servers and waits for answers. Thread-safe: a lock admits one thread at a time."""
 
     def __init__(
         self, endpoint: Endpoint, session: Session, events: EventLog, stall_seconds: float, timeout_s: float
@@ -75,53 +74,56 @@ class Client:
         endpoint.placer = self._place
 
     def next_id(self) -> int:
-        """A number for a request."""
+        """Return a new request number."""
         return next(self._ids)
 
     def send(
         self, server: int, request: Request, frames: Sequence[Buffer] = (), places: Sequence[memoryview] = ()
     ) -> Ticket:
-        """Send a request; its frames must not change until it is answered. `places`: where the answer's frames go."""
+        """Send a request. Its frames must not change until it is answered; the answer's frames go to `places`."""
         with self._lock:
-            self._session.check_here()
+            self._session.check_joined()
             ticket = Ticket(request.id, server, [encode(request), *frames], places, time.monotonic())
             self._open[ticket.id] = ticket
             self._endpoint.send(server, ticket.frames)
         return ticket
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
-        """Until all are answered. Raises the first refusal at once, and JobError when the job breaks or time is up."""
+        """Wait until all are answered.
+
+        Raise UsageError as soon as a server refuses one, and JobError if the job fails or at the deadline.
+        """
         with self._lock:
             stall: _Stall | None = None
             while not self._refused(tickets) and any(ticket.response is None for ticket in tickets):
-                self._session.check_here()
-                self._session.check()
+                self._session.check_joined()
+                self._session.check_job()
                 received = self._endpoint.recv(ASK_AFTER_S / 2)
                 if received is not None:
                     self._receive(*received)
                     continue
                 now = time.monotonic()
-                stall = stall or _Stall(now - ASK_AFTER_S / 2, now, 0.0, tickets=tickets)
-                self._watch(stall, now)
+                stall = stall or _Stall(tickets, began_at=now - ASK_AFTER_S / 2, asked_at=now)
+                self._handle_stall(stall, now)
             for ticket in self._refused(tickets):
-                ticket.told = True
+                ticket.raised = True
                 assert isinstance(ticket.response, Failed)
                 if ticket.response.not_in_view:
-                    self._session.hear_why()
+                    self._session.check_removed()
                 raise UsageError(f"worker {self._session.rank}: {ticket.response.reason}")
 
     def call(self, server: int, request: Request, frames: Sequence[Buffer] = ()) -> Response:
-        """Send and wait."""
+        """Send a request, wait, and return the answer."""
         ticket = self.send(server, request, frames)
         self.wait([ticket])
         assert ticket.response is not None
         return ticket.response
 
     def ready(self, tickets: Sequence[Ticket]) -> bool:
-        """Whether all are answered by now, without waiting."""
+        """Return whether all are answered, without waiting."""
         with self._lock:
             while any(ticket.response is None for ticket in tickets):
-                self._session.check_here()
+                self._session.check_joined()
                 received = self._endpoint.recv(0)
                 if received is None:
                     return False
@@ -129,13 +131,13 @@ class Client:
         return True
 
     def close(self) -> None:
-        """Let the endpoint go."""
+        """Close the endpoint."""
         with self._lock:
             self._endpoint.close()
 
     def _refused(self, tickets: Sequence[Ticket]) -> list[Ticket]:
-        """Those that a server refused and that nobody has heard of yet: an error is raised once."""
-        return [ticket for ticket in tickets if isinstance(ticket.response, Failed) and not ticket.told]
+        """Return those that a server refused and whose error was not raised yet: an error is raised once."""
+        return [ticket for ticket in tickets if isinstance(ticket.response, Failed) and not ticket.raised]
 
     def _receive(self, peer: Peer, frames: list[memoryview]) -> None:
         try:
@@ -149,7 +151,7 @@ class Client:
             return
         ticket = self._open.pop(response.id, None)
         if ticket is None:
-            return  # the answer to a request that was repeated, for the second time
+            return  # the second answer to a request that was sent twice
         if ticket.places and isinstance(response, Done):
             for place, frame in zip(ticket.places, frames[1:], strict=True):
                 if frame is not place:
@@ -159,7 +161,7 @@ class Client:
         ticket.response = response
 
     def _place(self, head: memoryview, sizes: list[int]) -> Sequence[memoryview] | None:
-        """Weights go straight to where they live: the endpoint reads them into the ticket's places."""
+        """Return where the endpoint stores the frames of an answer: weights need no copy then."""
         try:
             response = decode_response(head)
         except Malformed:
@@ -177,20 +179,19 @@ class Client:
             self._events.write("resent", server=ticket.server, request=ticket.id)
             self._endpoint.send(ticket.server, ticket.frames)
 
-    def _watch(self, stall: _Stall, now: float) -> None:
-        late = [ticket for ticket in stall.tickets if ticket.response is None]
-        if now - stall.asked >= ASK_AFTER_S:
-            stall.asked = now
-            for ticket in list(self._open.values()):  # what was lost may be a push that nobody waits for
+    def _handle_stall(self, stall: _Stall, now: float) -> None:
+        """Ask the servers about open requests, report what they wait for, and raise JobError at the deadline."""
+        if now - stall.asked_at >= ASK_AFTER_S:
+            stall.asked_at = now
+            for ticket in list(self._open.values()):  # the lost request may be a push that nobody waits for
                 self._endpoint.send(ticket.server, [encode(Ask(self.next_id(), ticket.id))])
-        waited = now - stall.began
-        text = "; ".join(self._status[server] for server in sorted({t.server for t in late}) if server in self._status)
-        if waited > self._stall_seconds and text and now - stall.told >= self._stall_seconds:
-            stall.told = now
-            line = f"worker {self._session.rank} has waited {waited:.1f} s: {text}"
-            print(line, file=sys.stderr, flush=True)
+        waited = now - stall.began_at
+        servers = sorted({ticket.server for ticket in stall.tickets if ticket.response is None})
+        text = "; ".join(self._status[server] for server in servers if server in self._status)
+        if waited > self._stall_seconds and text and now - stall.reported_at >= self._stall_seconds:
+            stall.reported_at = now
+            print(f"worker {self._session.rank} has waited {waited:.1f} s: {text}", file=sys.stderr, flush=True)
             self._events.write("stall", seconds=round(waited, 3), waiting=text)
         if waited > self._timeout_s:
-            servers = sorted({ticket.server for ticket in late})
             why = text or f"no answer from server {', '.join(map(str, servers))}"
             raise JobError(f"worker {self._session.rank}: no answer in {waited:.0f} s: {why}")

@@ -1,4 +1,4 @@
-"""The servers' optimizer state, put together from their pieces and taken apart again; by torch.optim's names."""
+"""The optimizer state on the servers: gathered from all servers and scattered to them, by torch.optim's names."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from echelon.kvstore.servers.client import Client
 from echelon.kvstore.state_files import by_key, check_fit, state_names
 from echelon.server.memory import master_dtype
 
-_UNCOUNTED = "sgd"  # torch's SGD keeps no step; the servers only ask whether it is the first
-_WITH_A_STATE = 1
+_UNCOUNTED = "sgd"  # torch's SGD stores no step count; the servers only need to know whether a step is the first one
+_STEP_OF_UNCOUNTED = 1  # any count above 0: the step is not the first one
 
 
 def gather(client: Client, layout: Layout, spec: OptimizerSpec) -> dict[str, Tensor]:
-    """Every key's states from all servers, `<key>/<state>`. A key that was never updated has none."""
+    """Return every key's states from all servers as `<key>/<state>`. A key that was never updated has none."""
     tickets = [client.send(server, GetStates(client.next_id())) for server in range(layout.num_servers)]
     client.wait(tickets)
     found: dict[str, Tensor] = {}
@@ -47,11 +47,13 @@ def gather(client: Client, layout: Layout, spec: OptimizerSpec) -> dict[str, Ten
 
 
 def scatter(source: str, client: Client, layout: Layout, spec: OptimizerSpec, states: Mapping[str, Tensor]) -> None:
-    """Hand each server its pieces of every key's states; what does not fit is refused before anything changes."""
+    """Send each server its pieces of every key's states. Check them all before anything changes."""
     given = by_key(states)
     slots = {str(slot.spec.name): slot for slot in layout.slots.values()}
     if unknown := sorted(given.keys() - slots.keys()):
-        raise UsageError(f"{source} has states for key {unknown[:1]}, which this job does not have: another model's?")
+        raise UsageError(
+            f"{source} has states for key {unknown[:1]}, which this job does not have; is it of another model?"
+        )
     for name, kinds in given.items():
         check_fit(source, spec, slots[name].spec, kinds)
     ordered = {name: [kinds[kind] for kind in state_names(spec, name)] for name, kinds in given.items()}
@@ -64,7 +66,7 @@ def scatter(source: str, client: Client, layout: Layout, spec: OptimizerSpec, st
             slot = slots[name]
             pieces = layout.pieces(slot, server)
             if pieces:
-                here[slot.key] = int(given[name].get("step", torch.tensor(_WITH_A_STATE)))
+                here[slot.key] = int(given[name].get("step", torch.tensor(_STEP_OF_UNCOUNTED)))
             for piece in pieces:
                 for index, state in enumerate(tensors):
                     part = torch.zeros(piece.stop - piece.start, dtype=master_dtype(slot.spec.dtype))

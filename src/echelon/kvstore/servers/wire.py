@@ -1,8 +1,9 @@
-"""How a worker's gradients leave and its weights arrive: its memory, its clocks, and what goes to which server.
+"""How a worker's gradients reach the servers and how weights come back: memory, clocks, and one message per server.
 
-Where a server sees this worker's memory, a message names keys and that is all. Where it does not, the bytes follow as
-frames, and a long list of keys leaves as several messages of a few megabytes: servers then sum and answer the first
-while the next is on its way, and what arrives is still in the cache when it is used.
+The worker mirrors every segment of keys twice in its memory, once for gradients and once for weights. If a server can
+map this memory, a message only names the keys. Otherwise the bytes follow as frames, and a long list of keys is sent as
+several messages of a few megabytes. The servers then sum and answer the first message while the next one is on its way,
+and the bytes that arrive are still in the cache when they are used.
 """
 
 from __future__ import annotations
@@ -14,22 +15,41 @@ from typing import NamedTuple
 from torch import Tensor
 
 from echelon.cluster.messages import Attach, Init, Place, Placed, Pull, Push
-from echelon.cluster.placement import ITEM_BYTES, KeySpec, Layout, Piece, Slot
+from echelon.cluster.placement import ITEM_BYTES, KeySpec, Layout, Piece, Segment, Slot
 from echelon.errors import UsageError
-from echelon.kvstore.servers.arena import Arena, Mirror
 from echelon.kvstore.servers.client import Client, Ticket
 from echelon.observe.events import EventLog
 from echelon.server.factored import factors_length
-from echelon.server.memory import empty_frames, frame_pieces
+from echelon.server.memory import as_tensor, empty_frames, frame_pieces
 from echelon.transport.allocator import BLOCK_BYTES, LARGEST_INT, keep_freed_memory
-from echelon.transport.interface import Buffer, Transport
+from echelon.transport.interface import Block, Transport
 
-BATCH_BYTES = 4 << 20
-_REMEMBERED = 4096
+MESSAGE_BYTES = 4 << 20
+_MAX_CACHED_ROUTES = 4096
+
+
+class Mirror:
+    """One segment in this worker's memory: outgoing gradients and incoming weights."""
+
+    def __init__(self, segment: Segment, transport: Transport) -> None:
+        self.segment = segment
+        self._item = ITEM_BYTES[segment.dtype]
+        self.gradient_block: Block = transport.allocate(segment.capacity * self._item)
+        self.weight_block: Block = transport.allocate(segment.capacity * self._item)
+        self.gradients = as_tensor(self.gradient_block.buffer, segment.dtype)
+        self.weights = as_tensor(self.weight_block.buffer, segment.dtype)
+
+    def gradient_bytes(self, piece: Piece) -> memoryview:
+        """Return a piece of the gradients, to be sent as a frame."""
+        return self.gradient_block.buffer[piece.start * self._item : piece.stop * self._item]
+
+    def weight_bytes(self, piece: Piece) -> memoryview:
+        """Return a piece of the weights, to be sent or to be filled from a frame."""
+        return self.weight_block.buffer[piece.start * self._item : piece.stop * self._item]
 
 
 class _Route(NamedTuple):
-    """A server's part of a list of keys."""
+    """The part of a list of keys that one server stores."""
 
     server: int
     keys: list[int]
@@ -41,12 +61,13 @@ class Wire:
 
     def __init__(self, client: Client, num_servers: int, transport: Transport, events: EventLog) -> None:
         self.layout = Layout(num_servers)
-        self.arena = Arena(transport)
+        self.mirrors: list[Mirror] = []
         self._client = client
+        self._transport = transport
         self._events = events
-        self._framed = [False] * num_servers
+        self._framed = [False] * num_servers  # by server: whether bytes are sent because it cannot map our memory
         self._clocks: dict[int, int] = {}
-        self._pushing: dict[int, list[Ticket]] = {}
+        self._last_pushes: dict[int, list[Ticket]] = {}  # by key
         self._routes: dict[tuple[int, ...], list[_Route]] = {}
 
     @property
@@ -54,31 +75,38 @@ class Wire:
         """Whether all servers read and write this worker's memory in place."""
         return not any(self._framed)
 
+    def gradient(self, slot: Slot) -> Tensor:
+        """Return a key's gradient in this worker's memory, in the key's shape."""
+        return self.mirrors[slot.segment].gradients[slot.start : slot.start + slot.length].view(slot.spec.shape)
+
+    def weight(self, slot: Slot) -> Tensor:
+        """Return a key's weights in this worker's memory, in the key's shape."""
+        return self.mirrors[slot.segment].weights[slot.start : slot.start + slot.length].view(slot.spec.shape)
+
     def place(self, specs: Sequence[KeySpec]) -> list[Slot]:
-        """Find out where keys live, and have memory for them that the servers see if they can."""
+        """Ask server 0 for the slots of keys, and allocate memory for them that the servers map if they can."""
         placed = self._client.call(0, Place(self._client.next_id(), list(specs)))
         assert isinstance(placed, Placed)
         self.layout.adopt(placed.segments, placed.slots)
-        for mirror in self.arena.grow(self.layout.segments):
-            self._offer(mirror)
-        # A gradient may be as large as a segment, and a step's activations come back with the next step.
-        largest = max(len(mirror.gradient_block.buffer) for mirror in self.arena.mirrors)
+        for segment in self.layout.segments[len(self.mirrors) :]:
+            self.mirrors.append(Mirror(segment, self._transport))
+            self._offer(self.mirrors[-1])
+        # A gradient may be as large as a segment, and the next step needs the memory of this step's activations again.
+        largest = max(len(mirror.gradient_block.buffer) for mirror in self.mirrors)
         keep_freed_memory(max(BLOCK_BYTES, largest), LARGEST_INT)
         self._clocks |= {slot.key: 0 for slot in placed.slots}
         return placed.slots
 
     def init(self, slots: Sequence[Slot], values: Sequence[Tensor], *, overwrite: bool = False) -> None:
-        """Give the servers the first values of keys, or others."""
+        """Send values to the servers: the first values of keys, or with `overwrite` new ones."""
         for slot, value in zip(slots, values, strict=True):
-            self.arena.weight(slot).copy_(value)
+            self.weight(slot).copy_(value)
         tickets = []
         for route in self._route(slots):
             framed = self._framed[route.server]
-            mirrors = self.arena.mirrors
-            frames = [mirrors[piece.segment].weight_bytes(piece) for piece in route.pieces] if framed else []
             here = [self.layout.slots[key] for key in route.keys]
             message = Init(self._client.next_id(), self.layout.segments, here, framed, overwrite)
-            tickets.append(self._client.send(route.server, message, frames))
+            tickets.append(self._client.send(route.server, message, self._weight_bytes(route) if framed else ()))
         self._client.wait(tickets)
 
     def push(
@@ -93,77 +121,63 @@ class Wire:
         factor_rank: int = 0,
         more: bool = False,
     ) -> list[Ticket]:
-        """Send gradients on their way. `values` None: they are in their places already. `pull`: ask for the weights.
+        """Send gradients without waiting. `values` None: they are in this worker's memory already.
 
-        `halt`: ask all to stop, too. `factor_rank` above 0: in the place of the one gradient there are its factors,
-        which every server needs all of, whichever part of the key it has. `more`: the next push follows within
-        milliseconds.
+        `pull`: ask for the new weights, too. `halt`: ask all workers to stop. `factor_rank` above 0: the memory of the
+        one key holds the factors of its gradient. Every server needs both factors whole, whichever part of the key it
+        stores. `more`: the next push follows within milliseconds.
         """
         tickets: list[Ticket] = []
         for clock, indices in self._messages(slots):
             chosen = [slots[i] for i in indices]
             given = None if values is None else [values[i] for i in indices]
-            tickets += self._push(chosen, given, clock, pull, samples, list(lrs), halt, factor_rank, more)
+            unwritten = None if given is None or self._write(chosen, given) else given
+            sent = []
+            for route in self._route(chosen):
+                framed = unwritten is not None or self._framed[route.server]
+                frames = self._gradient_frames(route, chosen, unwritten, factor_rank) if framed else ()
+                request, rates = self._client.next_id(), list(lrs)
+                message = Push(request, clock, route.keys, samples, rates, pull, framed, halt, factor_rank, more)
+                places = self._weight_bytes(route) if pull and framed else ()
+                sent.append(self._client.send(route.server, message, frames, places))
+            keys = [slot.key for slot in chosen]
+            self._clocks |= dict.fromkeys(keys, clock + 1)
+            self._last_pushes |= dict.fromkeys(keys, sent)
+            tickets += sent
         return tickets
 
     def pull(self, slots: Sequence[Slot]) -> list[Ticket]:
-        """Ask for weights; they are in their places when the tickets are answered."""
+        """Ask for weights without waiting; they are in this worker's memory when the tickets are answered."""
         tickets = []
         for clock, indices in self._messages(slots):
             for route in self._route([slots[i] for i in indices]):
                 framed = self._framed[route.server]
                 message = Pull(self._client.next_id(), clock, route.keys, framed)
-                places = self._places(route.pieces) if framed else ()
+                places = self._weight_bytes(route) if framed else ()
                 tickets.append(self._client.send(route.server, message, places=places))
         return tickets
 
-    def pushes(self, slots: Sequence[Slot]) -> list[Ticket]:
-        """The last pushes of some keys, answered or not."""
-        return list({id(t): t for slot in slots for t in self._pushing.get(slot.key, ())}.values())
+    def last_pushes(self, slots: Sequence[Slot]) -> list[Ticket]:
+        """Return the tickets of the last pushes of some keys, answered or not."""
+        return list({id(t): t for slot in slots for t in self._last_pushes.get(slot.key, ())}.values())
 
-    def settle(self) -> None:
-        """Wait for every push under way."""
-        self._client.wait(self.pushes(list(self.layout.slots.values())))
-        self._pushing.clear()
+    def wait_for_pushes(self) -> None:
+        """Wait until every push is answered."""
+        self._client.wait(self.last_pushes(list(self.layout.slots.values())))
+        self._last_pushes.clear()
 
-    def _push(
-        self,
-        slots: Sequence[Slot],
-        values: Sequence[Tensor] | None,
-        clock: int,
-        pull: bool,
-        samples: float | None,
-        lrs: list[float],
-        halt: bool,
-        factor_rank: int,
-        more: bool,
-    ) -> list[Ticket]:
-        busy = values is not None and not self._client.ready(self.pushes(slots))
-        if values is not None and not busy:
-            for slot, value in zip(slots, values, strict=True):
-                place = self.arena.gradient(slot)
-                if place.data_ptr() != value.data_ptr() or not value.is_contiguous():
-                    place.copy_(value)
-        tickets = []
-        for route in self._route(slots):
-            framed = busy or self._framed[route.server]
-            frames: Sequence[Buffer] = ()
-            if busy and values is not None:
-                frames = self._copied(route, slots, values)
-            elif framed:
-                pieces = [_factors(slots[0], factor_rank)] if factor_rank else route.pieces
-                frames = [self.arena.mirrors[piece.segment].gradient_bytes(piece) for piece in pieces]
-            request = self._client.next_id()
-            message = Push(request, clock, route.keys, samples, lrs, pull, framed, halt, factor_rank, more)
-            places = self._places(route.pieces) if pull and framed else ()
-            tickets.append(self._client.send(route.server, message, frames, places))
-        keys = [slot.key for slot in slots]
-        self._clocks |= dict.fromkeys(keys, clock + 1)
-        self._pushing |= dict.fromkeys(keys, tickets)
-        return tickets
+    def _write(self, slots: Sequence[Slot], values: Sequence[Tensor]) -> bool:
+        """Copy values to this worker's memory, unless an earlier push of these keys is still read from there."""
+        if not self._client.ready(self.last_pushes(slots)):
+            return False
+        for slot, value in zip(slots, values, strict=True):
+            place = self.gradient(slot)
+            if place.data_ptr() != value.data_ptr() or not value.is_contiguous():
+                place.copy_(value)
+        return True
 
     def _messages(self, slots: Sequence[Slot]) -> Iterator[tuple[int, list[int]]]:
-        """What goes into one message: indices of slots at the same clock, and not too many bytes where they travel."""
+        """Yield a clock and the indices of the slots of each message: equal clocks, and not too many bytes if sent."""
         clocks = [self._clocks[slot.key] for slot in slots]
         for clock in dict.fromkeys(clocks):
             indices = [index for index, its in enumerate(clocks) if its == clock]
@@ -174,15 +188,27 @@ class Wire:
             size = 0
             for index in indices:
                 length = slots[index].padded * ITEM_BYTES[slots[index].spec.dtype]
-                if batch and size + length > BATCH_BYTES:
+                if batch and size + length > MESSAGE_BYTES:
                     yield clock, batch
                     batch, size = [], 0
                 batch.append(index)
                 size += length
             yield clock, batch
 
-    def _copied(self, route: _Route, slots: Sequence[Slot], values: Sequence[Tensor]) -> list[memoryview]:
-        """Values that cannot go through their place, because an earlier push still lies there."""
+    def _gradient_frames(
+        self, route: _Route, slots: Sequence[Slot], unwritten: Sequence[Tensor] | None, factor_rank: int
+    ) -> list[memoryview]:
+        """Return a server's part of the gradients as frames, from this worker's memory unless they are `unwritten`."""
+        if unwritten is not None:
+            return self._copy_to_frames(route, slots, unwritten)
+        pieces = route.pieces
+        if factor_rank:
+            (slot,) = slots
+            pieces = [Piece(slot.segment, slot.start, slot.start + factors_length(slot, factor_rank), 0)]
+        return [self.mirrors[piece.segment].gradient_bytes(piece) for piece in pieces]
+
+    def _copy_to_frames(self, route: _Route, slots: Sequence[Slot], values: Sequence[Tensor]) -> list[memoryview]:
+        """Copy values to new frames, because the keys' own memory is still in use by an earlier push."""
         frames = empty_frames(route.pieces, [segment.dtype for segment in self.layout.segments])
         for slot, value in zip(slots, values, strict=True):
             flat = value.reshape(-1)
@@ -193,28 +219,27 @@ class Wire:
                     frames.view(slot.segment, piece.start, stop).copy_(part)
         return frames.buffers()
 
-    def _places(self, pieces: Sequence[Piece]) -> list[memoryview]:
-        """Where the weights that come in an answer's frames live."""
-        return [self.arena.mirrors[piece.segment].weight_bytes(piece) for piece in pieces]
+    def _weight_bytes(self, route: _Route) -> list[memoryview]:
+        return [self.mirrors[piece.segment].weight_bytes(piece) for piece in route.pieces]
 
     def _route(self, slots: Sequence[Slot]) -> list[_Route]:
         keys = tuple(slot.key for slot in slots)
-        known = self._routes.get(keys)
-        if known is None:
-            known = []
+        routes = self._routes.get(keys)
+        if routes is None:
+            routes = []
             for server in range(self.layout.num_servers):
                 parts = [(slot.key, self.layout.pieces(slot, server)) for slot in slots]
                 here = [key for key, pieces in parts if pieces]
                 if here:
                     pieces = frame_pieces(list(itertools.chain.from_iterable(pieces for _, pieces in parts)))
-                    known.append(_Route(server, here, pieces))
-            if len(self._routes) >= _REMEMBERED:
+                    routes.append(_Route(server, here, pieces))
+            if len(self._routes) >= _MAX_CACHED_ROUTES:
                 self._routes.clear()
-            self._routes[keys] = known
-        return known
+            self._routes[keys] = routes
+        return routes
 
     def _offer(self, mirror: Mirror) -> None:
-        """Let every server attach a new segment; one that cannot gets frames from now on."""
+        """Let every server map a new segment. A server that cannot gets frames from now on."""
         for server in range(self.layout.num_servers):
             gradients, weights = mirror.gradient_block.descriptor, mirror.weight_block.descriptor
             if not self._framed[server] and gradients:
@@ -225,8 +250,3 @@ class Wire:
                 except UsageError:
                     self._events.write("frames", server=server, why="the server cannot attach this worker's memory")
             self._framed[server] = True
-
-
-def _factors(slot: Slot, rank: int) -> Piece:
-    """Where the factors of a gradient lie, as a piece to be sent."""
-    return Piece(slot.segment, slot.start, slot.start + factors_length(slot, rank), 0)

@@ -147,7 +147,7 @@ class Run:
         self._trainer.model.train()
         for index in self._run_steps(loader, first):
             if index % self._options.disp_batches == 0 or index == first:
-                sums = self._trainer.over_devices(self._forward_pass.sums)  # waits for the device
+                sums = self._trainer.sum_over_devices(self._forward_pass.sums)  # waits for the device
                 if (due := speedometer.tick(epoch, index)) is not None:
                     self._report.speed(
                         epoch, due, self._metrics.means(sums - reported), self._num_steps(epoch, due[1] + 1)
@@ -212,7 +212,7 @@ class Run:
         return bool(self._kvstore.halted)
 
     def _end_epoch(self, epoch: int, start_s: float) -> None:
-        sums = self._trainer.over_devices(self._forward_pass.sums)  # waits for the device: the whole epoch is timed
+        sums = self._trainer.sum_over_devices(self._forward_pass.sums)  # waits for the device: the whole epoch is timed
         means = self._metrics.means(sums)
         self._report.epoch_end(epoch, means, time.perf_counter() - start_s)
         self._position = RunPosition(epoch + 1)

@@ -57,7 +57,7 @@ class ServerStepBody:
         copies = HalfWeights(model, half).copies if half is not None else {}
         parameters: dict[str, Tensor] = dict(model.named_parameters())
         leaves = parameters | copies
-        buckets = trainer.drive()
+        buckets = trainer.take_control()
         self.weights = WeightStaging(trainer, buckets, parameters, leaves)
         self.gradients = [
             GradientStaging(trainer, index, {name: leaves[name] for name in names})
@@ -123,7 +123,7 @@ class ServerStepBody:
         unused = bucket.drop_unused()
         log.info("not used by the network, and not changed: %s", ", ".join(unused))
         self._unused |= unused
-        self._trainer.leave_out(bucket.index, list(unused))
+        self._trainer.mark_unused(bucket.index, list(unused))
         self.on_bucket(bucket)
 
     def _gradient_hook(self, bucket: GradientStaging) -> Callable[[Tensor], None]:
@@ -187,7 +187,7 @@ class CapturedServerStep:
         for bucket, copied_out in zip(self._body.gradients, self._copied_out, strict=True):
             while not copied_out.query():  # type: ignore[no-untyped-call]
                 self._copy_in_if_received()
-            self._trainer.send(bucket.index, samples)
+            self._trainer.push_bucket(bucket.index, samples)
             self._in_flight.append(bucket.index)
         self._trainer.count(samples)
 
@@ -254,10 +254,10 @@ class CapturedServerStep:
 
     def _copy_in_if_received(self) -> None:
         """Copy in received weights while backward runs, which does not read the staging buffer."""
-        if self._in_flight and self._trainer.has_come(self._in_flight[0]):
+        if self._in_flight and self._trainer.is_answered(self._in_flight[0]):
             self._copy_in_next()
 
     def _copy_in_next(self) -> None:
-        self._trainer.receive(self._in_flight[0])
+        self._trainer.wait_for_bucket(self._in_flight[0])
         with torch.cuda.stream(self._in_stream):
             self._body.weights.copy_in(self._in_flight.popleft())

@@ -1,5 +1,16 @@
 """The Trainer: five changed lines turn a plain PyTorch loop into a distributed one.
 
-Read `base` (what all kinds share), then the kind that fits the store: `server` (parameter servers), `collective` (a
-process group), `multi_device` (a worker with several devices in front of servers).
+Importing this package registers every kind of Trainer for its kind of store, so that `Trainer(…)` can choose.
+
+Read `base` (what all kinds share, and a process that trains alone), then the kind for the store: `server` (parameter
+servers) with `server_buckets`; `group` and `collective` (a process group) with `flat_buckets` and `replicas`;
+`multi_device` (a worker with several devices in front of servers). `buckets` and `regions` divide the parameters,
+`factors` has the smaller pushes of large linear layers, `guards` the checks of changes that would have no effect.
 """
+
+from echelon.train.trainer.base import Trainer
+from echelon.train.trainer.collective import CollectiveTrainer
+from echelon.train.trainer.multi_device import MultiDeviceTrainer
+from echelon.train.trainer.server import ServerTrainer
+
+__all__ = ["CollectiveTrainer", "MultiDeviceTrainer", "ServerTrainer", "Trainer"]

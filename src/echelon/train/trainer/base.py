@@ -1,4 +1,4 @@
-"""The Trainer: five changed lines turn a plain PyTorch loop into a distributed one.
+"""What all Trainers share: the steps of a loop, the batch size, hooks, checks and reports.
 
     trainer = echelon.Trainer(model, optimizer, kvstore="dist_ssync", staleness=3)
     for images, labels in batches:
@@ -6,9 +6,9 @@
         loss.backward()
         trainer.step(len(images))
 
-What happens in between is the store's matter: with servers (`server_trainer.py`) gradients are pushed and weights come
-back; without (`collective_trainer.py`) gradients are summed and the optimizer runs here; a worker with several devices
-(`multi_device_trainer.py`) does the first after summing between them. `Trainer(…)` picks the one that fits the store.
+`Trainer(…)` returns the subclass for the kind of store. With servers (`server`), gradients are pushed and weights come
+back. With collectives (`collective`), gradients are summed and the optimizer runs in this process. A worker of several
+devices (`multi_device`) sums between its devices and pushes the result to servers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from __future__ import annotations
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,41 +28,50 @@ from torch.optim import Optimizer
 from echelon.cluster.shares import Groups
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
+from echelon.kvstore.arguments import is_finite
 from echelon.kvstore.collective.store import CollectiveStore
 from echelon.kvstore.create import has_devices, is_collective
 from echelon.kvstore.multi_device import MultiDeviceStore
+from echelon.kvstore.servers.store import ServerStore
+from echelon.kvstore.state_files import by_key
+from echelon.schemes.stores import store_kind
+from echelon.train.trainer.replicas import load_state, state_of
 
 REPORT_S = 0.25
 
 
 class Hook(Protocol):
-    """What was put on a model for as long as it is trained."""
+    """A hook on a model or one of its parameters."""
 
     def remove(self) -> None:
-        """Take it off. Harmless when done twice."""
+        """Remove the hook. A second call does nothing."""
         ...
 
 
 class Trainer:
-    """Keeps a model in step with the others."""
+    """Trains a model together with other workers.
+
+    The methods here are those of a process that trains alone; each kind of store has a subclass that replaces them.
+    """
+
+    _kinds: ClassVar[dict[type[KVStore], type[Trainer]]] = {}
+
+    def __init_subclass__(cls, *, store: type[KVStore] | None = None) -> None:
+        """Register a subclass as the Trainer for a kind of store."""
+        if store is not None:
+            Trainer._kinds[store] = cls
 
     def __new__(
         cls, model: nn.Module, optimizer: Optimizer, kvstore: str | KVStore = "local", **options: Any
     ) -> Trainer:
-        """The kind that fits the store."""
+        """Create the registered kind for the store, unless a kind is called by its own name."""
         if cls is not Trainer:
             return super().__new__(cls)
-        if is_collective(kvstore) if isinstance(kvstore, str) else isinstance(kvstore, CollectiveStore):
-            from echelon.train.trainer.collective import CollectiveTrainer
-
-            return super().__new__(CollectiveTrainer)
-        if has_devices() if isinstance(kvstore, str) else isinstance(kvstore, MultiDeviceStore):
-            from echelon.train.trainer.multi_device import MultiDeviceTrainer
-
-            return super().__new__(MultiDeviceTrainer)
-        from echelon.train.trainer.server import ServerTrainer
-
-        return super().__new__(ServerTrainer)
+        wanted = _store_class(kvstore)
+        kind = next((kind for store, kind in Trainer._kinds.items() if issubclass(wanted, store)), None)
+        if kind is None:
+            raise UsageError(f"kvstore must be the name of a store or a KVStore, not {kvstore!r}")
+        return super().__new__(kind)
 
     def __init__(
         self,
@@ -84,7 +93,7 @@ class Trainer:
             device = self._parameters[self._names[0]].device
             kvstore = create(kvstore, staleness=staleness, groups=groups, device=device)
         elif staleness is not None or groups is not None:
-            raise UsageError("staleness and groups go with a store's name; a store that is made already has its own")
+            raise UsageError("staleness and groups are only valid with the name of a store; this store has its own")
         self.kvstore = kvstore
         self.model = model
         self.optimizer = optimizer
@@ -96,20 +105,20 @@ class Trainer:
         self._check_finite = check_finite
         self._push_factors = push_factors
         self._accumulating = False
-        self._seen: int | None = None  # samples in the batch, as the forward pass saw it
-        self._carried = 0  # of these, samples of parts whose gradients were only accumulated
+        self._samples_seen: int | None = None  # in the batch, as the forward pass saw it
+        self._samples_accumulated = 0  # of these, samples of parts whose gradients were only accumulated
         self._last_report = 0.0
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
-        # Kept to be removed: a parameter's hooks are out of the garbage collector's sight, and hold the trainer.
+        # Kept to be removed: the garbage collector does not see a parameter's hooks, which hold the trainer.
         self._hooks: list[Hook] = []
         self._start()
-        self._watch: Hook = model.register_forward_pre_hook(self._watcher(), with_kwargs=True)
-        self._hooks.append(self._watch)
+        self._batch_size_hook: Hook = model.register_forward_pre_hook(self._make_batch_size_hook(), with_kwargs=True)
+        self._hooks.append(self._batch_size_hook)
 
     # --- the loop
 
     def step(self, batch_size: int | None = None) -> None:
-        """End a step: what has not left yet leaves now. `batch_size` defaults to what the forward pass saw."""
+        """End a step: send the gradients that were not sent yet. `batch_size` defaults to that of the forward pass."""
         if self._accumulating:
             return
         samples = self._samples(batch_size)
@@ -117,16 +126,16 @@ class Trainer:
         self.count(samples)
 
     def count(self, samples: int) -> None:
-        """The host's part of a step: clocks and reports."""
+        """Do the host's part of a step: count it and report progress."""
         self.clock += 1
         self.samples += samples
-        self._seen, self._carried = None, 0
+        self._samples_seen, self._samples_accumulated = None, 0
         if time.monotonic() - self._last_report >= REPORT_S:
             self.report()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Inside, backward only adds to the gradients and `step` does nothing: for batches in several parts."""
+        """For batches in several parts: inside, backward only adds to the gradients and `step` does nothing."""
         self._accumulating = True
         try:
             yield
@@ -134,14 +143,14 @@ class Trainer:
             self._accumulating = False
 
     def close(self) -> None:
-        """Finish what is under way and leave the job; the model keeps its weights and loses the hooks."""
+        """Wait for the last step, remove the hooks and leave the job. The model keeps its weights."""
         self.sync()
-        self.unhook()
+        self.remove_hooks()
         self.report()
         self.kvstore.close()
 
-    def unhook(self) -> None:
-        """See forward and backward passes of the model no more."""
+    def remove_hooks(self) -> None:
+        """Remove all hooks from the model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -155,135 +164,151 @@ class Trainer:
         if error is None:
             self.close()
 
-    # --- what the kinds do
+    # --- what the kinds replace
 
     @property
     def lock_step(self) -> bool:
         """Whether every step waits for all workers."""
-        raise NotImplementedError
+        return store_kind(self.kvstore.type).lock_step
 
     @property
     def capturable(self) -> bool:
-        """Whether `update` is work of the device alone, which a CUDA graph can record."""
-        return False
+        """Whether `update` runs on the device alone, so that a CUDA graph can record it."""
+        return True
 
     def update(self) -> None:
-        """The device's part of a step, where it is `capturable`; `count` is the host's."""
-        raise UsageError(f"{self.kvstore.type} meets others in every step: call step(), not update()")
+        """Do the device's part of a step, if it is `capturable`; `count` does the host's part."""
+        if not self.capturable:
+            raise UsageError(f"{self.kvstore.type} communicates in every step: call step() instead of update()")
+        self.optimizer.step()
 
     def sync(self) -> None:
         """Wait until every parameter has the weights of the last step."""
-        raise NotImplementedError
 
     def refresh(self) -> None:
-        """Fetch the newest weights, others' last pushes included."""
-        raise NotImplementedError
+        """Fetch the newest weights, with the last pushes of all workers."""
 
     def zero_grad(self) -> None:
-        """Forget gradients that have not left."""
-        raise NotImplementedError
+        """Discard gradients that were not sent yet."""
+        self._samples_accumulated = 0
+        self._clear_gradients()
 
     def average_buffers(self) -> None:
         """Set floating-point buffers (BatchNorm's statistics) to their mean over the workers. All must call it."""
-        raise NotImplementedError
 
-    def over_devices(self, sums: Tensor) -> Tensor:
-        """The sums of all devices that make steps together, on the CPU. All of them call it after the same step."""
+    def sum_over_devices(self, sums: Tensor) -> Tensor:
+        """Return the sums over all devices that make steps together, on the CPU. All call it after the same step."""
         return sums.to("cpu", copy=True)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Put weights and buffers into the model and the store. All workers call it."""
-        raise NotImplementedError
+        """Load weights and buffers into the model and the store. All workers call it."""
+        self.model.load_state_dict(weights)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """The optimizer's state as whole tensors on the CPU, `<parameter>/<state>`. All workers call it."""
-        raise NotImplementedError
+        """Return the optimizer's state as whole tensors on the CPU, as `<parameter>/<state>`. All workers call it."""
+        return state_of(self.optimizer, self._parameters)
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what `optimizer_state` gave, under whichever store. All workers call it, with the same."""
-        raise NotImplementedError
+        """Load what `optimizer_state` returned, under any store. All workers call it with the same state."""
+        load_state(self.optimizer, self._parameters, by_key(state))
 
     def _start(self) -> None:
-        raise NotImplementedError
+        """Set up what a kind needs. The store is connected; the model has no hooks yet."""
 
     def _step(self, samples: int) -> None:
-        raise NotImplementedError
+        for name, parameter in self._parameters.items():
+            self._check_gradient(name, parameter.grad)
+        self.update()
+        self._clear_gradients()
 
     @property
-    def _have_left(self) -> bool:
-        """Whether gradients of the step under way are with the others already."""
-        raise NotImplementedError
+    def _gradients_sent(self) -> bool:
+        """Whether gradients of the current step were already sent."""
+        return False
 
-    # --- batches
+    # --- batch sizes
 
-    def _watcher(self) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        """A function, not a method: a copy of the model would copy a method with all that it belongs to."""
+    def _make_batch_size_hook(self) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        """Return a function, because a copy of the model would copy a bound method together with the trainer."""
 
-        def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is self.model:  # and not a copy, which has the hooks, too
+        def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if module is self.model:  # a copy of the model has the hook, too
                 self._before_forward(module, args, kwargs)
 
-        return watch
+        return before_forward
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
-            return  # who compiles a whole step tells its size
+            return  # a whole step that is compiled passes its batch size to step()
         first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.ndim), None)
         if first is not None and torch.is_grad_enabled() and module.training:
-            self._seen = first.shape[0] + self._carried
+            self._samples_seen = first.shape[0] + self._samples_accumulated
             if self._accumulating:
-                self._carried = self._seen
+                self._samples_accumulated = self._samples_seen
 
     def _samples(self, batch_size: int | None) -> int:
         if batch_size is None:
-            if self._seen is None:
-                raise UsageError("step() needs the batch size: no forward pass in training mode was seen to tell it")
-            return self._seen
+            if self._samples_seen is None:
+                raise UsageError(
+                    "step() could not infer the batch size because no training-mode forward pass has run; "
+                    "pass it: step(batch_size)"
+                )
+            return self._samples_seen
         batch_size = _whole(batch_size)
-        if self._seen is not None and batch_size != self._seen and self._have_left:
+        if self._samples_seen is not None and batch_size != self._samples_seen and self._gradients_sent:
             raise UsageError(
-                f"step({batch_size}) but the forward pass saw {self._seen} samples, and gradients have left with that "
-                "number; pass Trainer(overlap=False) if the first dimension of the input is not the batch"
+                f"step({batch_size}), but the forward pass saw {self._samples_seen} samples, and gradients were sent "
+                "with that number; pass Trainer(overlap=False) if the first dimension of the input is not the batch"
             )
         return batch_size
 
-    # --- mistakes that all kinds know
+    # --- gradients
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _check_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """Raise UsageError if `check_finite` is on and a gradient has NaN or infinity."""
+        if self._check_finite and gradient is not None and not is_finite(gradient):
+            raise UsageError(
+                f"worker {self.kvstore.rank}: the gradient of {name!r} at clock {self.clock} contains NaN or infinity"
+            )
 
     def _check_frozen(self) -> None:
-        """What was thawed after this was made is unknown to the others."""
+        """Raise UsageError if a parameter that was frozen at the start has a gradient: the store has no key for it."""
         for name, parameter in self._frozen.items():
             if parameter.grad is not None:
                 raise UsageError(
-                    f"{name!r} required no gradient when the Trainer was made, and has one now that would be ignored; "
-                    "make the Trainer when all that is to be trained requires one"
+                    f"{name!r} did not require a gradient when the Trainer was created, and now has one that would be "
+                    "ignored; create the Trainer when all parameters to train require a gradient"
                 )
 
-    def _second_backward(self) -> UsageError:
+    def _second_backward_error(self) -> UsageError:
         return UsageError(
-            f"worker {self.kvstore.rank}: a second backward before step(), and the first one's gradients leave "
-            "as they come; use 'with trainer.accumulate():' for batches in parts, or Trainer(overlap=False)"
+            f"worker {self.kvstore.rank}: a second backward pass before step(), but gradients are sent during "
+            "backward; use 'with trainer.accumulate():' for batches in parts, or Trainer(overlap=False)"
         )
 
-    def _changed_gradient(self, name: str) -> UsageError:
+    def _changed_gradient_error(self, name: str) -> UsageError:
         return UsageError(
-            f"the gradient of {name!r} was changed after gradients had left during backward (clipping?); "
-            "use Trainer(overlap=False), which sends at step()"
+            f"the gradient of {name!r} was changed after gradients were sent during backward (clipping?); "
+            "use Trainer(overlap=False), which sends them in step()"
         )
 
-    def _not_finite(self, name: str) -> UsageError:
-        return UsageError(
-            f"worker {self.kvstore.rank}: the gradient of {name!r} at clock {self.clock} has NaN or infinity in it"
-        )
+    def _mark_optimizer_used(self) -> None:
+        """Prevent the warning of learning rate schedulers, which expect that the optimizer's own step() was called."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     # --- reports
 
     def report(self) -> None:
-        """Write down what this worker has done so far."""
+        """Write this worker's progress to the event log."""
         self._last_report = time.monotonic()
         self.kvstore.events.write("progress", **self.facts())
 
     def facts(self) -> dict[str, Any]:
-        """What this worker has done so far."""
+        """Return this worker's progress: clock, samples, seconds of waiting, and how stale its weights were."""
         return {
             "rank": self.kvstore.worker_rank,
             "clock": self.clock,
@@ -293,19 +318,39 @@ class Trainer:
         }
 
 
+def flatten(buffers: Sequence[Tensor]) -> Tensor:
+    """Return the elements of all buffers as one float32 vector."""
+    return torch.cat([buffer.detach().reshape(-1).float() for buffer in buffers])
+
+
+def unflatten(flat: Tensor, buffers: Sequence[Tensor]) -> None:
+    """Copy the elements of a vector back into the buffers."""
+    for buffer, part in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True):
+        buffer.copy_(part.view_as(buffer))
+
+
+def _store_class(kvstore: str | KVStore) -> type[KVStore]:
+    """Return the class of a store, or of the store that `create` returns for a name."""
+    if not isinstance(kvstore, str):
+        return type(kvstore)
+    if is_collective(kvstore):
+        return CollectiveStore
+    return MultiDeviceStore if has_devices() else ServerStore
+
+
 def _whole(samples: int) -> int:
-    """A number of samples; what is nearly one (NaN, 2.5) would spoil the weights of everybody's gradients."""
+    """Return a number of samples. A value like NaN or 2.5 would spoil the weights of all workers' gradients."""
     try:
         count = operator.index(samples)
     except TypeError:
         count = -1
     if count < 0:
-        raise UsageError(f"step({samples}): a batch has a whole number of samples, 0 or more")
+        raise UsageError(f"step({samples}): the number of samples must be a whole number, 0 or more")
     return count
 
 
 def _frozen(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer has and that are not trained for now."""
+    """Return the parameters that the optimizer has and that do not require a gradient now."""
     optimized = _optimized(optimizer)
     return {name: p for name, p in model.named_parameters() if not p.requires_grad and id(p) in optimized}
 
@@ -315,12 +360,12 @@ def _optimized(optimizer: Optimizer) -> set[int]:
 
 
 def _trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters to train, last layer first: about the order in which backward finishes them."""
+    """Return the parameters to train, last layer first: approximately the order in which backward finishes them."""
     optimized = _optimized(optimizer)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in optimized}
     strangers = len(optimized - {id(p) for p in model.parameters()})
     if strangers:
-        raise UsageError(f"the optimizer has {strangers} parameters that are not the model's")
+        raise UsageError(f"the optimizer has {strangers} parameters that do not belong to the model")
     if not named:
         raise UsageError("the optimizer has no parameter of the model that requires a gradient")
     return dict(reversed(named.items()))

@@ -1,29 +1,26 @@
-"""Buckets: neighbouring keys that are pushed together, in the order in which backward finishes them. Pure."""
+"""Buckets: adjacent parameters that are sent together, in the order in which backward finishes them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from echelon.train.trainer.regions import region_of
 
 BUCKET_BYTES = 4 << 20
-FIRST_BUCKET_BYTES = 1 << 20  # a small first one, so that the wire is busy soon after backward begins
-
-
+FIRST_BUCKET_BYTES = 1 << 20  # a small first bucket, so that sending starts soon after backward begins
 _GPU_BUCKETS = 8
 _SMALLEST_BYTES = 256 << 10
 
 
 def limit_on_gpu(total_bytes: int) -> int:
-    """Backward takes milliseconds there: a small network needs small buckets for any to leave before it is over."""
+    """Return the size of a bucket on a GPU.
+
+    Backward takes milliseconds there, so a small network needs small buckets for any to be sent before it ends.
+    """
     return min(BUCKET_BYTES, max(_SMALLEST_BYTES, total_bytes // _GPU_BUCKETS))
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Parameters by index, pushed as one message a server."""
-
-    index: int
-    members: tuple[int, ...]
 
 
 def make_buckets(
@@ -31,23 +28,47 @@ def make_buckets(
     limit: int = BUCKET_BYTES,
     first: int = FIRST_BUCKET_BYTES,
     parts: Sequence[int] | None = None,
-) -> list[Bucket]:
-    """Cut parameters (in push order) into buckets of about `limit` bytes; a bigger parameter is a bucket by itself.
+) -> list[list[int]]:
+    """Divide parameters (in push order, by index) into buckets of about `limit` bytes.
 
-    `parts`: the part of the network each is in. Gradients of a part come at one time, so a bucket has one part only:
-    the last one to leave, which everybody waits for, then has no gradient that could have left before.
+    A larger parameter is a bucket by itself. `parts` gives the part of the network that each parameter is in. The
+    gradients of a part are finished at the same time, so a bucket does not cross parts: the last bucket, which all
+    workers wait for, then contains no gradient that could have been sent earlier.
     """
-    buckets: list[Bucket] = []
+    buckets: list[list[int]] = []
     members: list[int] = []
     filled = 0
     for index, size in enumerate(sizes_bytes):
         room = limit if buckets else min(first, limit)
         begins = parts is not None and index > 0 and parts[index] != parts[index - 1]
         if members and (begins or filled + size > room):
-            buckets.append(Bucket(len(buckets), tuple(members)))
+            buckets.append(members)
             members, filled = [], 0
         members.append(index)
         filled += size
     if members:
-        buckets.append(Bucket(len(buckets), tuple(members)))
+        buckets.append(members)
     return buckets
+
+
+def names_by_bucket(model: nn.Module, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> list[list[str]]:
+    """Divide parameters, in about the order of backward, into buckets of names for a store on servers.
+
+    Inside a bucket, the parameters of one optimizer group are adjacent, because servers update adjacent keys with equal
+    settings in one run. If weights that decay alternated with biases that do not, each would be a run of its own, and a
+    step would take several times as long.
+    """
+    names = list(parameters)
+    sizes = [parameter.numel() * parameter.element_size() for parameter in parameters.values()]
+    if next(iter(parameters.values())).device.type == "cpu":
+        buckets = make_buckets(sizes)
+    else:
+        parts = region_of(model)
+        limit = limit_on_gpu(sum(sizes))
+        buckets = make_buckets(sizes, limit, limit, [parts[name] for name in names])
+    groups = enumerate(optimizer.param_groups)
+    group_of = {id(parameter): index for index, group in groups for parameter in group["params"]}
+    return [
+        sorted((names[index] for index in bucket), key=lambda name: group_of[id(parameters[name])])
+        for bucket in buckets
+    ]

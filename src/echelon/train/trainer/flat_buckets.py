@@ -75,7 +75,7 @@ def make_flat_buckets(
         members = list(run)
         sizes = [parameter.numel() * parameter.element_size() for _, parameter in members]
         for bucket in make_buckets(sizes, limit):
-            chosen = dict(members[i] for i in bucket.members)
+            chosen = dict(members[i] for i in bucket)
             buckets.append(_flat_bucket(len(buckets), chosen, size))
     return buckets
 

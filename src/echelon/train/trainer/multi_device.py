@@ -1,11 +1,11 @@
-"""The Trainer of a worker with several devices under a store on servers: one process a device, one push a worker.
+"""The Trainer of a worker with several devices under a store on servers: one process per device, one push per worker.
 
-In a step the devices' gradients, each times its samples, are summed between them. Device 0 has a `ServerTrainer`: it
-pushes the mean with the samples of all, waits as the scheme says, and hands the new weights on. So a worker has one
-clock and one line in every report, whatever the number of its devices. Nothing overlaps with backward here: what that
-would save is the time of a sum inside one machine.
+In a step, the gradients of the devices, each times its samples, are summed between them. Device 0 has a
+`ServerTrainer`: it pushes the mean with the samples of all devices, waits as the scheme requires, and broadcasts the
+new weights. A worker therefore has one clock and one line in every report, whatever the number of its devices. The sum
+does not overlap with backward, because inside one machine it takes little time.
 
-A step cannot be captured: its middle is a talk of device 0 with the servers, which no CUDA graph can hold.
+A CUDA graph cannot record such a step, because device 0 communicates with the servers in the middle of it.
 """
 
 from __future__ import annotations
@@ -18,38 +18,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.kvstore.arguments import dtype_name, is_finite
+from echelon.kvstore.arguments import dtype_name
 from echelon.kvstore.multi_device import MultiDeviceStore
-from echelon.train.trainer.base import Trainer
-from echelon.train.trainer.flat_buckets import FlatBucket, make_flat_buckets
+from echelon.kvstore.servers.store import ServerStore
+from echelon.train.trainer.flat_buckets import make_flat_buckets
+from echelon.train.trainer.group import GroupTrainer, StepTotals
 from echelon.train.trainer.server import ServerTrainer
 
-SAMPLES, HALT, ACTIVE, USED = 0, 1, 2, 3  # places in a step's vector; from USED on, one a parameter
 
-
-class MultiDeviceTrainer(Trainer):
-    """Keeps the models of a worker's devices alike, and device 0's in step with the servers."""
+class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
+    """Keeps the models of a worker's devices equal, and trains device 0's model with the servers."""
 
     kvstore: MultiDeviceStore
 
     def _start(self) -> None:
-        self._last_report = math.inf  # `count` need not report: the trainer with the servers does
-        self._group = self.kvstore.group
-        shapes = ", ".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self._parameters.items())
-        self._group.check_same("the model's parameters", shapes)
-        self._served: ServerTrainer | None = None
+        super()._start()
+        self._last_report = math.inf  # `count` need not report, because device 0's ServerTrainer does
+        self._agree_on_parameters()
+        self._server_trainer: ServerTrainer | None = None  # on device 0
         if self.kvstore.server_store is not None:
-            self._served = self._join(self.kvstore.server_store)
+            self._server_trainer = self._make_server_trainer(self.kvstore.server_store)
         elif self._group.device.type == "cpu":
-            for parameter in self._parameters.values():  # device 0's are in the store's memory, where all are
+            for parameter in self._parameters.values():  # as in the store's memory, where device 0's are
                 parameter.data = parameter.data.contiguous()
-        self._buckets: list[FlatBucket] = make_flat_buckets(self._parameters, self._group.size)
-        self._spread()
-        self.kvstore.on_retire = self._stand_by
+        self._buckets = make_flat_buckets(self._parameters, self._group.size)
+        self._broadcast_model()
+        self.kvstore.on_retire = self._take_part_without_data
 
-    def _join(self, store: Any) -> ServerTrainer:
-        """Device 0's way to the servers. It needs no hooks: it is told when gradients are there."""
-        served = ServerTrainer(
+    def _make_server_trainer(self, store: ServerStore) -> ServerTrainer:
+        """Return a trainer without hooks, because gradients are complete when it is called."""
+        trainer = ServerTrainer(
             self.model,
             self.optimizer,
             store,
@@ -57,58 +55,42 @@ class MultiDeviceTrainer(Trainer):
             average_buffers=bool(self._buffers),
             check_finite=self._check_finite,
         )
-        served.unhook()
-        return served
+        trainer.remove_hooks()
+        return trainer
 
     @property
-    def lock_step(self) -> bool:
-        """Whether every step waits for all workers."""
-        return self.kvstore.type == "dist_sync"
+    def capturable(self) -> bool:
+        """Always False: device 0 communicates with the servers in the middle of a step."""
+        return False
 
     # --- the loop
 
-    def sync(self) -> None:
-        """A step that is over is over."""
-
     def refresh(self) -> None:
-        """Fetch the newest weights, others' last pushes included. All devices of the worker call it."""
-        if self._served is not None:
-            self._served.refresh()
-        self._hand_on()
-
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
-        self._carried = 0
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        """Fetch the newest weights, with the last pushes of all workers. All devices of the worker call it."""
+        if self._server_trainer is not None:
+            self._server_trainer.refresh()
+        self._broadcast_weights()
 
     def average_buffers(self) -> None:
         """Set floating-point buffers (BatchNorm's statistics) to their mean over all devices. All must call it."""
         if not self._buffers:
             return
-        mine = torch.cat([buffer.detach().reshape(-1).float() for buffer in self._buffers])
-        mean = self._group.all_reduce(mine).result() / self._group.size
-        for buffer, part in zip(self._buffers, torch.split(mean, [b.numel() for b in self._buffers]), strict=True):
-            buffer.copy_(part.view_as(buffer))
-        if self._served is not None:
-            self._served.average_buffers()
+        super().average_buffers()
+        if self._server_trainer is not None:
+            self._server_trainer.average_buffers()
         self._group.broadcast(self._buffers)
 
-    def over_devices(self, sums: Tensor) -> Tensor:
-        """The sums of all devices of the group, on the CPU. All of them call it after the same step."""
-        return self._group.all_reduce(sums.clone()).result().cpu()
-
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Put weights and buffers into the model and the servers. All devices of all workers call it."""
-        if self._served is not None:
-            self._served.load_weights(weights)
+        """Load weights and buffers into the model and the servers. All devices of all workers call it."""
+        if self._server_trainer is not None:
+            self._server_trainer.load_weights(weights)
         else:
-            self.model.load_state_dict(weights)
-        self._spread()
+            super().load_weights(weights)
+        self._broadcast_model()
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """The servers' state, `<parameter>/<state>`. All devices of the worker call it, and all get it."""
-        state = self._served.optimizer_state() if self._served is not None else {}
+        """Return the servers' state as `<parameter>/<state>`. All devices of the worker call it, and all get it."""
+        state = self._server_trainer.optimizer_state() if self._server_trainer is not None else {}
         mine = [(name, list(tensor.shape), dtype_name(tensor)) for name, tensor in state.items()]
         for name, shape, dtype in json.loads(self._group.gather_texts(json.dumps(mine))[0]):
             state.setdefault(name, torch.empty(shape, dtype=getattr(torch, dtype)))
@@ -116,41 +98,34 @@ class MultiDeviceTrainer(Trainer):
         return state
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Give the servers a state. All devices of all workers call it."""
-        if self._served is not None:
-            self._served.load_optimizer_state(state)
+        """Send the servers a state. All devices of all workers call it."""
+        if self._server_trainer is not None:
+            self._server_trainer.load_optimizer_state(state)
         self._group.barrier()
 
     # --- a step
 
-    @property
-    def _have_left(self) -> bool:
-        return False  # they leave in `step`
-
     def _step(self, samples: int) -> None:
         for name, parameter in self._parameters.items():
-            if self._check_finite and parameter.grad is not None and not is_finite(parameter.grad):
-                raise self._not_finite(name)
-        self._round(samples, active=True)
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn unless step() was called
+            self._check_gradient(name, parameter.grad)
+        self._take_part(samples, active=True)
+        self._mark_optimizer_used()
 
-    def _round(self, samples: int, active: bool) -> bool:
-        """What all devices do in a step; whether any of them had something to do."""
-        used = [float(parameter.grad is not None) for parameter in self._parameters.values()]
-        vector = torch.tensor([float(samples), self.kvstore.halt_flag, float(active), *used])
-        found = self._group.all_reduce(vector.to(self._group.device)).result().tolist()
-        if found[ACTIVE]:
-            sums = self._sums(samples)
-            if self._served is not None:
-                self._push(self._served, sums, int(found[SAMPLES]), found[USED:])
-            self._hand_on()
-        self.kvstore.forward_halt(found[HALT])
+    def _take_part(self, samples: int, *, active: bool) -> StepTotals:
+        used = (parameter.grad is not None for parameter in self._parameters.values())
+        totals = StepTotals(self._reduce_step_vector(samples, active, used).result().cpu())
+        if totals.active:
+            sums = self._sum_gradients(samples)
+            if self._server_trainer is not None:
+                self._push(self._server_trainer, sums, totals)
+            self._broadcast_weights()
+        self.kvstore.forward_halt(float(totals.halt))
         self.kvstore.share_job_state()
         self.zero_grad()
-        return bool(found[ACTIVE])
+        return totals
 
-    def _sums(self, samples: int) -> list[Tensor]:
-        """Each bucket's gradients, times the samples of the device, summed over the devices."""
+    def _sum_gradients(self, samples: int) -> list[Tensor]:
+        """Return each bucket's gradients, times the samples of the device, summed over the devices."""
         pending = []
         for bucket in self._buckets:
             bucket.collect()
@@ -158,43 +133,36 @@ class MultiDeviceTrainer(Trainer):
             pending.append(self._group.all_reduce(bucket.gradients))
         return [one.result() for one in pending]
 
-    def _push(self, served: ServerTrainer, sums: Sequence[Tensor], samples: int, used: Sequence[float]) -> None:
-        """The worker's push: the mean over its devices' joined batch."""
-        counts = dict(zip(self._names, used, strict=True))
+    def _push(self, trainer: ServerTrainer, sums: Sequence[Tensor], totals: StepTotals) -> None:
+        """Push the mean over the joined batch of the worker's devices, and wait for the new weights."""
+        samples = int(totals.samples)
+        counts = dict(zip(self._names, totals.used.tolist(), strict=True))
         for bucket, total in zip(self._buckets, sums, strict=True):
             total /= max(1, samples)
             for name, parameter in bucket.parameters.items():
                 parameter.grad = bucket.place(total, name).to(parameter.dtype) if counts[name] else None
-        served.step(samples)
-        served.sync()
+        trainer.step(samples)
+        trainer.sync()
 
-    def _hand_on(self) -> None:
-        """Device 0's weights, everywhere, through the memory of the gradients, which have left."""
+    def _broadcast_weights(self) -> None:
+        """Copy device 0's weights to all devices, through the gradients' memory, which is free at this point."""
+        first = self._server_trainer is not None
         for bucket in self._buckets:
             places = list(bucket.places.values())
             weights = [parameter.detach() for parameter in bucket.parameters.values()]
-            if self._served is not None:
+            if first:
                 torch._foreach_copy_(places, weights)
             self._group.broadcast([bucket.gradients])
-            if self._served is None:
+            if not first:
                 torch._foreach_copy_(weights, places)
-
-    def _spread(self) -> None:
-        """Device 0's weights and buffers, frozen ones, too, everywhere."""
-        self._group.broadcast([*self.model.parameters(), *self.model.buffers()])
-
-    def _stand_by(self) -> None:
-        """No more data here: take part with nothing until no device of the worker has any."""
-        while self._round(0, active=False):
-            pass
 
     # --- reports
 
     def report(self) -> None:
-        """Write down what the worker has done so far, on device 0."""
-        if self._served is not None:
-            self._served.report()
+        """Write the worker's progress to the event log, on device 0."""
+        if self._server_trainer is not None:
+            self._server_trainer.report()
 
     def facts(self) -> dict[str, Any]:
-        """What the worker has done so far; on other devices than the first, the device."""
-        return super().facts() if self._served is None else self._served.facts()
+        """Return the worker's progress on device 0, and the device's own on the others."""
+        return super().facts() if self._server_trainer is None else self._server_trainer.facts()

@@ -1,0 +1,124 @@
+"""A bucket of parameters on the servers: its place in the store's memory, and its pushes in flight.
+
+A bucket is pushed as one message per server, and the answers bring its new weights. The trainer decides when a bucket
+is pushed and who waits for its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from echelon.cluster.placement import Slot
+from echelon.kvstore.optimizer_spec import learning_rates
+from echelon.kvstore.servers.client import Ticket
+from echelon.kvstore.servers.store import ServerStore
+
+
+class Bucket:
+    """Parameters that are pushed together, and what is known of them in the current step."""
+
+    def __init__(
+        self, index: int, parameters: Mapping[str, nn.Parameter], store: ServerStore, optimizer: Optimizer
+    ) -> None:
+        """`store` has keys of the parameters' names."""
+        self.index = index
+        self.parameters = parameters
+        self.names = list(parameters)
+        self._store = store
+        self._optimizer = optimizer
+        self._slots = dict(zip(self.names, store.slots(self.names), strict=True))
+        self._all = list(self._slots.values())
+        self._used, self._unused = self._all, list[Slot]()  # with and without gradients in captured steps
+        views = {name: store.views(name) for name in self.names}
+        self.weights: dict[str, Tensor] = {name: weights for name, (weights, _) in views.items()}
+        self.gradients: dict[str, Tensor] = {name: gradients for name, (_, gradients) in views.items()}
+        self.arrived: set[str] = set()  # whose gradients of the current step are in the store's memory
+        self.cleared_late: set[str] = set()  # those of them that `zero_grad` was called for after they were pushed
+        self.read_early = False  # whether a parameter is read without a call of its module
+        self._pushed: list[Ticket] | None = None  # in the current step
+        self._in_flight: list[Ticket] | None = None  # of the last step, not waited for yet
+
+    # --- pushes
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients of the current step have arrived."""
+        return len(self.arrived) == len(self.names)
+
+    @property
+    def is_pushed(self) -> bool:
+        """Whether the bucket was pushed in the current step."""
+        return self._pushed is not None
+
+    def push(self, samples: int, *, factor_rank: int = 0) -> None:
+        """Push all gradients. `factor_rank` above 0: of the one parameter, its factors are pushed instead."""
+        self._pushed = self._push(self._all, samples, factor_rank=factor_rank)
+
+    def push_incomplete(self, given: Collection[str], samples: int) -> None:
+        """Push the gradients of some parameters, and tell the servers that the others have none."""
+        self._pushed = self._push([self._slots[name] for name in given], samples) if given else []
+        if absent := [slot for name, slot in self._slots.items() if name not in given]:
+            self._pushed += self._push(absent, 0)
+
+    def push_captured(self, samples: int, *, more: bool) -> None:
+        """Push the bucket of a captured step. `more`: another bucket of the step follows soon."""
+        tickets = self._push(self._unused, 0, more=more or bool(self._used)) if self._unused else []
+        if self._used:
+            tickets += self._push(self._used, samples, more=more)
+        self._in_flight = tickets
+
+    def mark_unused(self, names: Collection[str]) -> None:
+        """Declare that captured steps give some parameters no gradient."""
+        self._unused = [self._slots[name] for name in names]
+        self._used = [slot for name, slot in self._slots.items() if name not in names]
+
+    def _push(self, slots: Sequence[Slot], samples: int, *, factor_rank: int = 0, more: bool = False) -> list[Ticket]:
+        rates = learning_rates(self._optimizer)
+        return self._store.push_bucket(slots, float(samples), rates, factor_rank=factor_rank, more=more)
+
+    def discard(self) -> None:
+        """Discard the gradients of the current step, unless they were pushed."""
+        self.cleared_late = set(self.arrived)
+        if not self.is_pushed:
+            self.arrived.clear()
+
+    def end_step(self) -> None:
+        """Keep the pushes as those in flight, and begin a new step."""
+        assert self._pushed is not None
+        self._in_flight, self._pushed = self._pushed, None
+        self.arrived.clear()
+        self.cleared_late.clear()
+
+    # --- new weights
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether nobody has waited for the new weights of the last step yet."""
+        return self._in_flight is not None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the new weights are in the store's memory by now."""
+        return self._in_flight is None or self._store.is_answered(self._in_flight)
+
+    def wait(self) -> list[Ticket]:
+        """Wait until the new weights are in the store's memory. Return the answers."""
+        assert self._in_flight is not None
+        tickets, self._in_flight = self._in_flight, None
+        self._store.wait(tickets)
+        return tickets
+
+    def copy_weights_to_device(self) -> None:
+        """Copy the weights from the store's memory to the device. On the CPU the parameters are that memory."""
+        for name, parameter in self.parameters.items():
+            if parameter.device.type != "cpu":
+                parameter.data.copy_(self.weights[name], non_blocking=True)
+
+    def move_parameters(self) -> None:
+        """Let the parameters on the CPU use the store's memory, in which new weights arrive."""
+        for name, parameter in self.parameters.items():
+            if parameter.device.type == "cpu":
+                parameter.data = self.weights[name]
