@@ -108,7 +108,7 @@ def places(kv: KVStore) -> tuple[Any, ...]:
     kv.barrier()
     trainer.refresh()
     state = snapshot(model)
-    reported = trainer.metadata()
+    reported = trainer.progress()
     trainer.close()
     return *facts, reported["clock"], reported["samples"], state
 
@@ -134,7 +134,7 @@ def unequal(kv: KVStore) -> tuple[int, State]:
     trainer.refresh()
     state = snapshot(model)
     trainer.close()
-    return trainer.metadata()["clock"], state
+    return trainer.progress()["clock"], state
 
 
 def test_who_has_no_more_data_takes_part_with_nothing() -> None:

@@ -704,7 +704,7 @@ def test_a_trainer_makes_its_store_by_name() -> None:
             loss_of(model, batch).backward()
             trainer.step()
     assert trainer.kvstore.type == "local"
-    assert trainer.facts()["clock"] == 2
+    assert trainer.progress()["clock"] == 2
     assert_same_bits(snapshot(model), expected)
 
 

@@ -254,7 +254,7 @@ class Run:
         self._trainer.average_buffers()
         self._kvstore.retire()
         seconds = time.monotonic() - self._start_s
-        self._report.event("done", seconds=round(seconds, 6), **self._trainer.facts())
+        self._report.event("done", seconds=round(seconds, 6), **self._trainer.progress())
         self._kvstore.barrier()
         if self._kvstore.halted not in EXIT_STATUS:
             self._trainer.refresh()  # the weights now include the pushes of all workers

@@ -305,9 +305,9 @@ class Trainer:
     def report(self) -> None:
         """Write this worker's progress to the event log."""
         self._last_report = time.monotonic()
-        self.kvstore.events.write("progress", **self.facts())
+        self.kvstore.events.write("progress", **self.progress())
 
-    def facts(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, Any]:
         """Return this worker's progress: clock, samples, seconds of waiting, and how stale its weights were."""
         return {
             "rank": self.kvstore.worker_rank,

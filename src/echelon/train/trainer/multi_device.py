@@ -163,6 +163,6 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
         if self._server_trainer is not None:
             self._server_trainer.report()
 
-    def facts(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, Any]:
         """Return the worker's progress on device 0, and the device's own on the others."""
-        return super().facts() if self._server_trainer is None else self._server_trainer.facts()
+        return super().progress() if self._server_trainer is None else self._server_trainer.progress()
