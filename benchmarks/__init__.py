@@ -1,1 +1,1 @@
-"""Benchmarks that only this repository needs, and the raw results of all benchmarks."""
+"""Benchmarks that only this repository needs, and the result files of all benchmarks. Not part of the wheel."""

@@ -1,7 +1,7 @@
-"""What a trainer's log says, as numbers. The lines are those of `echelon.train.log_lines`, with any prefix before them.
+"""Reads a trainer's log. The lines are those of `echelon.train.log_lines`, with any prefix before them.
 
-The speed of a run is the median of its speed lines after the step was compiled. Each line is the mean of its batches;
-the spread is that of lines, not of single steps.
+The speed of a run is the median of its speed lines after the step was compiled. Each line is the mean over its batches,
+so the spread is that of lines and not of single steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from echelon.bench.harness.turns import percentile
 
-_NUMBER = r"(\d+(?:\.\d*)?(?:e[-+]?\d+)?)"  # a line with nan or inf is not a measurement
+_NUMBER = r"(\d+(?:\.\d*)?(?:e[-+]?\d+)?)"  # lines with nan or inf are not measurements
 _SPEED = re.compile(rf"Epoch\[\d+\] Batch \[\d+-\d+\]\tSpeed: {_NUMBER} samples/sec")
 _EPOCH = re.compile(rf"Epoch\[(\d+)\] (Train-accuracy|Validation-accuracy|Time cost)={_NUMBER}")
 _COMPILED = re.compile(rf"compiling the step took {_NUMBER} s")
@@ -22,7 +22,7 @@ _PRECISION = re.compile(r":(precision .*)$")
 
 @dataclass(slots=True)
 class Log:
-    """One run. Speeds are in the order of the log; what belongs to an epoch is by its number, from 0."""
+    """The numbers of one run. Speeds are in the order of the log; figures of an epoch are by its number, from 0."""
 
     speeds: list[float] = field(default_factory=list)
     train: dict[int, float] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Median, 10th and 90th percentile of that many speed lines."""
+    """Median, 10th and 90th percentile of the speed lines, and their number."""
 
     median: float
     p10: float
@@ -44,14 +44,14 @@ class Speed:
 
 
 def read_log(text: str) -> Log:
-    """Take every line that is known, in order; leave the others."""
+    """Read every known line, in order, and ignore the others."""
     log = Log()
     for line in text.splitlines():
-        _take(log, line)
+        _read_line(log, line)
     return log
 
 
-def _take(log: Log, line: str) -> None:
+def _read_line(log: Log, line: str) -> None:
     if found := _SPEED.search(line):
         log.speeds.append(float(found[1]))
     elif found := _EPOCH.search(line):
@@ -59,7 +59,7 @@ def _take(log: Log, line: str) -> None:
         kinds[found[2]][int(found[1])] = float(found[3])
     elif found := _COMPILED.search(line):
         log.compile_s = float(found[1])
-        log.speeds.clear()  # a speed before this was that of compiling
+        log.speeds.clear()  # earlier speeds include compiling
     elif found := _ENGINE.search(line):
         log.engine = found[1]
     elif found := _PRECISION.search(line):
@@ -67,7 +67,7 @@ def _take(log: Log, line: str) -> None:
 
 
 def speed_of(speeds: Sequence[float]) -> Speed | None:
-    """What the lines come to; None if there are none."""
+    """Return the statistics of the speed lines; None if there are none."""
     if not speeds:
         return None
     p10, median, p90 = (percentile(speeds, share) for share in (0.1, 0.5, 0.9))

@@ -1,9 +1,10 @@
-"""The published figures that `python -m benchmarks.gpu` is held against, as data.
+"""The published figures that `python -m benchmarks.gpu` compares with.
 
-Two sources, both of MXNet: a proof of concept of 2017 (0.11, ResNets on CIFAR-10 over K80 and P100 GPUs, 12 epochs) and
-the tables of its first distributed examples of 2015 (Inception on CIFAR-10, GTX 980). With the same batch and learning
-rate a run takes the same steps on one GPU as on eight (but for each GPU's own batch statistics), so a published one
-counts whatever it was measured on; of several for one setting the best is the bar.
+Both sources used MXNet: a proof of concept of 2017 (version 0.11, ResNets on CIFAR-10, K80 and P100 GPUs, 12 epochs)
+and the tables of MXNet's first distributed examples of 2015 (Inception on CIFAR-10, GTX 980). With the same batch size
+and learning rate, a run takes the same steps on one GPU as on eight, except that each GPU has its own batch statistics.
+Therefore the number of GPUs of a published accuracy does not matter. If several were published for one setting, the
+best is the one to reach.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ EPOCHS_2017 = 12
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A row of the tables of 2017: global batch, what it reached after 12 epochs, and how fast it was."""
+    """A row of the tables of 2017: global batch size, accuracy after 12 epochs, and speed."""
 
     layers: int
     batch: int
@@ -29,7 +30,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class EpochCell:
-    """A row of the single-GPU tables of 2015: validation accuracy after so many epochs."""
+    """A row of the single-GPU tables of 2015: validation accuracy after a number of epochs."""
 
     batch: int
     lr: float
@@ -37,7 +38,7 @@ class EpochCell:
     accuracy: float
 
 
-TABLE_2017 = (  # rows without an accuracy or without a GPU are left out; no lr given means the script's own, 0.05
+TABLE_2017 = (  # without rows that lack an accuracy or a GPU; 0.05 is the script's default lr
     Cell(110, 128, 0.05, 0.818, K80, 1, 520),
     Cell(50, 512, 0.05, 0.702, K80, 8, 6200),
     Cell(50, 256, 0.05, 0.768, K80, 4, 3600),
@@ -80,7 +81,7 @@ TABLE_2015 = (
 
 
 def best_cells() -> list[Cell]:
-    """Of each network, batch and learning rate of 2017 the cell with the best accuracy, small networks first."""
+    """Return the most accurate cell of each network, batch size and learning rate of 2017, small networks first."""
     best: dict[tuple[int, int, float], Cell] = {}
     for cell in TABLE_2017:
         key = (cell.layers, cell.batch, cell.lr)
@@ -90,13 +91,13 @@ def best_cells() -> list[Cell]:
 
 
 def fastest_single(layers: int, batch: int) -> Cell | None:
-    """The fastest published run on one GPU with that network and batch."""
+    """Return the fastest published run on one GPU with this network and batch size."""
     cells = [cell for cell in TABLE_2017 if (cell.layers, cell.batch, cell.num_gpus) == (layers, batch, 1)]
     return max(cells, key=lambda cell: cell.samples_per_s, default=None)
 
 
 def inception_runs() -> dict[tuple[int, float], list[EpochCell]]:
-    """The cells of 2015 by the run that gives them: batch and learning rate."""
+    """Return the cells of 2015 by run, which is a batch size and a learning rate."""
     runs: dict[tuple[int, float], list[EpochCell]] = {}
     for cell in TABLE_2015:
         runs.setdefault((cell.batch, cell.lr), []).append(cell)

@@ -1,7 +1,7 @@
-"""What `python -m benchmarks.gpu` writes down: a record a row, in JSON files that grow row by row.
+"""The result files of `python -m benchmarks.gpu`: JSON with one record per row.
 
-Every record says by itself what it is a measurement of (command, commit, GPU, torch, data), because a file may be
-filled in several goes. A file is written whole after each row, so a run that is killed loses only what was running.
+Every record contains its own command, commit, GPU, torch version and data, because several runs may contribute to one
+file. The file is written after each row, so a run that is killed loses only the rows that were running.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DESCRIBE = (
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What all rows of one go have in common. `extra` are flags added to every command."""
+    """What all records of one run have in common. `extra` are flags added to every command."""
 
     commit: str
     gpu: str
@@ -39,14 +39,14 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One finished row. `error` is empty exactly when its figures count; epochs are numbered from 0."""
+    """One finished row. Its figures are valid if `error` is empty; epochs are numbered from 0."""
 
     name: str
     kind: str
     command: str
     date: str
     origin: Origin
-    jobs: int  # rows that were allowed to run at the same time, this one included
+    jobs: int  # the number of rows that could run at the same time, including this one
     wall_s: float
     error: str = ""
     engine: str = ""
@@ -59,22 +59,22 @@ class Record:
 
     @property
     def speed(self) -> Speed | None:
-        """Its speed lines as one figure."""
+        """The statistics of its speed lines."""
         return speed_of(self.speeds)
 
     def accuracy_after(self, epochs: int) -> float | None:
-        """Of the validation after so many epochs."""
+        """Return the validation accuracy after this many epochs."""
         return self.validation_accuracy.get(epochs - 1)
 
     def best_within(self, epochs: int) -> float | None:
-        """The best validation of so many epochs."""
+        """Return the best validation accuracy of the first epochs."""
         return max((value for epoch, value in self.validation_accuracy.items() if epoch < epochs), default=None)
 
 
 def make_record(
     row: Row, log: Log, *, command: str, date: str, origin: Origin, jobs: int, wall_s: float, error: str
 ) -> Record:
-    """A row's figures from its log. A run that ended well without them is an error, too."""
+    """Return the record of a row from its log. A log without the figures is an error even if the run succeeded."""
     return Record(
         name=row.name,
         kind=row.kind,
@@ -83,7 +83,7 @@ def make_record(
         origin=origin,
         jobs=jobs,
         wall_s=round(wall_s, 2),
-        error=error or lacking(row, log),
+        error=error or missing_figures(row, log),
         engine=log.engine,
         precision=log.precision,
         compile_s=log.compile_s,
@@ -94,8 +94,8 @@ def make_record(
     )
 
 
-def lacking(row: Row, log: Log) -> str:
-    """What the log should have and has not; empty if nothing."""
+def missing_figures(row: Row, log: Log) -> str:
+    """Return which figures the log lacks; empty if none."""
     if row.kind == "speed" and not log.speeds:
         return "the log has no speed line"
     epochs = [bar.epochs for bar in row.bars if bar.epochs - 1 not in log.validation]
@@ -107,7 +107,7 @@ class _File(msgspec.Struct):
 
 
 def read_records(path: Path) -> dict[str, Record]:
-    """The records of one file by name; none if there is no file."""
+    """Return the records of one file by name; none if the file does not exist."""
     if not path.exists():
         return {}
     try:
@@ -118,7 +118,7 @@ def read_records(path: Path) -> dict[str, Record]:
 
 
 def read_folder(folder: Path) -> dict[str, Record]:
-    """The records of all gpu*.json of a folder; of several of one row, the newest whose figures count."""
+    """Return the records of all gpu*.json of a folder; of several for one row, the newest with valid figures."""
     found: dict[str, Record] = {}
     for path in sorted(folder.glob("gpu*.json")):
         for record in read_records(path).values():
@@ -127,7 +127,7 @@ def read_folder(folder: Path) -> dict[str, Record]:
 
 
 def better(old: Record | None, new: Record) -> Record:
-    """Which of two records of a row to keep: figures before failures, then the newer one."""
+    """Return which of two records of a row to keep: one with figures before a failed one, then the newer one."""
     if old is None or (old.error and not new.error):
         return new
     if new.error and not old.error:
@@ -136,13 +136,13 @@ def better(old: Record | None, new: Record) -> Record:
 
 
 def write_records(path: Path, records: Iterable[Record], command: str) -> None:
-    """Write the whole file anew."""
+    """Write all records to a file, replacing it."""
     write_result(path, {"rows": [asdict(record) for record in records]}, command)
 
 
 @cache
 def describe_gpu() -> tuple[str, str]:
-    """The GPU's name and torch's version, asked in a process of its own: this one must not hold memory of the GPU."""
+    """Return the GPU's name and the torch version. A child process asks, so that this one allocates no GPU memory."""
     done = subprocess.run([sys.executable, "-c", _DESCRIBE], capture_output=True, text=True, check=True, timeout=120)
     gpu, torch_version = done.stdout.splitlines()[-2:]
     return gpu, torch_version

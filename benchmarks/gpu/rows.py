@@ -1,8 +1,8 @@
-"""Which training commands `python -m benchmarks.gpu` runs, and what each is held against.
+"""The training commands that `python -m benchmarks.gpu` runs, and their targets.
 
-A row is one command as a user types it. Speed rows measure samples a second and run alone; accuracy rows measure the
-validation accuracy after some epochs and may run side by side. Speed rows name the engine, because a short run would
-not choose to compile and the full one does.
+A row is one command as a user types it. Speed rows measure samples per second and run alone. Accuracy rows measure the
+validation accuracy after some epochs and may run at the same time. Speed rows give the engine, because a short run
+would not choose to compile, while the full command does.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from echelon.suggestions import unknown_name
 
 Kind = Literal["speed", "accuracy"]
 KINDS: tuple[Kind, ...] = ("speed", "accuracy")
-STEPS_OF_IMAGENET = 1200  # of about 10,000 in the whole epoch: eleven speed lines of 100 batches
-ENGINE = "--engine compile"  # what the whole command chooses by itself
+STEPS_OF_IMAGENET = 1200  # of about 10,000 in an epoch; gives eleven speed lines of 100 batches
+ENGINE = "--engine compile"  # what the full command chooses
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """The accuracy to reach after so many epochs, and who reached it."""
+    """The accuracy to reach after a number of epochs, and the hardware that it was published for."""
 
     epochs: int
     accuracy: float
@@ -31,13 +31,13 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One command. `target` is in samples/s, or a share of the speed of the row `against`."""
+    """One command. `target` is in samples/s or, with `against`, a fraction of that row's speed."""
 
     name: str
     kind: Kind
     script: str
     arguments: str
-    launch: str = ""  # arguments of `echelon launch`, where the command has it in front
+    launch: str = ""  # arguments of `echelon launch`, if the command starts with it
     target: float | None = None
     against: str | None = None
     published: str = ""
@@ -45,17 +45,17 @@ class Row:
 
     @property
     def reads_data(self) -> bool:
-        """Whether the command needs to know where data files are."""
+        """Whether the command takes a --data-dir."""
         return "--benchmark 1" not in self.arguments
 
 
 def gpu_rows() -> list[Row]:
-    """Everything that one GPU is asked for, in the order it is run."""
+    """Return all rows for one GPU, in the order of running."""
     return [*imagenet_rows(), *cifar_rows(), *store_rows(), *inception_rows(), *resnet_rows()]
 
 
 def imagenet_rows() -> list[Row]:
-    """ResNet-50 on synthetic images in float16, the epoch cut short."""
+    """Return ResNet-50 on synthetic images in float16, with a short epoch."""
     return [
         Row(
             f"imagenet-resnet50-{batch}",
@@ -70,7 +70,7 @@ def imagenet_rows() -> list[Row]:
 
 
 def cifar_rows() -> list[Row]:
-    """ResNets on CIFAR-10; float32 for those who want to compare with that."""
+    """Return ResNets on CIFAR-10 in the automatic precision, and two in float32 for comparison."""
     targets = {(50, 128): 37_000, (50, 512): 71_000}
     auto = [_cifar(layers, batch, targets.get((layers, batch))) for layers in (50, 110) for batch in (128, 512)]
     return [*auto, *(_cifar(50, batch, None, "float32") for batch in (128, 512))]
@@ -90,7 +90,7 @@ def _cifar(layers: int, batch: int, target: float | None, dtype: str | None = No
 
 
 def store_rows() -> list[Row]:
-    """One worker and one server beside the same worker without."""
+    """Return a worker without servers, and the same worker with one server."""
     common = f"{_resnet(50, 512)} --num-epochs 3 {ENGINE} --kv-store"
     return [
         Row("store-local-512", "speed", "train_cifar10.py", f"{common} local"),
@@ -107,7 +107,7 @@ def store_rows() -> list[Row]:
 
 
 def resnet_rows() -> list[Row]:
-    """A run for each distinct setting of 2017, held against the best that was published for it."""
+    """Return one run per setting of 2017, to compare with the best published accuracy."""
     return [
         Row(
             f"resnet{cell.layers}-{cell.batch}-{cell.lr:g}",
@@ -121,7 +121,7 @@ def resnet_rows() -> list[Row]:
 
 
 def inception_rows() -> list[Row]:
-    """A run for each setting of 2015; its longest gives all the shorter ones."""
+    """Return one run per setting of 2015. The longest run also gives the figures after fewer epochs."""
     return [
         Row(
             f"inception-{batch}-{lr:g}",
@@ -136,7 +136,7 @@ def inception_rows() -> list[Row]:
 
 
 def tiny_rows() -> list[Row]:
-    """Seconds on a CPU, no data files: whether all of this works, not how fast anything is."""
+    """Return rows that take seconds on a CPU and need no data files, to test this program."""
     common = (
         "--devices cpu --benchmark 1 --network mlp --num-examples 64 --batch-size 4 --num-epochs 2 --disp-batches 5"
     )

@@ -1,8 +1,8 @@
-"""Runs rows as processes: speed rows alone and first, then accuracy rows, some at a time; a log file each.
+"""Runs rows as processes: first the speed rows, one at a time, then the accuracy rows, several at a time.
 
-The commands are those a user types, with this interpreter in place of `python` and this code in place of `echelon`, so
-that nothing needs to be installed. A row that fails or overruns its limit is a record with an error, and the next one
-goes on. When this process leaves, whatever the reason, nothing of it goes on running.
+The commands are those that a user types, but with this interpreter as `python` and this code as `echelon`, so that
+nothing needs to be installed. A row that fails or exceeds its time limit becomes a record with an error, and the next
+row starts. When this process ends for any reason, it ends its child processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPORT_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How rows are run. `examples` has the training scripts, `log_dir` gets a file a row."""
+    """How rows are run. `examples` contains the training scripts; `log_dir` receives one log file per row."""
 
     examples: Path
     log_dir: Path
@@ -40,10 +40,12 @@ class Plan:
 
 
 def command_of(row: Row, plan: Plan) -> list[str]:
-    """The process to start."""
+    """Return the command line of the process to start."""
     script = plan.examples / row.script
     if not script.exists():
-        raise UsageError(f"{row.name}: there is no {script}; say with --examples where the training scripts are")
+        raise UsageError(
+            f"{row.name}: {script} does not exist; give the folder of the training scripts with --examples"
+        )
     trainer = [sys.executable, str(script), *_arguments(row, plan.origin.extra, plan.data_dir)]
     if not row.launch:
         return trainer
@@ -51,7 +53,7 @@ def command_of(row: Row, plan: Plan) -> list[str]:
 
 
 def shown_command(row: Row, extra: str, data_dir: str | None = None) -> str:
-    """The same as a user types it, without this machine's folders."""
+    """Return the command as a user types it, without the paths of this machine."""
     launch = f"echelon launch {row.launch} " if row.launch else ""
     return f"{launch}python {row.script} {shlex.join(_arguments(row, extra, data_dir and 'DIR'))}"
 
@@ -62,30 +64,30 @@ def _arguments(row: Row, extra: str, data_dir: str | None) -> list[str]:
 
 
 class Running:
-    """A row under way."""
+    """A row that is running."""
 
     def __init__(self, row: Row, plan: Plan) -> None:
         self.row = row
         self.began = time.monotonic()
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
         log_path = plan.log_dir / f"{row.name}.log"
-        log_path.unlink(missing_ok=True)  # a process appends; an earlier run's lines are not this one's
+        log_path.unlink(missing_ok=True)  # a process appends to its log, which may be there from an earlier run
         self.member = Member(ProcessSpec(row.name, command_of(row, plan)), log_path)
 
     @property
     def seconds(self) -> float:
-        """Since it was started."""
+        """Seconds since the start."""
         return time.monotonic() - self.began
 
     def last_line(self) -> str:
-        """What its log ends with."""
+        """Return the last line of its log."""
         lines = self._text().splitlines()
-        return lines[-1] if lines else "(nothing said yet)"
+        return lines[-1] if lines else "(no output yet)"
 
     def finish(self, plan: Plan, jobs: int) -> Record:
-        """End what is left of it and read its log."""
+        """End its processes and return its record."""
         status, wall_s = self.member.exit_status(), self.seconds
-        ended = f"exit status {status}" if status is not None else f"ended after its limit of {plan.limit_s:g} s"
+        ended = f"exit status {status}" if status is not None else f"ended by its time limit of {plan.limit_s:g} s"
         error = "" if status == 0 else f"{ended}; {self.last_line()}"
         self.member.kill()
         return make_record(
@@ -104,26 +106,26 @@ class Running:
 
 
 class Runner:
-    """Takes rows through. `done` gets each record at once; `say` gets lines about how it goes."""
+    """Runs rows. It calls `done` with each record when its row ends, and `progress` with lines to display."""
 
-    def __init__(self, plan: Plan, done: Callable[[Record], None], say: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, done: Callable[[Record], None], progress: Callable[[str], None]) -> None:
         if plan.jobs < 1:
             raise UsageError(f"--jobs must be 1 or more, not {plan.jobs}")
         self._plan = plan
         self._done = done
-        self._say = say
+        self._progress = progress
         self._began = time.monotonic()
         self._running: list[Running] = []
 
     def run(self, rows: Sequence[Row]) -> list[Row]:
-        """Run them; returns those for which the time was not enough."""
+        """Run the rows and return those that were not started because the budget was spent."""
         for row in rows:
-            command_of(row, self._plan)  # what cannot be started is said before the first one runs
+            command_of(row, self._plan)  # report a missing script before the first row runs
         self._plan.log_dir.mkdir(parents=True, exist_ok=True)
-        missing: list[Row] = []
+        not_run: list[Row] = []
         for kind, jobs in (("speed", 1), ("accuracy", self._plan.jobs)):
-            missing += self._run_some([row for row in rows if row.kind == kind], jobs)
-        return missing
+            not_run += self._run_some([row for row in rows if row.kind == kind], jobs)
+        return not_run
 
     def _run_some(self, rows: Sequence[Row], jobs: int) -> list[Row]:
         waiting = deque(rows)
@@ -144,18 +146,18 @@ class Runner:
         return time.monotonic() - self._began >= self._plan.budget_s
 
     def _start(self, row: Row) -> None:
-        self._say(f"{row.name}: {shown_command(row, self._plan.origin.extra, self._plan.data_dir)}")
+        self._progress(f"{row.name}: {shown_command(row, self._plan.origin.extra, self._plan.data_dir)}")
         self._running.append(Running(row, self._plan))
 
     def _wait(self) -> None:
-        """Until one ends or is over its limit; say now and then where they are."""
+        """Wait until a row ends or reaches its time limit; report progress every REPORT_S seconds."""
         with selectors.DefaultSelector() as selector:
             for one in self._running:
                 selector.register(one.member.pidfd, selectors.EVENT_READ)
             left_s = min(self._plan.limit_s - one.seconds for one in self._running)
             while left_s > 0 and not selector.select(min(left_s, REPORT_S)):
                 for one in self._running:
-                    self._say(f"  {one.row.name}, {one.seconds:.0f} s: {one.last_line()}")
+                    self._progress(f"  {one.row.name}, {one.seconds:.0f} s: {one.last_line()}")
                 left_s = min(self._plan.limit_s - one.seconds for one in self._running)
 
     def _collect(self, jobs: int) -> None:
@@ -164,5 +166,5 @@ class Runner:
                 record = one.finish(self._plan, jobs)
                 self._running.remove(one)
                 if record.error:
-                    self._say(one.member.last_lines())
+                    self._progress(one.member.last_lines())
                 self._done(record)

@@ -1,6 +1,6 @@
-"""Records of `python -m benchmarks.gpu` as Markdown: what was asked for, what came out, and whether it is enough.
+"""Records of `python -m benchmarks.gpu` as Markdown tables: the target, the figure, and whether the target is met.
 
-`rewrite_block` puts the tables between two marks of a document, so that no figure is ever typed in by hand.
+`rewrite_block` writes the tables between two marks of a document, so that no figure is copied by hand.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ Cells = Sequence[str]
 
 
 def markdown(rows: Sequence[Row], records: Records) -> str:
-    """All tables, with what is missing and what failed said below them."""
+    """Return all tables, followed by the rows that failed or did not run."""
     ours = [records[row.name] for row in rows if row.name in records]
     parts = [origins(ours), speed_table(rows, records), accuracy_table(rows, records), gaps(rows, records)]
     return "\n\n".join(part for part in parts if part)
 
 
 def origins(records: Sequence[Record]) -> str:
-    """What the figures were measured on and with; one line for each that differs."""
-    told = dict.fromkeys(record.origin for record in records)
+    """Return one line per distinct origin: GPU, torch version, commit and data."""
     lines = []
-    for origin in told:
+    for origin in dict.fromkeys(record.origin for record in records):
         count = sum(record.origin == origin for record in records)
         commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]+", r"\1", origin.commit)
         extra = f"; added to every command: `{origin.extra}`" if origin.extra else ""
@@ -42,7 +41,7 @@ def origins(records: Sequence[Record]) -> str:
 
 
 def speed_table(rows: Sequence[Row], records: Records) -> str:
-    """Samples a second beside the target and the published figure."""
+    """Return the table of speeds with their targets and the published figures."""
     cells = [_speed_cells(row, records) for row in rows if row.kind == "speed" and _good(row, records)]
     heads = ("command", "samples/s", "10th – 90th percentile", "lines", "target", "met", "published", "as")
     return _table(heads, "lrrrrlrl", cells)
@@ -60,7 +59,7 @@ def _speed_cells(row: Row, records: Records) -> Cells:
 
 
 def _target(row: Row, records: Records, value: float) -> tuple[str, str]:
-    """The target as shown, and whether the speed reaches it."""
+    """Return the target as shown, and whether the speed reaches it."""
     if row.target is None:
         return "", ""
     if row.against is None:
@@ -73,7 +72,7 @@ def _target(row: Row, records: Records, value: float) -> tuple[str, str]:
 
 
 def accuracy_table(rows: Sequence[Row], records: Records) -> str:
-    """Validation accuracies beside the published ones; the one after the last epoch counts."""
+    """Return the table of validation accuracies. The one after the last epoch is compared with the published one."""
     cells = [
         (row.name, str(bar.epochs), f"{bar.accuracy:g}", bar.source, *_reached(records[row.name], bar))
         for row in rows
@@ -95,16 +94,16 @@ def _reached(record: Record, bar: Bar) -> tuple[str, str, str, str]:
 
 
 def gaps(rows: Sequence[Row], records: Records) -> str:
-    """What has no figures, and why."""
+    """Return which rows have no figures, and why."""
     failed = [f"- {row.name} failed: {records[row.name].error}" for row in rows if _failed(row, records)]
     missing = [row.name for row in rows if row.name not in records]
     return "\n".join([*failed, *([f"- not run: {', '.join(missing)}"] if missing else [])])
 
 
 def rewrite_block(text: str, block: str) -> str:
-    """The document with that between its marks."""
+    """Return the document with `block` between its marks."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise DataError(f"the document needs one {BEGIN} and, after it, one {END}; write them where the tables go")
+        raise DataError(f"the document needs one {BEGIN} and after it one {END}; add them where the tables belong")
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
     return f"{before}{BEGIN}\n{block}\n{END}{after}"
 
@@ -122,7 +121,7 @@ def _yes(met: bool) -> str:
 
 
 def _table(heads: Cells, sides: str, cells: Iterable[Cells]) -> str:
-    """Markdown; `sides` has l or r for each column. Nothing at all without cells."""
+    """Return a Markdown table. `sides` is l or r for each column. Without cells, return an empty string."""
     rules = [{"l": "---", "r": "---:"}[side] for side in sides]
     lines = [f"| {' | '.join(line)} |" for line in (heads, rules, *cells)]
     return "\n".join(lines) if len(lines) > 2 else ""

@@ -75,7 +75,7 @@ def test_kept_figures_outlive_a_failure_and_others_do_not(tmp_path: Path, capfd:
     assert "FAILED" in capfd.readouterr().err
     assert json.loads(results.read_text())["rows"][0]["speeds"] == [100.0]
     assert main([*command, "--budget-s", "0"]) == 1
-    assert "not run, the budget of 0 s is spent: tiny-local" in capfd.readouterr().err
+    assert "not run because the budget of 0 s is spent: tiny-local" in capfd.readouterr().err
     assert main(command) == 1
     assert json.loads(results.read_text())["rows"][0]["error"] == "exit status 1; no memory left"
 

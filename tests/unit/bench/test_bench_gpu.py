@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu.log import Log, read_log, speed_of
 from benchmarks.gpu.published import TABLE_2017, best_cells, fastest_single, inception_runs
-from benchmarks.gpu.results import Origin, Record, better, lacking, make_record, read_folder, read_records
+from benchmarks.gpu.results import Origin, Record, better, make_record, missing_figures, read_folder, read_records
 from benchmarks.gpu.results import write_records as write
 from benchmarks.gpu.rows import Bar, Row, choose, gpu_rows, tiny_rows
 from benchmarks.gpu.run import shown_command
@@ -122,9 +122,9 @@ def test_rows_are_chosen_by_kind_and_name() -> None:
 def test_a_log_without_its_figures_is_an_error() -> None:
     speed = Row("s", "speed", "x.py", "")
     accuracy = Row("a", "accuracy", "x.py", "", bars=(Bar(2, 0.5, "K80"), Bar(3, 0.5, "K80")))
-    assert lacking(speed, read_log(LOG)) == ""
-    assert lacking(speed, Log()) == "the log has no speed line"
-    assert lacking(accuracy, read_log(LOG)) == "the log has no validation after epoch 3"
+    assert missing_figures(speed, read_log(LOG)) == ""
+    assert missing_figures(speed, Log()) == "the log has no speed line"
+    assert missing_figures(accuracy, read_log(LOG)) == "the log has no validation after epoch 3"
     made = make_record(accuracy, Log(), command="", date="", origin=ORIGIN, jobs=1, wall_s=1, error="exit status 1")
     assert made.error == "exit status 1"
 

@@ -76,7 +76,7 @@ def test_a_row_over_its_limit_is_ended(examples: Path) -> None:
     notes = Notes()
     notes.run(Plan(examples, examples, ORIGIN, limit_s=0.3), Row("stuck", "speed", "hang.py", ""))
     (record,) = notes.records
-    assert record.error.startswith("ended after its limit of 0.3 s; ")
+    assert record.error.startswith("ended by its time limit of 0.3 s; ")
 
 
 def test_a_log_of_an_earlier_run_does_not_count(examples: Path) -> None:
@@ -104,7 +104,7 @@ def test_nothing_is_left_running_when_a_record_cannot_be_kept(examples: Path) ->
 
 def test_what_cannot_be_started_is_said_before_anything_runs(examples: Path) -> None:
     notes = Notes()
-    with pytest.raises(UsageError, match=r"none\.py; say with --examples"):
+    with pytest.raises(UsageError, match=r"none\.py does not exist; give .* with --examples"):
         notes.run(Plan(examples, examples, ORIGIN), accuracy("a", "learn.py"), accuracy("b", "none.py"))
     assert notes.records == []
     with pytest.raises(UsageError, match="--jobs must be 1 or more, not 0"):
