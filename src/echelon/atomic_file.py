@@ -1,10 +1,10 @@
-"""Files and folders that appear whole or not at all: made under a temporary name beside the final one, then renamed.
+"""Files and folders that appear completely or not at all: written under a temporary name and then renamed.
 
-Owns the temporary name, the order of flush, sync and rename, and that nothing temporary stays: what a process did not
-finish goes with it, and what a killed one left goes when the same name is written again. Knows nothing of contents.
+This module owns the temporary name, the order of flush, sync and rename, and the cleanup: a process removes what it did
+not finish, and what a killed process left is removed when the same name is written again.
 
-A temporary name has its process's number, and the file is locked while it is written: numbers repeat in containers, and
-mean nothing in another one that shares the folder.
+A temporary name contains the number of its process, and the file is locked while it is written. The lock is needed
+because process numbers repeat in containers, and mean nothing in another container that shares the folder.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _OWNER = r"([1-9]\d{0,8})-[0-9a-f]{8}"
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a fresh hidden name in the folder of `path`, so that a rename never crosses file systems."""
+    """Return a new hidden name in the folder of `path`, so that the rename stays within one file system."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove what processes left that were killed while they made `path`; what is being made stays."""
+    """Remove what killed processes left of `path`. Files that are still being written stay."""
     pattern = re.compile(re.escape(f".{path.name}.") + _OWNER + re.escape(PARTIAL_SUFFIX))
-    with suppress(OSError):  # a folder that one may not read is no reason not to write
+    with suppress(OSError):  # the folder may be writable but not readable
         for found in list(path.parent.iterdir()):
             match = pattern.fullmatch(found.name)
             if match and _is_abandoned(found, int(match[1])):
@@ -59,13 +59,13 @@ def _is_running(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:  # the process belongs to another user
         return True
     return True
 
 
 def _lock(number: int) -> bool:
-    """Lock a file until it is closed; False where somebody has, or where file systems know no locks."""
+    """Lock a file until it is closed. Return False if it is locked, or if the file system has no locks."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -74,7 +74,7 @@ def _lock(number: int) -> bool:
 
 
 def _remove(partial: Path, owner: int) -> None:
-    if os.getpid() != owner:  # a fork inherits finalizers, but not the file
+    if os.getpid() != owner:  # a forked child inherits the finalizer, but does not own the file
         return
     if partial.is_dir() and not partial.is_symlink():
         shutil.rmtree(partial, ignore_errors=True)
@@ -84,7 +84,7 @@ def _remove(partial: Path, owner: int) -> None:
 
 @contextmanager
 def partial_folder(path: Path) -> Iterator[Path]:
-    """Make a hidden folder beside `path` to work in; unless it was renamed, it goes at the end, whatever happens."""
+    """Create a hidden working folder beside `path`. It is removed at the end of the block, unless it was renamed."""
     remove_abandoned(path)
     folder = temporary_name(path)
     try:
@@ -100,19 +100,19 @@ def partial_folder(path: Path) -> Iterator[Path]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise UsageError where a file of this name cannot be made, before any work is spent on its contents."""
+    """Raise UsageError if a file of this name cannot be created, before work is spent on its contents."""
     if path.is_dir():
         raise UsageError(f"cannot write {path}: it is a folder; give a file name")
     if not path.parent.is_dir():
         raise UsageError(
-            f"cannot write {path}: there is no folder {path.parent}; make it first: mkdir -p {path.parent}"
+            f"cannot write {path}: the folder {path.parent} does not exist; create it: mkdir -p {path.parent}"
         )
 
 
 class AtomicFile:
-    """A binary file being written; `commit` gives it its name, `discard` leaves no trace.
+    """A binary file that is being written to `stream`. `commit` gives it its final name, `discard` removes it.
 
-    As a context manager it commits on a normal exit and discards on any exception, Ctrl-C too.
+    As a context manager it commits on a normal exit and discards on any exception, including Ctrl-C.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -120,7 +120,7 @@ class AtomicFile:
         check_writable(self.path)
         remove_abandoned(self.path)
         self._temporary = temporary_name(self.path)
-        # A signal's exception can come between any two lines, here and in who uses this; then this is what is left.
+        # A signal handler may raise between any two lines, here and in the caller; then only this finalizer cleans up.
         self._remove = weakref.finalize(self, _remove, self._temporary, os.getpid())
         try:
             self.stream: BinaryIO = open(self._temporary, "xb")  # noqa: SIM115  (closed by commit or discard)
@@ -129,12 +129,12 @@ class AtomicFile:
             raise UsageError(f"cannot write {self.path}: no permission in folder {self.path.parent}") from error
 
     def sync(self) -> None:
-        """Have all that was written on the disk, which may be full."""
+        """Write everything to the disk, so that an error such as a full disk appears now."""
         self.stream.flush()
         os.fsync(self.stream.fileno())
 
     def commit(self) -> None:
-        """Give the file its final name, replacing an older one; a second call does nothing."""
+        """Rename the file to its final name, replacing an older file. A second call does nothing."""
         if self.stream.closed:
             return
         try:
@@ -147,10 +147,10 @@ class AtomicFile:
             raise
 
     def discard(self) -> None:
-        """Remove what was written; after a commit this does nothing."""
+        """Remove the file. After a commit this does nothing."""
         try:
             self.stream.close()
-        finally:  # close flushes, and a full disk fails there too
+        finally:  # close() flushes, which fails on a full disk
             self._remove()
 
     def __enter__(self) -> AtomicFile:

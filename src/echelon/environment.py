@@ -145,6 +145,16 @@ def _check_rank(job: Job) -> None:
         )
 
 
+def variable(name: str) -> str | None:
+    """Return one of the variables that describe no job, or None if it is not set."""
+    return os.environ.get(name)
+
+
+def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a child process: this process's own, changed by `variables`."""
+    return {**os.environ, **variables}
+
+
 def use_compile_cache() -> str:
     """Let torch keep compiled kernels in the user's cache unless somebody has said where; returns where."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "echelon" / "inductor"

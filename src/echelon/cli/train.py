@@ -16,7 +16,7 @@ from echelon.cluster.shares import find_groups, read_groups
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch import local
-from echelon.launch.supervise import Line
+from echelon.launch.supervise import OnLine
 from echelon.report.curves import draw_curves
 from echelon.report.display import Display, histogram_lines
 from echelon.report.runs import discard_run, latest_run, new_run
@@ -112,7 +112,7 @@ def watch(job: Job, settings: TrainOptions, directory: Path) -> tuple[int, RunSt
     return status, display.state
 
 
-def once(show: Line) -> Line:
+def once(show: OnLine) -> OnLine:
     """Show last words that workers have in common, as those about a file that is missing, of the first one only."""
     said: dict[str, str] = {}
     leaving: set[str] = set()

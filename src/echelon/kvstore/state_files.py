@@ -1,54 +1,48 @@
-"""Optimizer states by name, `<key>/<state>` as torch.optim calls them, and the file they are kept in.
+"""Names of optimizer states, `<key>/<state>` with torch.optim's names, and the safetensors file that holds them.
 
-Every store reads and writes the same names, so a state saved under one store is taken up under any other.
+Every store uses the same names, so a state saved with one store can be loaded with any other.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialize
 from torch import Tensor
 
+from echelon.atomic_file import AtomicFile
 from echelon.cluster.messages import OptimizerSpec
 from echelon.cluster.placement import KeySpec
 from echelon.errors import DataError, UsageError
 from echelon.optim import RULES
 from echelon.server.optimization import NO_OPTIMIZER
 
-SCALARS = frozenset({"step", "mu_product"})  # one number for a whole key; all other states have its shape
+SCALARS = frozenset({"step", "mu_product"})  # one number per key; all other states have the key's shape
 
 
 def save(path: Path, states: Mapping[str, Tensor], spec: OptimizerSpec) -> None:
-    """Write states, whole or not at all."""
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder; give the name of a file, for example {path / 'optimizer.safetensors'}")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: there is no folder {path.parent}; make it before optimizer states are saved there")
-    temporary = path.with_name(path.name + ".part")
+    """Write states to a file, completely or not at all."""
     tensors = {name: tensor.contiguous() for name, tensor in states.items()}
     try:
-        save_file(tensors, temporary, {"optimizer": msgspec.json.encode(spec).decode()})
-        os.replace(temporary, path)
+        with AtomicFile(path) as file:
+            file.stream.write(serialize(tensors, {"optimizer": msgspec.json.encode(spec).decode()}))
     except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
         raise DataError(
-            f"{path}: the optimizer states could not be written ({error}); is the folder writable, and room left?"
+            f"{path}: the optimizer states could not be written ({error}); is the folder writable or the disk full?"
         ) from error
 
 
 def load(path: Path, spec: OptimizerSpec) -> dict[str, Tensor]:
-    """Read states that the same optimizer left."""
+    """Read the states of an optimizer; those of another optimizer raise UsageError."""
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:
-        raise DataError(f"{path}: no optimizer states can be read from it ({error})") from error
+        raise DataError(f"{path}: cannot read optimizer states ({error})") from error
     saved = msgspec.json.decode(metadata.get("optimizer", "null"), type=OptimizerSpec | None)
     if saved is None or saved.name != spec.name:
         raise UsageError(f"{path} has states of {saved.name if saved else 'no optimizer'}; the servers run {spec.name}")
@@ -56,7 +50,7 @@ def load(path: Path, spec: OptimizerSpec) -> dict[str, Tensor]:
 
 
 def by_key(states: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The states of each key. A key may have a slash in its name, a state has none."""
+    """Return the states of each key. A key's name may contain a slash, a state's name does not."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in states.items():
         key, _, kind = name.rpartition("/")
@@ -65,7 +59,7 @@ def by_key(states: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def state_names(spec: OptimizerSpec, key: str) -> list[str]:
-    """What torch.optim calls the states of a key, in the order of `server/kernels.py`."""
+    """Return torch.optim's names for the states of a key, in the order of `server/kernels.py`."""
     group = spec.members.get(key, 0)
     if group == NO_OPTIMIZER:
         return []
@@ -84,7 +78,7 @@ def state_names(spec: OptimizerSpec, key: str) -> list[str]:
 
 
 def check_fit(source: str, spec: OptimizerSpec, key: KeySpec, kinds: Mapping[str, Tensor]) -> None:
-    """Refuse states of other settings or of another shape."""
+    """Raise UsageError for states of other optimizer settings or of another shape."""
     wanted, given = state_names(spec, str(key.name)), sorted(kinds.keys() - SCALARS)
     if sorted(wanted) != given:
         raise UsageError(f"{source}: the states {given} of key {key.name!r} do not fit {spec.name}, which has {wanted}")

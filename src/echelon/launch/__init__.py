@@ -1,0 +1,6 @@
+"""Launchers: they start the processes of a job and supervise them until all have ended.
+
+`local` runs a job as processes of this machine, `devices` runs one process per device of a worker, and `in_process`
+runs a job as threads, for tests and debuggers. Below them, `supervise` watches the processes of a job and forwards
+signals, and `processes` starts, kills and reaps one child process.
+"""

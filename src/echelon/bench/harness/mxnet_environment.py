@@ -6,7 +6,6 @@ MXNet needs an environment of its own because it needs an old NumPy.
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from echelon.environment import variable
 from echelon.errors import JobError, UsageError
 
 MXNET_REQUIREMENTS = ("mxnet==1.9.1", "numpy<1.24")
@@ -36,7 +36,7 @@ def mxnet_command(script: Path) -> list[str]:
 
 def mxnet_python(root: Path | None = None) -> Path:
     """Return a Python that can import MXNet 1.9.1; create its environment under `.peers/` if there is none yet."""
-    given = os.environ.get(MXNET_PYTHON_VARIABLE)
+    given = variable(MXNET_PYTHON_VARIABLE)
     if given:
         if not Path(given).is_file():
             raise UsageError(

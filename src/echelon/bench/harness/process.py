@@ -1,46 +1,61 @@
-"""A contender made of processes: started together, told over pipes when to run, and gone afterwards, whatever happens.
+"""A contender that consists of processes: they are started together, run steps on command, and are always cleaned up.
 
-Every process leads a group of its own, and the group is killed before its leader is reaped, so that its number cannot
-have passed to somebody else. Deaths are seen through pidfds in the same wait as answers: a dead server is an error at
-once, not after a deadline. The lines are those of `protocol`; everything else a process prints goes to its log, whose
-end is part of each error.
+Commands and answers are lines on pipes (`protocol`). The end of a process is detected through its pidfd, in the same
+wait as answers: a dead server is an error at once and not after a timeout. Everything else that a process prints goes
+to its log file; an error shows the end of that file. `launch/processes.py` starts, kills and reaps the processes.
 """
 
 from __future__ import annotations
 
 import os
 import selectors
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from socket import socket
 from typing import IO, TypeVar
 
 from echelon.bench.harness.protocol import QUIT, Answer, Ready, Times, decode_answer, run_command
 from echelon.bench.harness.turns import Contender
+from echelon.environment import Job
 from echelon.errors import JobError
+from echelon.launch.processes import ChildProcess, listen_on_loopback
 
 AnswerKind = TypeVar("AnswerKind", Ready, Times)
 
 LAST_LINES = 12
-KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """How to start one process. A driven one is told each `run K` and answers; the others only serve."""
+    """How to start one process. A driven process gets each `run K` and answers; the others only serve.
+
+    `job`: the process's place in an Echelon job, whose port is chosen when the contender starts.
+    """
 
     label: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     driven: bool = False
+    job: Job | None = None
+    pass_fds: tuple[int, ...] = ()
+
+    def at(self, listener: socket) -> ProcessSpec:
+        """Return the spec with the variables of its job. The scheduler inherits the listening socket."""
+        if self.job is None:
+            return self
+        job = replace(self.job, scheduler_port=listener.getsockname()[1])
+        env = {**job.to_environment(), **self.env}
+        if job.role != "scheduler":
+            return replace(self, env=env)
+        return replace(self, env={**env, "ECHELON_LISTEN_FD": str(listener.fileno())}, pass_fds=(listener.fileno(),))
 
 
 class Member:
-    """One running process of a contender, with its pipes, its log and its answers so far."""
+    """A running process of a contender, with its pipes, its log file and its last answer."""
 
     def __init__(self, spec: ProcessSpec, log_path: Path) -> None:
         self.spec = spec
@@ -49,41 +64,45 @@ class Member:
         self._rest = b""
         self._log = log_path.open("ab", buffering=0)
         try:
-            self._popen = subprocess.Popen(
+            self._process = ChildProcess(
+                spec.label,
                 spec.argv,
-                env={**os.environ, **spec.env},
+                spec.env,
                 stdin=subprocess.PIPE if spec.driven else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if spec.driven else self._log,
                 stderr=self._log,
-                bufsize=0,
-                start_new_session=True,
+                pass_fds=spec.pass_fds,
             )
-        except OSError as error:
+        except BaseException:
             self._log.close()
-            raise JobError(f"{spec.label}: {spec.argv[0]} could not be started: {error.strerror}") from error
-        self.pidfd = os.pidfd_open(self._popen.pid)
+            raise
 
     @property
     def pid(self) -> int:
-        """The process, and its group."""
-        return self._popen.pid
+        """The number of the process and of its session."""
+        return self._process.pid
+
+    @property
+    def pidfd(self) -> int:
+        """A file descriptor that becomes readable when the process ends."""
+        return self._process.pidfd
 
     @property
     def stdout(self) -> IO[bytes] | None:
-        """Where a driven process answers."""
-        return self._popen.stdout
+        """The pipe on which a driven process answers."""
+        return self._process.stdout
 
     def send(self, line: str) -> None:
-        """Tell a driven process something. If it is dead, the next wait says so better than a broken pipe."""
+        """Send a line to a driven process. If the process is dead, the next wait reports it."""
         self._answer = None
         try:
-            if self._popen.stdin is not None:
-                self._popen.stdin.write(line.encode())
+            if self._process.stdin is not None:
+                self._process.stdin.write(line.encode())
         except BrokenPipeError:
             pass
 
     def receive(self) -> bool:
-        """Take what it printed: answers apart, the rest to its log. False at the end of the stream."""
+        """Read output: keep the last answer and write other lines to the log. Return False at the end of the output."""
         assert self.stdout is not None
         data = os.read(self.stdout.fileno(), 1 << 16)
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -96,37 +115,28 @@ class Member:
         return bool(data)
 
     def answer(self, kind: type[AnswerKind]) -> AnswerKind | None:
-        """What it answered to the last line sent, if that has come and is of the kind asked for."""
+        """Return the answer to the last line sent, if it has arrived and is of this kind."""
         return self._answer if isinstance(self._answer, kind) else None
 
     def exit_status(self) -> int | None:
-        """How it ended, as a shell would say it; None while it lives. Does not reap it."""
-        found = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is None:
-            return None
-        return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
+        """Return the exit status as a shell shows it (128 + signal), or None while the process runs."""
+        code = self._process.exit_code()
+        return 128 - code if code is not None and code < 0 else code
 
     def last_lines(self) -> str:
-        """The end of its log, indented below its name."""
+        """Return the end of the log, indented below the name of the process."""
         text = (self.log_path.read_bytes() + self._rest).decode(errors="replace")
         lines = text.splitlines()[-LAST_LINES:]
         return "\n".join([f"last lines of {self.spec.label}:", *(f"  {line}" for line in lines or ["(none)"])])
 
     def kill(self) -> None:
-        """End the whole group, wait for it, close everything."""
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._popen.wait(KILL_TIMEOUT_S)
-        for stream in (self._popen.stdin, self._popen.stdout, self._log):
-            if stream is not None:
-                stream.close()
-        os.close(self.pidfd)
+        """Kill the whole session, wait for it, and close everything."""
+        self._process.close()
+        self._log.close()
 
 
 class ProcessContender(Contender):
-    """Runs its specs as one job. The first driven process is the driver: the times it answers are the contender's."""
+    """Runs its specs as one job. The times of the first driven process are the contender's times."""
 
     def __init__(
         self,
@@ -147,26 +157,27 @@ class ProcessContender(Contender):
         self._step_timeout_s = step_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._members: list[Member] = []
-        self.answers: list[Times] = []  # to the last round, the driver's first
+        self.answers: list[Times] = []  # of the last round, one per driven process
 
     @property
     def pids(self) -> list[int]:
-        """The processes that run now."""
+        """The processes that are running."""
         return [member.pid for member in self._members]
 
     def start(self) -> None:
         """Start every process and wait until every driven one is ready."""
         try:
-            for spec in self._specs:
-                log_path = self._log_dir / f"{self.name} {spec.label}.log"
-                self._members.append(Member(spec, log_path))
+            with listen_on_loopback() as listener:
+                for spec in self._specs:
+                    log_path = self._log_dir / f"{self.name} {spec.label}.log"
+                    self._members.append(Member(spec.at(listener), log_path))
             self._collect(Ready, "get ready", self._start_timeout_s)
         except BaseException:
             self.abort()
             raise
 
     def run_round(self, num_steps: int) -> list[float]:
-        """Have all driven processes do the steps together. Returns once each has answered, so that all of them idle."""
+        """Let all driven processes run the steps together. Return when each has answered, so that all are idle."""
         try:
             for member in self._driven():
                 member.send(run_command(num_steps))
@@ -174,29 +185,29 @@ class ProcessContender(Contender):
             self.answers = self._collect(Times, f"do {num_steps} steps", timeout_s)
             times = self.answers[0]
             if len(times.step_s) != num_steps:
-                raise JobError(f"{self.name}: asked for {num_steps} steps, its driver timed {len(times.step_s)}")
+                raise JobError(f"{self.name}: asked for {num_steps} steps, but it returned {len(times.step_s)} times")
         except BaseException:
             self.abort()
             raise
         return list(times.step_s)
 
     def stop(self) -> None:
-        """Let the job end by itself, then make sure. An ending late or with an error is one, once all are gone."""
+        """Let the job end by itself, then kill what is left. A late end or a failing exit status raises JobError."""
         try:
             for member in self._driven():
                 member.send(QUIT)
             self._wait(lambda: len(self._dead()) == len(self._members), self._stop_timeout_s)
             bad = [member for member in self._members if member.exit_status() != 0]
             if bad:
-                raise self._failure("did not end well after 'quit'", bad)
+                raise self._failure("did not end normally after 'quit'", bad)
         finally:
             self.abort()
 
     def abort(self) -> None:
-        """Kill every group and wait for it."""
-        with ExitStack() as every_one:  # one that cannot be killed does not save the others
+        """Kill all processes and wait for them."""
+        with ExitStack() as undo:  # an error with one process must not keep the others alive
             while self._members:
-                every_one.callback(self._members.pop().kill)
+                undo.callback(self._members.pop().kill)
 
     def _driven(self) -> list[Member]:
         return [member for member in self._members if member.spec.driven]
@@ -205,7 +216,7 @@ class ProcessContender(Contender):
         return [member for member in self._members if member.exit_status() is not None]
 
     def _collect(self, kind: type[AnswerKind], doing: str, timeout_s: float) -> list[AnswerKind]:
-        """One answer of that kind from each driven process, the driver's first."""
+        """Return one answer of that kind from each driven process."""
 
         def unanswered() -> list[Member]:
             return [member for member in self._driven() if member.answer(kind) is None]
@@ -219,7 +230,7 @@ class ProcessContender(Contender):
         return [answer for member in self._driven() if (answer := member.answer(kind)) is not None]
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> None:
-        """Take in output and deaths until `done` or the deadline."""
+        """Handle output and ends of processes until `done()` is true or the time is up."""
         deadline = time.monotonic() + timeout_s
         with selectors.DefaultSelector() as selector:
             for member in self._members:
@@ -235,7 +246,7 @@ class ProcessContender(Contender):
                         selector.unregister(key.fileobj)
 
     def _failure(self, what: str, members: Sequence[Member]) -> JobError:
-        """An error that says who ended how, and what each of them said last."""
+        """Return an error with the exit statuses and the last lines of the given processes."""
         ends = [(member.spec.label, member.exit_status()) for member in members]
         statuses = "".join(f"; {label} ended with status {status}" for label, status in ends if status is not None)
         return JobError("\n".join([f"{self.name} {what}{statuses}", *(member.last_lines() for member in members)]))

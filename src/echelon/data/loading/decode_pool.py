@@ -36,6 +36,7 @@ from torch import Tensor
 
 from echelon.data.loading.buffers import BufferPool
 from echelon.data.loading.decode_process import DecodeRequest, DecodeSettings, DecodeSetup, SampleDecoder, SampleResult
+from echelon.environment import child_environment
 from echelon.errors import DataError
 
 P = ParamSpec("P")
@@ -77,7 +78,7 @@ class ForkServer:
                 [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), *folders],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env=child_environment({"OMP_NUM_THREADS": "1"}),
             )
         self.pid = process.pid
         weakref.finalize(self, _end_fork_server, os.getpid(), process, self._control)

@@ -1,0 +1,148 @@
+"""Child processes: starting them, detecting their end, and killing them with everything they have started.
+
+A child leads a session of its own, so that its own children can be killed with it. It is killed when this process dies,
+even by SIGKILL (PDEATHSIG). The session is signalled only until its leader is reaped, because afterwards the kernel may
+give the leader's number to another process. The supervisor of jobs and the benchmark harness both start their processes
+here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from echelon.environment import child_environment
+from echelon.errors import UsageError
+
+LOOPBACK = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1
+_STAT_SESSION = 3  # fields of /proc/PID/stat after the command name, which may contain spaces and brackets
+_STAT_CPU_TIMES = slice(11, 15)  # user and system time, of the process and of the children it has waited for
+_libc = ctypes.CDLL(None)
+
+
+class ChildProcess:
+    """A running child process and its pipes. The file arguments are those of `subprocess.Popen`."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | IO[bytes] = subprocess.PIPE,
+        stderr: int | IO[bytes] = subprocess.STDOUT,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:  # the parent died before the call
+                os._exit(1)
+
+        try:
+            self._popen = subprocess.Popen(
+                arguments,
+                env=child_environment(environment),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                bufsize=0,
+                start_new_session=True,
+                pass_fds=pass_fds,
+                preexec_fn=die_with_parent,
+            )
+        except OSError as error:
+            raise UsageError(f"{name} cannot run {arguments[0]!r}: {error.strerror}") from error
+        self.pidfd = os.pidfd_open(self._popen.pid)  # becomes readable when the process ends
+
+    @property
+    def pid(self) -> int:
+        """The number of the process and of its session."""
+        return self._popen.pid
+
+    @property
+    def stdin(self) -> IO[bytes] | None:
+        """The pipe to the process, if there is one."""
+        return self._popen.stdin
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """The pipe from the process, if there is one."""
+        return self._popen.stdout
+
+    def exit_code(self) -> int | None:
+        """Return the exit status, the negative number of the signal that killed it, or None while it runs."""
+        if self._popen.returncode is not None:
+            return self._popen.returncode
+        # WNOWAIT: the process is not reaped yet, so its number stays valid.
+        ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the whole session, unless the process was reaped."""
+        if self._popen.returncode is None:
+            os.killpg(self.pid, number)
+
+    def reap(self) -> int:
+        """Kill what is left of the session, wait for the process, and return its exit code."""
+        if self._popen.returncode is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._popen.wait()
+        return self._popen.returncode
+
+    def close(self) -> None:
+        """Reap the process and close its pipes. A second call does nothing."""
+        self.reap()
+        for stream in (self.stdin, self.stdout):
+            if stream is not None:
+                stream.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    def cpu_ticks(self) -> int:
+        """Return the processor time used by the living processes of the session, in clock ticks of the kernel."""
+        found = (_stat_fields(int(name)) for name in os.listdir("/proc") if name.isdecimal())
+        return sum(
+            sum(map(int, fields[_STAT_CPU_TIMES]))
+            for fields in found
+            if fields and int(fields[_STAT_SESSION]) == self.pid
+        )
+
+
+def _stat_fields(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []  # the process has just ended
+
+
+def listen_on_loopback() -> socket.socket:
+    """Return a socket that listens at a free port of this machine, for a child process to inherit (`pass_fds`).
+
+    The port is taken from the moment it is chosen, so no other program can take it before the child listens. The
+    parent closes its copy once the child has started: otherwise connections would still be accepted, and never
+    answered, after the child has died.
+    """
+    return socket.create_server((LOOPBACK, 0), backlog=128)
+
+
+def free_port() -> int:
+    """Return a port of this machine that is free now, for programs that cannot inherit a socket (MXNet's scheduler).
+
+    Another program may take the port before that program listens. Use `listen_on_loopback` wherever possible.
+    """
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
