@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-system check bench-gpu clean
+.PHONY: demo test test-cpus test-system check bench-gpu clean
 
 # The stamp is newer than what it depends on exactly when the environment is up to date.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -14,8 +14,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed
 	$(BIN)/echelon train --demo
 
+# One pytest process per core; a file's tests stay together, because they share fixtures that train.
 test: $(VENV)/.installed
-	$(BIN)/pytest
+	$(BIN)/pytest -n logical --dist loadfile
+
+# The numeric tests again, with the kernels that torch uses on CPUs without AVX-512 and without AVX2.
+test-cpus: $(VENV)/.installed
+	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest -n logical --dist loadfile -m 'numeric and not long'
+	ATEN_CPU_CAPABILITY=default $(BIN)/pytest -n logical --dist loadfile -m 'numeric and not long'
 
 # Needs root: installs Debian packages, makes network namespaces. Also runs what takes minutes.
 test-system: $(VENV)/.installed

@@ -1,12 +1,19 @@
-"""Fixtures of all tests. Those of `leaks` are autouse: a test that leaves something behind fails."""
+"""Settings and fixtures of all tests. Those of `leaks` are autouse: a test that leaves something behind fails."""
 
 import signal
 
 import torch
+from hypothesis import HealthCheck, settings
 
 from leaks import leaves_nothing, marked_session
 
 __all__ = ["leaves_nothing", "marked_session"]
 
 torch.set_num_threads(1)  # on two cores that also run servers and workers, one thread is faster
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and all they start, ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell, and their children, ignore it
+
+# On busy cores an example may be slow; a failing example is printed in a form that can be pasted into a test.
+settings.register_profile(
+    "echelon", deadline=None, max_examples=50, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("echelon")
