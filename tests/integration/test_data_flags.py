@@ -260,16 +260,16 @@ def test_damage_found_while_opening_is_counted_too(cases: dict[str, Case]) -> No
     [
         (
             "contradiction",
-            "random_resized_crop decides the crop by itself; it excludes random_crop: use --random-crop 0",
+            "random_resized_crop cannot be combined with random_crop; use --random-crop 0",
         ),
-        ("no range", "random scale from 2.0 to 1.0 is no range above 0"),
-        ("grey", "colour augmentation needs 3 channels, the image shape is (1, 32, 32)"),
+        ("no range", "random scale from 2.0 to 1.0 is not a range above 0"),
+        ("grey", "colour augmentation needs 3 channels, but the image shape is (1, 32, 32)"),
         ("no shape", "--image-shape '3,32' is not channels,height,width, for example 3,224,224"),
         (
             "wrong index",
             "the index train.idx is for a .rec, and classes/train is a folder of class folders; leave it out",
         ),
-        ("cifar, contradiction", "it excludes random_crop: use --random-crop 0"),
+        ("cifar, contradiction", "it cannot be combined with random_crop; use --random-crop 0"),
         ("cifar, missing", "get the set: echelon data get cifar10 --data-dir nowhere"),
         ("cifar, grey", "cifar10 has images of 3 channels, and the image shape 1,28,28 asks for 1; use 3,28,28"),
         ("mnist, colour", "mnist has images of 1 channel, and the image shape 3,28,28 asks for 3; use 1,28,28"),

@@ -131,8 +131,8 @@ def test_the_last_batch() -> None:
         (lambda: Sampling(0, 4), "0 and 4"),
         (
             lambda: Sampling(3, 4, last_batch="drop"),
-            r"no batch of 4 for this worker: it has 3 of 3 samples, and a shorter last batch is dropped; "
-            r"use fewer workers or use a smaller batch$",
+            r"no batch of 4 for this worker: it has 3 of 3 samples, and a smaller last batch is dropped; "
+            r"use fewer workers or use a smaller batch size$",
         ),
         (
             lambda: Sampling(3, 1, sharding=ByPart(3, 4)),
@@ -145,7 +145,7 @@ def test_the_last_batch() -> None:
         (
             lambda: Sampling(300, 30, sharding=ByFraction(0, 0.001)),
             r"no batch of 30 for this worker: its share 0 \.\.\. 0\.001 has 0 of 300 samples; "
-            r"give it a larger share in the data_sharding file \(a sample is 1/300 of the data\)$",
+            r"give it a larger share in the data_sharding file \(one sample is 1/300 of the data\)$",
         ),
         (
             lambda: Sampling(300, 31, sharding=ByFraction(0.9, 1), last_batch="drop"),

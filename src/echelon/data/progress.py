@@ -1,6 +1,6 @@
-"""A progress bar on a terminal, and nothing elsewhere: logs and pipes stay clean.
+"""A progress bar on a terminal. Elsewhere nothing is shown, so logs and pipes stay clean.
 
-Owns how progress looks. Those who work call a function with the amount done since the last call.
+The code that does the work calls a function with the amount done since the last call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Advance: TypeAlias = Callable[[int], None]
 
 @contextmanager
 def bar(title: str, total: int | None, in_bytes: bool = False) -> Iterator[Advance]:
-    """Show a bar on standard error while the block runs; yields the function that moves it on."""
+    """Show a bar on standard error while the block runs; yield the function that advances it."""
     if not sys.stderr.isatty():
         yield lambda amount: None
         return

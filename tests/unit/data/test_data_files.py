@@ -79,7 +79,9 @@ def labelled(path: Path, *labels: float | list[float]) -> str:
 @pytest.mark.parametrize("label", [1.5, float("nan"), float("inf"), 3e9, [1.0, 2.0]])
 def test_a_label_that_no_class_can_have(tmp_path: Path, name: str, label: float | list[float]) -> None:
     path = labelled(tmp_path / "some.rec", 0, 1, label, 3)
-    with pytest.raises(DataError, match=r"some\.rec: record 2 at byte \d+: (its label .* is no class|it has 2 labels)"):
+    with pytest.raises(
+        DataError, match=r"some\.rec: record 2 at byte \d+: (its label .* is not a class|it has 2 labels)"
+    ):
         open_dataset(name, DataOptions(data_train=path))
     assert open_dataset(name, DataOptions(data_train=path, skip_bad_records=True)).num_classes in (4, 10)
 
@@ -98,7 +100,7 @@ def test_labels_are_looked_at_before_images_are_kept_decoded(tmp_path: Path) -> 
 def test_what_cannot_be_decoded_is_left_out_of_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     payloads = [b"no image", *(jpeg(picture(number, 32, 32)) for number in range(1, 6)), b"none"]
     path = str(write_records(tmp_path / "cifar10_train.rec", payloads))
-    with pytest.raises(DataError, match=r"record 0 at byte 0: 8 bytes .* are no image"):
+    with pytest.raises(DataError, match=r"record 0 at byte 0: 8 bytes .* are not an image"):
         open_dataset("cifar10", DataOptions(data_train=path))
     with caplog.at_level(logging.WARNING):
         train = open_dataset("cifar10", DataOptions(data_train=path, skip_bad_records=True)).train
@@ -119,14 +121,14 @@ def test_damage_found_by_a_scan_is_counted(records: Path, caplog: pytest.LogCapt
 
 def test_a_file_without_a_good_image(tmp_path: Path) -> None:
     path = str(write_records(tmp_path / "bad.rec", [b"no", b"nothing"]))
-    with pytest.raises(DataError, match=r"bad\.rec: record 0 .*neither this one nor any other"):
+    with pytest.raises(DataError, match=r"bad\.rec: record 0 .*neither this image nor any other"):
         open_dataset("cifar10", DataOptions(data_train=path, skip_bad_records=True))
 
 
 def test_a_recipe_needs_no_files() -> None:
     assert default_augment("cifar10").random_crop
     assert default_augment("imagenet", (3, 32, 32), brightness=0.4).shape == (3, 32, 32)
-    with pytest.raises(UsageError, match="excludes random_crop: use --random-crop 0"):
+    with pytest.raises(UsageError, match="cannot be combined with random_crop; use --random-crop 0"):
         default_augment("cifar10", random_resized_crop=True)
     with pytest.raises(UsageError, match=r"needs 3 means .*change --image-shape, or give --rgb-mean"):
         default_augment("imagenet", rgb_mean=(1.0,))

@@ -197,7 +197,7 @@ def test_errors_have_their_places(tmp_path: Path) -> None:
     source = RecordSource(write_records(tmp_path / "damaged.rec", payloads))
     sampling = Sampling(8, 4, shuffle=False)
     with (
-        pytest.raises(DataError, match=r"damaged\.rec: record 4 at byte \d+: 8 bytes .* are no image"),
+        pytest.raises(DataError, match=r"damaged\.rec: record 4 at byte \d+: 8 bytes .* are not an image"),
         loader(source, sampling=sampling) as batches,
     ):
         list(batches)
@@ -299,7 +299,7 @@ def test_a_source_is_read_from_where_it_was_opened(
 def test_a_file_that_was_replaced_is_refused(tmp_path: Path) -> None:
     source = RecordSource(make_records(tmp_path / "some.rec", 3))
     make_records(tmp_path / "new.rec", 3).replace(tmp_path / "some.rec")
-    with pytest.raises(DataError, match=r"some\.rec is not the file any more"):
+    with pytest.raises(DataError, match=r"some\.rec changed after it was opened"):
         loader(source, sampling=Sampling(3, 3))
 
 

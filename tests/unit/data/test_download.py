@@ -107,8 +107,8 @@ def test_a_file_arrives_whole(server: HTTPServer, tmp_path: Path, path: str) -> 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/gone", r"cannot download http.*/gone: the server answers 404 .*copy the file to .*/file by hand"),
-        ("/half", rf"http.*/half broke off: {len(BODY) // 2} of {len(BODY)} bytes; nothing was kept, try again"),
+        ("/gone", r"cannot download http.*/gone: the server responded 404 .*copy the file to .*/file by hand"),
+        ("/half", rf"received only {len(BODY) // 2} of {len(BODY)} bytes of http.*/half; nothing was kept, try again"),
     ],
 )
 def test_no_half_files(server: HTTPServer, tmp_path: Path, path: str, message: str) -> None:
@@ -130,7 +130,7 @@ def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_impossible_requests(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="http://"):
         fetch("file:///etc/hostname", tmp_path / "x")
-    with pytest.raises(UsageError, match=r"cannot make the folder .*Not a directory; choose --data-dir"):
+    with pytest.raises(UsageError, match=r"cannot create the folder .*Not a directory; use another --data-dir"):
         list(get(SET, Path(__file__) / "data", "http://127.0.0.1:9"))
     with pytest.raises(UsageError, match=r"unknown published data set 'fashion'; did you mean 'fashion-mnist'\?"):
         find_published("fashion")
@@ -154,12 +154,12 @@ def test_a_set_arrives_unpacked_and_only_what_is_wrong_is_got_again(server: HTTP
     ("kind", "archive", "message"),
     [
         ("other", 0, rf"a from http.*/other/a.gz is not the published file: its SHA-256 is .*, expected {DIGEST}"),
-        ("other", 1, r"/other/b.tar.gz has no c in it; nothing was kept, try another --mirror"),
-        ("page", 0, r"/page/a.gz is no whole archive: Not a gzipped file"),
-        ("page", 1, r"/page/b.tar.gz is no whole archive: not a gzip file"),
-        ("cut", 0, r"/cut/a.gz is no whole archive: Compressed file ended before"),
-        ("cut", 1, r"/cut/b.tar.gz is no whole archive: "),
-        ("gone", 0, r"/gone/a.gz: the server answers 404 .*; by hand, .*/set/a, or name a mirror: --mirror ADDRESS"),
+        ("other", 1, r"/other/b.tar.gz does not contain c; nothing was kept, try another --mirror"),
+        ("page", 0, r"/page/a.gz is not a complete archive: Not a gzipped file"),
+        ("page", 1, r"/page/b.tar.gz is not a complete archive: not a gzip file"),
+        ("cut", 0, r"/cut/a.gz is not a complete archive: Compressed file ended before"),
+        ("cut", 1, r"/cut/b.tar.gz is not a complete archive: "),
+        ("gone", 0, r"/gone/a.gz: the server responded 404 .*; get .*/set/a, or use a mirror: --mirror ADDRESS"),
     ],
 )
 def test_a_wrong_archive_leaves_what_was_there(
@@ -199,7 +199,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(server: HTTPServer, tmp_path: Pa
     command = [sys.executable, "-c", code, mirror, archive]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert f"{said} {mirror}/{archive}" in done.stderr
-    assert "File too large; nothing was kept; make room" in done.stderr
+    assert "File too large; nothing was kept; free some space" in done.stderr
     assert files(tmp_path) == []
 
 

@@ -213,7 +213,7 @@ def test_an_error_names_file_record_and_byte(damaged: RecordSource) -> None:
     sampling = Sampling(14, 4, shuffle=False)
     batches = loader(damaged, sampling=sampling)
     assert next(iter(batches))[1].tolist() == [0, 1, 2, 3]
-    with pytest.raises(DataError, match=r"damaged\.rec: record 4 at byte \d+: 8 bytes .* are no image"):
+    with pytest.raises(DataError, match=r"damaged\.rec: record 4 at byte \d+: 8 bytes .* are not an image"):
         next(iter(batches))
     with pytest.raises(UsageError, match="closed"):
         next(iter(batches))
@@ -329,7 +329,7 @@ def test_several_labels_are_rows_and_a_list_of_one_is_one(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("label", [0.5, 1e30, float("inf"), float("nan")])
 def test_labels_that_are_no_class_numbers(tmp_path: Path, label: float) -> None:
-    told = rf"wrong\.rec: record \d at byte \d+: its label {re.escape(f'{label:g}')} is no class number"
+    told = rf"wrong\.rec: record \d at byte \d+: its label {re.escape(f'{label:g}')} is not a class number"
     with pytest.raises(DataError, match=told):
         take(labelled(tmp_path / "wrong.rec", [[label]] * 4), 1)
 

@@ -101,7 +101,7 @@ def test_records_of_one_size_can_be_kept_decoded(tmp_path: Path) -> None:
 def test_what_memory_cannot_do_goes_through_the_pipeline() -> None:
     assert isinstance(make_loader(SOURCE, CONFIG, SAMPLING), MemoryLoader)
     for config in (replace(CONFIG, max_random_h=9), replace(CONFIG, shape=(3, 64, 64)), replace(CONFIG, resize=20)):
-        with pytest.raises(UsageError, match=r"pipeline\.Loader"):
+        with pytest.raises(UsageError, match=r"use Loader"):
             MemoryLoader(SOURCE, config, SAMPLING)
         other = make_loader(SOURCE, config, SAMPLING, threads=1)
         assert isinstance(other, Loader)

@@ -307,7 +307,7 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--quality", "101"], "quality 101"),
         (["--threads", "0"], "--num-thread 0"),
-        (["--pass-through", "--resize", "9"], "neither resize nor center-crop"),
+        (["--pass-through", "--resize", "9"], "cannot be combined with resize or center-crop"),
         (["--pass-through", "--quality", "50"], "--pass-through stores files unchanged, so --quality 50 would have no"),
         (["--pass-through", "--color", "1", "--encoding", ".jpg"], "so --encoding .jpg and --color 1 would have no"),
         (["--pass-through", "--restart-interval", "0"], "--restart-interval 0 would have no"),

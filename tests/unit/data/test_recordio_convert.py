@@ -96,7 +96,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (folder / "data_batch_3.bin").unlink()
     with pytest.raises(DataError, match=r"data_batch_3\.bin is missing;"):
         find_format(folder)
-    with pytest.raises(UsageError, match="unpack it"):
+    with pytest.raises(UsageError, match="Unpack an archive first"):
         find_format(folder / "test_batch.bin")
     with pytest.raises(UsageError, match="no folder"):
         find_format(tmp_path / "none")

@@ -122,7 +122,7 @@ def test_bad_index_line_is_named(tmp_path: Path, line: str) -> None:
 
 @pytest.mark.parametrize("name", ["missing.rec", "no/folder.rec"])
 def test_missing_file_says_where_and_how(tmp_path: Path, name: str) -> None:
-    with pytest.raises(DataError, match=f"no record file .*{name}.*looked in .*make one: echelon data im2rec"):
+    with pytest.raises(DataError, match=f"no record file .*{name}.*searched .*create one: echelon data im2rec"):
         Reader(tmp_path / name)
 
 

@@ -95,12 +95,12 @@ def _flip_magic(data: bytearray) -> None:
     ("damage", "reason"),
     [
         (_cut_to(18), "ends after 2 of the 8 head bytes"),
-        (_cut_to(26), "promises 8 bytes, the file has 2 more"),
+        (_cut_to(26), "states 8 bytes, but the file has only 2 more"),
         (_flip_magic, "expected the magic word 0a 23 d7 ce, found 0b 23 d7 ce"),
         (_set_kind(2), r"middle part \(flag 2\)"),
         (_set_kind(3), r"last part \(flag 3\)"),
         (_set_kind(6), r"unknown kind \(flag 6\)"),
-        (_set_kind(1), r"whole record \(flag 0\) stands here.*part at byte 32"),
+        (_set_kind(1), r"whole record \(flag 0\) begins here.*part at byte 32"),
     ],
 )
 def test_damage_in_the_second_of_three_records(

@@ -90,9 +90,9 @@ def test_list_text_round_trip(tmp_path: Path) -> None:
     [
         ("1 2 b.jpg", "1 fields"),
         ("1\tb.jpg", "2 fields"),
-        ("x\t2\tb.jpg", "'x' is no whole number"),
-        ("1\tcat\tb.jpg", "label is no number"),
-        ("0\t2\tb.jpg", "index 0 stands on an earlier line"),
+        ("x\t2\tb.jpg", "'x' is not a whole number"),
+        ("1\tcat\tb.jpg", "label is not a number"),
+        ("0\t2\tb.jpg", "index 0 is also on an earlier line"),
     ],
 )
 def test_bad_list_lines(tmp_path: Path, line: str, reason: str) -> None:
@@ -274,7 +274,7 @@ def test_bad_images_are_skipped_on_request(photos: Path, tmp_path: Path) -> None
     assert [str(fault).split(": ")[0].rpartition("/")[2] for fault in bad] == ["empty.jpg", "gone.jpg", "cut.jpg"]
     with IndexedReader(rec) as reader:
         assert reader.keys.tolist() == [0, 4]
-    with pytest.raises(DataError, match="not one good image"):
+    with pytest.raises(DataError, match="no good image"):
         pack_list(broken_set(photos)[1:4], photos, tmp_path / "y.rec", Encoding(), on_bad=bad.append)
     assert not (tmp_path / "y.rec").exists()
 
@@ -296,5 +296,5 @@ def test_an_interrupt_leaves_nothing(photos: Path, tmp_path: Path) -> None:
 def test_a_folder_without_images(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no image with suffix .*\.jpg.*--exts"):
         lists.list_folder(tmp_path)
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         lists.list_folder(tmp_path / "none")

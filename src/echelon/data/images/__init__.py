@@ -1,1 +1,5 @@
-"""One image: `config` (the flags), `geometry` and `colour` (decide), `decode` and `augment` (act), `jpeg_cut`."""
+"""Decoding and augmenting one image.
+
+Read `config` (the augmentation settings), `geometry` (which pixels of the source an augmented image shows), `augment`
+(applies both), `decode` with `jpeg_cut` (decodes only the region that is needed), then `colour`.
+"""

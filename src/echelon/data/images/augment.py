@@ -1,10 +1,10 @@
-"""One encoded image to one augmented image in its place in a batch: decode, sample, recolour, mirror, normalise.
+"""Augments one image: decode, sample, recolour, mirror, and normalise into a batch.
 
-The thin shell around `augment_geometry` and `augment_colour`, which decide; this module moves pixels, as few as it can.
-Cost a 224x224 crop, one core, after decoding: a plain crop is a view (0), a resized crop one pass of torch's SIMD
-kernel for uint8 (0.2 ms; Pillow takes 0.9), a rotated one Pillow's affine transform (1.3 ms). Mirroring is a negative
-stride of the copy that makes planes of the pixels. Pixels are uint8 until they are normalised, 0.1 ms, in cache, into
-the batch. torch is imported only where it is used: a process that crops and mirrors starts without it.
+`geometry` decides which pixels are needed; this module moves as few pixels as possible. For a 224x224 crop on one core,
+after decoding: a plain crop is a view and takes no time, a resized crop is one pass of torch's SIMD kernel for uint8
+(0.2 ms; Pillow takes 0.9), a rotated one is Pillow's affine transform (1.3 ms). Mirroring is a negative stride in the
+copy that separates the colour planes. Pixels stay uint8 until they are normalised into the batch (0.1 ms). torch is
+imported only where it is used, so a decode process that only crops and mirrors starts without it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Recolour: TypeAlias = Callable[[Pixels, AugmentConfig, Draws], Pixels]
 
 
 class Augmenter:
-    """Makes augmented images. Each thread needs its own; what it returns is good until the next call."""
+    """Augments images. Each thread needs its own; a result is valid until the next call."""
 
     def __init__(self, config: AugmentConfig, fast: bool = True) -> None:
         self._config = config
@@ -37,7 +37,7 @@ class Augmenter:
             self._recolour = recolour
 
     def augment(self, payload: decode.Bytes | Pixels, draws: Draws) -> Pixels:
-        """Return the pixels (height, width, channels), not yet normalised; possibly a view with odd strides."""
+        """Return the pixels (height, width, channels) before normalisation, possibly as a view with unusual strides."""
         config = self._config
         height, width = config.shape[1:]
         if isinstance(payload, np.ndarray):
@@ -50,18 +50,18 @@ class Augmenter:
             region = self._decoder.decode_region(payload, info, shrink, geometry.reach(shrink))
         pixels = sample(region, geometry, (height, width), config.fill_value)
         if geometry.window is not None:
-            pixels = framed(pixels, geometry.window, config.fill_value)
+            pixels = fill_outside(pixels, geometry.window, config.fill_value)
         if self._recolour is not None:
             pixels = self._recolour(pixels, config, draws)
         return pixels[:, ::-1] if geometry.mirror else pixels
 
 
 def sample(region: decode.Region, geometry: Geometry, size: tuple[int, int], fill: int) -> Pixels:
-    """Return the pixels of the output from the region of the source that was decoded."""
+    """Return the output pixels, sampled from the decoded region of the source."""
     image, shrink = region.pixels, region.shrink
     if geometry.matrix is not None:
         a, b, c, d, e, f = (value / shrink for value in geometry.matrix)
-        return _sample_turned(image, (a, b, c - region.left, d, e, f - region.top), size, fill)
+        return _sample_affine(image, (a, b, c - region.left, d, e, f - region.top), size, fill)
     left, top, right, bottom = (round(edge / shrink) for edge in geometry.box)
     left, right, top, bottom = left - region.left, right - region.left, top - region.top, bottom - region.top
     right, bottom = max(right, left + 1), max(bottom, top + 1)
@@ -70,8 +70,8 @@ def sample(region: decode.Region, geometry: Geometry, size: tuple[int, int], fil
     return resize(image[top:bottom, left:right], size)
 
 
-def framed(pixels: Pixels, window: tuple[int, int, int, int], fill: int) -> Pixels:
-    """Return the pixels inside the window, with the rest filled."""
+def fill_outside(pixels: Pixels, window: tuple[int, int, int, int], fill: int) -> Pixels:
+    """Return the image with the pixels outside the window replaced by the fill value."""
     left, top, right, bottom = window
     out = np.full(pixels.shape, fill, np.uint8)
     if left < right and top < bottom:
@@ -80,7 +80,7 @@ def framed(pixels: Pixels, window: tuple[int, int, int, int], fill: int) -> Pixe
 
 
 def _sample_beyond(image: Pixels, box: tuple[int, int, int, int], size: tuple[int, int], fill: int) -> Pixels:
-    """Sample a box that sticks out of the image: what is inside lands where it belongs, the rest is filled."""
+    """Sample a box that extends beyond the image; the output outside the image is filled."""
     left, top, right, bottom = box
     out = np.full((*size, image.shape[2]), fill, np.uint8)
     spans = []
@@ -96,29 +96,29 @@ def _sample_beyond(image: Pixels, box: tuple[int, int, int, int], size: tuple[in
     return out
 
 
-def _sample_turned(image: Pixels, matrix: tuple[float, ...], size: tuple[int, int], fill: int) -> Pixels:
+def _sample_affine(image: Pixels, matrix: tuple[float, ...], size: tuple[int, int], fill: int) -> Pixels:
     grey = image.shape[2] == 1
     source = Image.fromarray(image[:, :, 0] if grey else image)
-    turned = source.transform(
+    sampled = source.transform(
         size[::-1],
         Image.Transform.AFFINE,
         matrix,
         Image.Resampling.BILINEAR,
         fillcolor=fill if grey else (fill,) * image.shape[2],
     )
-    return np.asarray(turned).reshape(*size, image.shape[2])
+    return np.asarray(sampled).reshape(*size, image.shape[2])
 
 
 def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
-    """Return the image at another (height, width), bilinear with antialiasing; itself where nothing changes."""
+    """Return the image resized to (height, width), bilinear with antialiasing; the same object if the size fits."""
     height, width, channels = pixels.shape
     if (height, width) == size:
         return pixels
     import torch
 
-    if not pixels.flags.writeable:  # torch warns of memory it might write to
+    if not pixels.flags.writeable:  # torch warns about read-only memory
         pixels = pixels.copy()
-    # The strides must say "channels last" even of the batch dimension, or torch takes a path half as fast.
+    # The strides must be channels-last even for the batch dimension; otherwise torch uses a path half as fast.
     row, column, channel = pixels.strides
     strides = (pixels.shape[0] * row, channel, row, column)
     source = torch.as_strided(torch.from_numpy(pixels), (1, channels, height, width), strides)
@@ -128,7 +128,7 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
 
 
 class Normaliser:
-    """Turns uint8 pixels into the floats a network gets: (pixel - mean) / std. Each thread needs its own."""
+    """Converts uint8 pixels to the floats that a network gets: (pixel - mean) / std. Each thread needs its own."""
 
     def __init__(self, config: AugmentConfig) -> None:
         channels = config.shape[0]
@@ -139,7 +139,7 @@ class Normaliser:
         self._planes = np.empty(config.shape, np.uint8)
 
     def into(self, out: NDArray[np.float32], pixels: Pixels) -> None:
-        """Write one image (height, width, channels), of any strides, as planes of floats."""
+        """Write one image (height, width, channels), with any strides, to `out` as float planes."""
         np.copyto(self._planes, pixels.transpose(2, 0, 1))
         np.copyto(out, self._planes)
         if self._scales:

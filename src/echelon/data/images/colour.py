@@ -1,9 +1,9 @@
 """Colour augmentation of one uint8 image: brightness, contrast, saturation, hue and lightness, PCA noise.
 
-Brightness, contrast, saturation and PCA noise are all affine in (r, g, b), so they are multiplied into one 3x3 matrix
-and one offset and cost one pass (0.3 ms for 224x224). The three jitters commute, so the random order MXNet does them in
-matters only through its rounding and clamping in between; here that happens once, at the end. Shifts of hue, lightness
-and saturation are not affine and cost 1 ms: some forty passes of torch over planes of floats, most of them in place.
+Brightness, contrast, saturation and PCA noise are affine in (r, g, b), so they are combined into one 3x3 matrix and one
+offset, which take one pass (0.3 ms for 224x224). The three jitters commute, so the random order in which MXNet applies
+them matters only because it rounds and clamps after each; here that is done once, at the end. Shifts of hue, lightness
+and saturation are not affine and take 1 ms: about forty passes of torch over float planes, most of them in place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echelon.data.images.geometry import Draw, Draws
 
 Floats: TypeAlias = NDArray[np.float32]
 
-_TINY = 1e-12  # instead of a 0 that a 0 would be divided by
+_TINY = 1e-12  # avoids 0 / 0
 _GREY = np.array((0.299, 0.587, 0.114), np.float32)
 _PCA_VALUES = np.array((55.46, 4.794, 1.148), np.float32)
 _PCA_VECTORS = np.array(
@@ -31,13 +31,13 @@ _PCA_VECTORS = np.array(
 
 
 def recolour(pixels: Pixels, config: AugmentConfig, draws: Draws) -> Pixels:
-    """Return the image (height, width, 3) with this sample's colours; in memory it is three planes."""
+    """Return the recoloured image (height, width, 3); in memory it is three planes."""
     planes = torch.from_numpy(np.array(pixels.transpose(2, 0, 1), order="C")).float().reshape(3, -1)
     if config.jitters:
         matrix, offset = _jitter(planes, config, draws)
         planes = torch.addmm(offset, matrix, planes)
     if config.shifts_hls:
-        # Of whole numbers: a grey that is a rounding error away from grey would have a hue.
+        # Rounded first, because a grey with a rounding error would have a hue.
         planes = _shift_hls(planes.round_().clamp_(0, 255), config, draws)
     if config.pca_noise:
         planes += torch.from_numpy(_pca_offset(config.pca_noise, draws))[:, None]
@@ -46,7 +46,7 @@ def recolour(pixels: Pixels, config: AugmentConfig, draws: Draws) -> Pixels:
 
 
 def _jitter(planes: Tensor, config: AugmentConfig, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Multiply brightness, contrast and saturation together."""
+    """Return matrix and offset of brightness, contrast and saturation combined."""
     light = _factor(config.brightness, draws[Draw.BRIGHTNESS])
     spread = _factor(config.contrast, draws[Draw.CONTRAST])
     keep = _factor(config.saturation, draws[Draw.SATURATION])
@@ -69,7 +69,7 @@ def _pca_offset(size: float, draws: Draws) -> Floats:
 
 
 def _shift_hls(planes: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
-    """Shift hue (of 180, held inside), lightness and saturation (of 255) by one whole number each."""
+    """Shift hue (0 ... 180, clamped), lightness and saturation (0 ... 255) by one integer each."""
     limits = (config.max_random_h, config.max_random_l, config.max_random_s)
     hue_by, light_by, saturation_by = (_shift(limit, draws, Draw.HLS + 2 * k) for k, limit in enumerate(limits))
     hue, light, saturation = _to_hls(planes.div_(255))
@@ -80,7 +80,7 @@ def _shift_hls(planes: Tensor, config: AugmentConfig, draws: Draws) -> Tensor:
 
 
 def _shift(limit: int, draws: Draws, lane: int) -> int:
-    """A whole number in ±limit; two uniform numbers, weighted 1 to 4, make the ends rarer."""
+    """Return an integer in ±limit, from two uniform numbers weighted 1 to 4, so that extremes are rarer."""
     return round(limit * (2 * (draws[lane] + 4 * draws[lane + 1]) / 5 - 1))
 
 
@@ -98,10 +98,10 @@ def _to_hls(planes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _from_hls(hue: Tensor, light: Tensor, saturation: Tensor, out: Tensor) -> Tensor:
-    """Write red, green and blue. Each is strongest where the hue is its own, and weakest half a circle away."""
+    """Write red, green and blue to `out`. Each is strongest at its own hue, and weakest half a circle away."""
     reach = torch.minimum(light, 1 - light).mul_(saturation)
     for plane, away in zip(out, (6, 10, 2), strict=True):
         torch.sub(hue, away, out=plane)
-        plane.abs_().sub_(6).abs_().sub_(3).clamp_(-1, 1)  # 3 - how far from `away`, either way round the circle
+        plane.abs_().sub_(6).abs_().sub_(3).clamp_(-1, 1)  # 3 minus the distance from `away` on the circle
         plane.mul_(reach).neg_().add_(light)
     return out

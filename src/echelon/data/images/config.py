@@ -1,6 +1,6 @@
-"""The augmentation flags of MXNet's training scripts as one frozen value, with their names and defaults.
+"""The augmentation settings, with the names and defaults of the flags of MXNet's training scripts.
 
-Owns what the settings mean together and which contradict each other; does nothing to images.
+Checks which settings contradict each other. Does nothing to images.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ IMAGENET_MEAN = (123.68, 116.779, 103.939)
 
 @dataclass(frozen=True, slots=True)
 class AugmentConfig:
-    """What is done to an image, in this order: resize, warp, pad, crop, colour, mirror, normalise.
+    """How an image is augmented, in this order: resize, warp, pad, crop, colour, mirror, normalise.
 
-    `shape` is (channels, height, width) of the result. `random_h`, `_l`, `_s` are the largest changes of hue (of 180),
-    lightness and saturation (of 255). `fill_value` is the colour outside the image. With one channel `rgb_mean` and
-    `rgb_std` count by their first number.
+    `shape` is (channels, height, width) of the result. `max_random_h`, `_l` and `_s` are the largest changes of hue (of
+    180), lightness and saturation (of 255). `fill_value` is the colour outside the image. With one channel, only the
+    first numbers of `rgb_mean` and `rgb_std` are used.
     """
 
     shape: tuple[int, int, int] = (3, 224, 224)
@@ -64,7 +64,7 @@ class AugmentConfig:
             )
         if self.min_random_scale > self.max_random_scale or self.min_random_scale <= 0:
             raise UsageError(
-                f"random scale from {self.min_random_scale} to {self.max_random_scale} is no range above 0"
+                f"random scale from {self.min_random_scale} to {self.max_random_scale} is not a range above 0"
             )
         self._check_crop()
         self._check_pixels()
@@ -76,7 +76,9 @@ class AugmentConfig:
                 if number is not None and not math.isfinite(number):
                     raise UsageError(f"{field.name} must be a finite number, got {number}")
             if field.name in _LARGEST_CHANGES and value < 0:
-                raise UsageError(f"{field.name} is the largest change either way and cannot be below 0, got {value}")
+                raise UsageError(
+                    f"{field.name} is the largest change in either direction and cannot be negative, got {value}"
+                )
 
     def _check_crop(self) -> None:
         if (self.min_crop_size > 0) != (self.max_crop_size > 0) or self.min_crop_size > self.max_crop_size:
@@ -85,17 +87,17 @@ class AugmentConfig:
                 f"got {self.min_crop_size} and {self.max_crop_size}"
             )
         if not 0 < self.min_random_area <= self.max_random_area:
-            raise UsageError(f"random areas {self.min_random_area} to {self.max_random_area} are no range above 0")
+            raise UsageError(f"random areas {self.min_random_area} to {self.max_random_area} are not a range above 0")
         if self.aspect_range[0] <= 0 or self.aspect_range[0] > self.aspect_range[1]:
             low, high = self.aspect_range
             raise UsageError(
-                f"aspect ratios from {low:g} to {high:g} are no range above 0; give min_random_aspect_ratio and "
-                "max_random_aspect_ratio in this order, or as the largest change of 1 the second alone, below 1"
+                f"aspect ratios from {low:g} to {high:g} are not a range above 0; give min_random_aspect_ratio and a "
+                "larger max_random_aspect_ratio, or only max_random_aspect_ratio, below 1, as the largest change of 1"
             )
         if self.random_resized_crop:
             for names, is_set, undo in self._clashes():
                 if is_set:
-                    raise UsageError(f"random_resized_crop decides the crop by itself; it excludes {names}: use {undo}")
+                    raise UsageError(f"random_resized_crop cannot be combined with {names}; use {undo}")
 
     def _clashes(self) -> list[tuple[str, bool, str]]:
         scales = self.min_random_scale != 1 or self.max_random_scale != 1
@@ -109,28 +111,28 @@ class AugmentConfig:
         needed = min(self.shape[0], 3)
         if len(self.rgb_mean) < needed or len(self.rgb_std) < needed or 0 in self.rgb_std:
             raise UsageError(
-                f"image shape {self.shape} needs {needed} means and {needed} stds other than 0, got {self.rgb_mean} "
+                f"image shape {self.shape} needs {needed} means and {needed} nonzero stds, got {self.rgb_mean} "
                 f"and {self.rgb_std}; change --image-shape, or give --rgb-mean and --rgb-std"
             )
         if self.changes_colour and self.shape[0] != 3:
-            raise UsageError(f"colour augmentation needs 3 channels, the image shape is {self.shape}")
+            raise UsageError(f"colour augmentation needs 3 channels, but the image shape is {self.shape}")
 
     @property
     def aspect_range(self) -> tuple[float, float]:
-        """The range of random aspect ratios: around 1 where only the largest change is given."""
+        """The range of random aspect ratios; around 1 if only the largest difference from 1 is given."""
         if self.min_random_aspect_ratio is None:
             return 1 - self.max_random_aspect_ratio, 1 + self.max_random_aspect_ratio
         return self.min_random_aspect_ratio, self.max_random_aspect_ratio
 
     @property
     def resizes_at_random(self) -> bool:
-        """Whether random_resized_crop has something to choose: MXNet's crops the centre where it has not."""
+        """Whether random_resized_crop has something to choose. If not, the centre is cropped, as in MXNet."""
         free = (self.min_random_area, self.max_random_area, *self.aspect_range) != (1, 1, 1, 1)
         return self.random_resized_crop and free
 
     @property
     def warps(self) -> bool:
-        """Whether an affine map may come before the crop."""
+        """Whether images may be warped by an affine map before the crop."""
         turned = self.max_random_rotate_angle != 0 or self.max_random_shear_ratio != 0
         scaled = (self.min_random_scale, self.max_random_scale, *self.aspect_range) != (1, 1, 1, 1)
         return turned or (scaled and not self.random_resized_crop)
@@ -151,5 +153,5 @@ class AugmentConfig:
         return self.jitters or self.shifts_hls or bool(self.pca_noise)
 
     def for_validation(self) -> AugmentConfig:
-        """The same shape and normalisation with a centre crop, and nothing random; MXNet drops pad and resize too."""
+        """Return the same shape and normalisation with a centre crop. Pad and resize are dropped too, as in MXNet."""
         return AugmentConfig(shape=self.shape, fill_value=self.fill_value, rgb_mean=self.rgb_mean, rgb_std=self.rgb_std)

@@ -1,10 +1,10 @@
-"""Where the pixels of one augmented image come from: pure arithmetic, no pixels.
+"""Computes which pixels of the source an augmented image shows; does not touch pixels.
 
-MXNet resizes, warps, pads, crops and resizes again, each on the whole image. Here the steps are multiplied together
-first, and only the crop is ever resampled, once, straight from the decoded image. Most settings come down to an upright
-box of the source; only rotation and shear need a matrix.
+MXNet resizes, warps, pads, crops and resizes again, each time the whole image. Here the steps are combined first, and
+only the crop is resampled, once, directly from the decoded image. Most settings result in an upright box of the source;
+only rotation and shear need a matrix.
 
-Coordinates are continuous (a pixel is a square of side 1, its centre at .5), so scaling needs no half-pixel care.
+Coordinates are continuous: a pixel is a square of side 1 with its centre at .5, so scaling needs no half-pixel shift.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from echelon.data.images.config import AugmentConfig
 
 Draws: TypeAlias = Sequence[float]
-"""One sample's numbers in [0, 1), by Draw."""
+"""The random numbers of one sample, in [0, 1), indexed by Draw."""
 
 _TRIES = 10
 _DRAWS_PER_TRY = 5
@@ -30,7 +30,7 @@ _MIRRORED_BELOW = 0.5
 
 
 class Draw(IntEnum):
-    """Which number decides what. Fixed, so that switching one augmentation on leaves the others as they were."""
+    """Which random number decides what. Fixed, so that enabling one augmentation does not change the others."""
 
     MIRROR = 0
     CROP_X = 1
@@ -49,17 +49,17 @@ class Draw(IntEnum):
 
 
 def num_draws(config: AugmentConfig) -> int:
-    """Return how many numbers a sample needs."""
+    """Return how many random numbers a sample needs."""
     return Draw.TRIES + (_TRIES * _DRAWS_PER_TRY if config.random_resized_crop else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The source box (left, top, right, bottom) that fills the output; it may reach beyond the image.
+    """The box (left, top, right, bottom) of the source that fills the output; it may extend beyond the image.
 
-    With a matrix (a, b, c, d, e, f) an output point (x, y) comes from (ax + by + c, dx + ey + f) instead, and the box
-    is only what surrounds all of those. With a window (left, top, right, bottom) of the output, what is outside of it
-    is filled, though the source may have pixels there: an image is warped to its own size before it is padded.
+    With a matrix (a, b, c, d, e, f), the output point (x, y) comes from (ax + by + c, dx + ey + f) instead, and the box
+    contains all those points. With a window (left, top, right, bottom), the output outside the window is filled even if
+    the source has pixels there, because an image is warped within its own size before it is padded.
     """
 
     box: tuple[float, float, float, float]
@@ -68,7 +68,7 @@ class Geometry:
     window: tuple[int, int, int, int] | None = None
 
     def shrink(self, height: int, width: int) -> int:
-        """Return the largest power of two, up to 8, by which the source may shrink and still be sampled downwards."""
+        """Return the largest power of two, up to 8, by which the source can shrink without being enlarged later."""
         left, top, right, bottom = self.box
         if self.matrix is None:
             room = min((right - left) / width, (bottom - top) / height)
@@ -81,24 +81,24 @@ class Geometry:
         return shrink
 
     def reach(self, shrink: int) -> tuple[int, int, int, int]:
-        """Return the whole pixels of the source that are looked at when it is sampled at 1/shrink."""
+        """Return the box of source pixels that are needed to sample at 1/shrink."""
         left, top, right, bottom = self.box
-        beyond = shrink if self.matrix is not None else 0  # what bilinear interpolation looks at
+        beyond = shrink if self.matrix is not None else 0  # for bilinear interpolation
         first = math.floor(left) - beyond, math.floor(top) - beyond
         return *first, math.floor(right) + 1 + beyond, math.floor(bottom) + 1 + beyond
 
 
 class _Canvas:
-    """An image that exists only as its size and the map from its points to the source's."""
+    """An image without pixels: its size, and the map from its points to points of the source."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
         self.a, self.b, self.c = 1.0, 0.0, 0.0
         self.d, self.e, self.f = 0.0, 1.0, 0.0
-        self.window: tuple[float, float, float, float] | None = None  # where the image is, once it is padded
+        self.window: tuple[float, float, float, float] | None = None  # where the image is after padding
 
     def shift(self, x: float, y: float) -> None:
-        """Let the point that was (x, y) be the origin."""
+        """Move the origin to the point (x, y)."""
         self.c += self.a * x + self.b * y
         self.f += self.d * x + self.e * y
         if self.window is not None:
@@ -106,7 +106,7 @@ class _Canvas:
             self.window = left - x, top - y, right - x, bottom - y
 
     def transform(self, p: float, q: float, r: float, s: float) -> None:
-        """Let the new point (x, y) show what was at (px + qy, rx + sy)."""
+        """Map the new point (x, y) to the old point (px + qy, rx + sy)."""
         self.a, self.b = self.a * p + self.b * r, self.a * q + self.b * s
         self.d, self.e = self.d * p + self.e * r, self.d * q + self.e * s
 
@@ -120,14 +120,14 @@ class _Canvas:
         self.width, self.height = width, height
 
     def pad(self, size: int) -> None:
-        """Put a border around it."""
+        """Add a border."""
         self.shift(-size, -size)
         self.window = size, size, size + self.width, size + self.height
         self.width, self.height = self.width + 2 * size, self.height + 2 * size
 
 
 def plan(height: int, width: int, config: AugmentConfig, draws: Draws) -> Geometry:
-    """Decide the geometry of one sample from a source of that size."""
+    """Return the geometry of one sample from a source of this size."""
     canvas = _Canvas(width, height)
     if config.resize > 0:
         _resize_shorter(canvas, config.resize)
@@ -137,12 +137,12 @@ def plan(height: int, width: int, config: AugmentConfig, draws: Draws) -> Geomet
         canvas.pad(config.pad_size)
     _crop(canvas, config, draws)
     if not config.warps:
-        canvas.window = None  # outside of it there is nothing anyway
+        canvas.window = None  # the source has no pixels outside it anyway
     return _finish(canvas, config.random_mirror and draws[Draw.MIRROR] < _MIRRORED_BELOW)
 
 
 def mirrors_of(draws: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Say of many samples, by the rows of their numbers, which are mirrored where that is asked for."""
+    """Return which of many samples are mirrored with random_mirror; each row of `draws` is one sample."""
     mirrors: NDArray[np.bool_] = draws[:, Draw.MIRROR] < _MIRRORED_BELOW
     return mirrors
 
@@ -153,7 +153,7 @@ def _resize_shorter(canvas: _Canvas, edge: int) -> None:
 
 
 def _warp(canvas: _Canvas, config: AugmentConfig, draws: Draws) -> None:
-    """Shear, rotate, scale and change the aspect about the centre; the canvas grows with the scale."""
+    """Shear, rotate, scale and change the aspect ratio about the centre; the canvas grows with the scale."""
     shear = _between(-config.max_random_shear_ratio, config.max_random_shear_ratio, draws[Draw.SHEAR])
     limit = config.max_random_rotate_angle
     angle = math.radians(int(draws[Draw.ANGLE] * (2 * limit + 1)) - limit)
@@ -191,7 +191,7 @@ def _crop(canvas: _Canvas, config: AugmentConfig, draws: Draws) -> None:
 
 
 def _random_resized(canvas: _Canvas, config: AugmentConfig, draws: Draws) -> bool:
-    """Try random areas and aspects until one fits; False if none of ten does."""
+    """Try random areas and aspect ratios until one fits; return False if none of ten fits."""
     whole = canvas.width * canvas.height
     for first in range(Draw.TRIES, Draw.TRIES + _TRIES * _DRAWS_PER_TRY, _DRAWS_PER_TRY):
         by_area, by_ratio, by_swap, x, y = draws[first : first + _DRAWS_PER_TRY]

@@ -1,15 +1,15 @@
-"""A smaller JPEG around a crop, made of a larger one's bytes without decoding any of them.
+"""Cuts a smaller JPEG around a crop out of a larger JPEG, without decoding it.
 
-Huffman codes are of unknown length, so a decoder must read all pixels above and left of a crop to find it; except in a
-file with restart markers. Those stand every so many MCUs (the squares a JPEG is coded in, 16x16 pixels where colour is
-halved both ways), and what is between two can be decoded by itself. Where the interval divides a row of MCUs, the
-segments over a crop are the rows of a rectangle, and they, behind the old head with another size in its frame, are a
-JPEG again.
+Huffman codes have variable length, so a decoder must normally read everything above and left of a crop to find it. A
+file with restart markers is different: they follow every so many MCUs (the blocks in which a JPEG is coded, 16x16
+pixels with 4:2:0 chroma), and the segment between two markers can be decoded on its own. If the interval divides a row
+of MCUs, the segments that cover a crop form a rectangle. After the old header with a new size in its frame, they are a
+valid JPEG again.
 
 For 480x360 at quality 95, with a marker every 3 MCUs (1.3 % more bytes) and a crop of 224x224, cutting takes 0.04 to
 0.06 ms, most of it to find the markers, and leaves 37 % of the pixels to decode.
 
-Anything unusual is left to the decoder as it is: `cut` returns None.
+`cut` returns None for any unusual file, which is then decoded as a whole.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from numpy.typing import NDArray
 from echelon.data.records.frame import Bytes
 
 Box: TypeAlias = tuple[int, int, int, int]
-"""Left, top, right, bottom in pixels; right and bottom are the first outside."""
+"""Left, top, right, bottom in pixels; right and bottom are exclusive."""
 
 _SCAN, _INTERVAL = 0xDA, 0xDD
 _NO_LENGTH = (0x01, *range(0xD0, 0xDA))
 _BASELINE = (0xC0, 0xC1)
 _WHOLE_SPECTRUM = b"\x00\x3f\x00"
-_WORTH_IT = 0.9
-_MOST = 1 << 16
-_RESTARTS, _END = bytes(range(0xD0, 0xD8)) * (_MOST // 8), b"\xd9"
+_MAX_KEPT = 0.9  # of the MCUs; otherwise cutting saves too little
+_MAX_MARKERS = 1 << 16
+_RESTARTS, _END = bytes(range(0xD0, 0xD8)) * (_MAX_MARKERS // 8), b"\xd9"
 _NUMBERS = np.frombuffer(_RESTARTS, np.uint8)
 
 
 class Cut(NamedTuple):
-    """A JPEG of a part of an image: where its first pixel was, and its size."""
+    """A JPEG of a part of an image: its bytes, where its first pixel was, and its size."""
 
     payload: bytearray
     left: int
@@ -48,7 +48,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """An image in MCUs: their size, their number each way, and how many lie between two markers."""
+    """An image in MCUs: their size and number, and how many are between two restart markers."""
 
     frame: int
     scan: int
@@ -68,7 +68,7 @@ class _Grid:
 
 
 def segments(payload: Bytes) -> Iterator[tuple[int, int]]:
-    """Yield (marker, offset) of each segment of a JPEG's head, up to the start of its pixels."""
+    """Yield (marker, offset) of each segment of a JPEG's header, up to the start of its pixels."""
     at = 2
     marker = 0
     while marker != _SCAN:
@@ -82,9 +82,10 @@ def segments(payload: Bytes) -> Iterator[tuple[int, int]]:
 
 
 def cut(payload: Bytes, box: Box, margin: int = 0) -> Cut | None:
-    """Return a JPEG that shows at least the box, and `margin` MCUs around it; None where that saves too little.
+    """Return a JPEG that contains the box and `margin` MCUs around it, or None if that saves too little.
 
-    Decoded without interpolating colours, its pixels are those of the whole image; with, only those a MCU inside it.
+    Decoded without chroma interpolation, its pixels are those of the whole image. With it, this holds only for pixels
+    at least one MCU away from its edges.
     """
     try:
         grid = _read_grid(payload)
@@ -93,7 +94,7 @@ def cut(payload: Bytes, box: Box, margin: int = 0) -> Cut | None:
     if grid is None:
         return None
     columns, rows = _wanted(grid, box, margin)
-    if len(columns) * len(rows) > _WORTH_IT * grid.across * rows.stop:
+    if len(columns) * len(rows) > _MAX_KEPT * grid.across * rows.stop:
         return None
     marks = _find_marks(payload, grid)
     if marks is None:
@@ -105,7 +106,7 @@ def cut(payload: Bytes, box: Box, margin: int = 0) -> Cut | None:
 
 
 def _read_grid(payload: Bytes) -> _Grid | None:
-    """Read the head; None unless it is of one baseline scan with an interval that divides a row."""
+    """Read the header; return None unless it has one baseline scan and a restart interval that divides a row."""
     interval, frame, scan = 0, 0, 0
     for marker, at in segments(payload):
         if marker == _INTERVAL:
@@ -127,7 +128,7 @@ def _read_grid(payload: Bytes) -> _Grid | None:
 
 
 def _wanted(grid: _Grid, box: Box, margin: int) -> tuple[range, range]:
-    """Return the MCUs to keep, whole segments of them, across and down."""
+    """Return the columns and rows of MCUs to keep, in whole segments."""
     left, top, right, bottom = box
     first, last = left // grid.mcu_width - margin, -(-right // grid.mcu_width) + margin
     step = grid.interval
@@ -137,18 +138,18 @@ def _wanted(grid: _Grid, box: Box, margin: int) -> tuple[range, range]:
 
 
 def _inside(first: int, last: int, limit: int, least: int) -> range:
-    """Return first ... last held inside 0 ... limit, and not empty."""
+    """Return first ... last, clamped to 0 ... limit, with at least `least` elements."""
     first = max(0, min(first, limit - least))
     return range(first, max(first + least, min(last, limit)))
 
 
 def _find_marks(payload: Bytes, grid: _Grid) -> NDArray[np.intp] | None:
-    """Return the offsets of all markers, before the first segment to after the last; None if any is not in its turn."""
+    """Return the offsets of the markers around all segments, or None if they are not in sequence."""
     codes = np.frombuffer(payload, np.uint8, offset=grid.scan)
     number = grid.across // grid.interval * grid.down
     after = np.flatnonzero(codes[:-1] == 0xFF) + 1
-    after = after[codes[after] != 0][:number]  # a zero says that the 0xFF before it is a pixel's
-    if number > _MOST or codes[after].tobytes() != _RESTARTS[: number - 1] + _END:
+    after = after[codes[after] != 0][:number]  # 0xFF before a zero is not a marker but image data
+    if number > _MAX_MARKERS or codes[after].tobytes() != _RESTARTS[: number - 1] + _END:
         return None
     marks = np.empty(number + 1, np.intp)
     marks[0] = grid.scan - 2
@@ -159,7 +160,7 @@ def _find_marks(payload: Bytes, grid: _Grid) -> NDArray[np.intp] | None:
 def _assemble(
     payload: Bytes, grid: _Grid, marks: NDArray[np.intp], columns: range, rows: range, size: tuple[int, int]
 ) -> bytearray:
-    """Join head and segments, and number the markers between them anew."""
+    """Join header and segments, and renumber the markers between them."""
     first, last = columns.start // grid.interval, columns.stop // grid.interval
     befores = marks[:-1].reshape(grid.down, -1)[rows.start : rows.stop, first]
     ends = marks[1:].reshape(grid.down, -1)[rows.start : rows.stop, first:last]

@@ -1,1 +1,6 @@
-"""Batches. Read `order` and `sharding` (which samples), `sources`, `loader`, then `memory` and `device`."""
+"""Loaders: from samples to batches.
+
+Read `order` and `sharding` (which samples come when), `sources` (where they are read from), `loader` with `batch`,
+`buffers`, `decode_pool` and `decode_process` (images are decoded while they are used), `memory` (small sets are kept
+decoded), then `device` (batches on a GPU).
+"""

@@ -1,13 +1,15 @@
-"""Crop, mirror and normalise on the device the network runs on, from uint8 that is there already or just arriving.
+"""Batches on the device of the network: copies uint8 pixels to it, or keeps a whole set there, and augments there.
 
-Over the bus go uint8 pixels, a quarter of the floats: 19 MB instead of 77 for 128 images of 224x224. Batches are
-(N, H, W, C), so the permuted result is in torch's channels-last order without a copy, which is what fast convolutions
-want. They lie in pages that the GPU copies from by itself, one ahead, while the network computes; such a copy costs no
-host time. Decoding takes only the part around a crop, so there is nothing left to crop here (docs/decisions/0009). A
-small set lives on the device whole (CIFAR-10: 240 MB padded); an epoch's crops are decided on the CPU and go
-over once an epoch (1 MB), so a batch costs three small kernels and no traffic.
+`DeviceLoader` copies the batches of a `Loader`. uint8 pixels are a quarter of the bytes of floats: 19 MB instead of 77
+for 128 images of 224x224. Batches are (N, H, W, C), so the permuted result is in torch's channels-last order without a
+copy, which fast convolutions need. The GPU copies the next batch from pinned memory while the network computes, which
+takes no host time. Images arrive cropped, because the decoder decodes only the region of the crop
+(docs/decisions/0009); they are mirrored and normalised here.
 
-The numbers are those of `memory` and `pipeline`, up to the rounding of the device's type.
+`DeviceMemoryLoader` keeps a small set on the device (CIFAR-10: 240 MB padded). The crops of an epoch are chosen on the
+CPU and copied once per epoch (1 MB), so a batch takes three small kernels and no copy.
+
+The values are those of `MemoryLoader` and `Loader`, except for the rounding of the device's dtype.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from echelon.data.images.config import AugmentConfig
 from echelon.data.loading.batch import RawBatch, mirrored
 from echelon.data.loading.buffers import CopiesInFlight
 from echelon.data.loading.loader import Loader
-from echelon.data.loading.memory import MemorySource, check_fits, places
+from echelon.data.loading.memory import MemorySource, check_fits, choose_crops
 from echelon.data.loading.order import Sampling, State
 
 _MAX_COPIES_IN_FLIGHT = 2
 
 
 class DeviceNormaliser:
-    """Turns uint8 (N, H, W, C) into normalised (N, C, H, W) of `dtype`, in channels-last order."""
+    """Converts uint8 (N, H, W, C) to normalised (N, C, H, W) of `dtype`, in channels-last order."""
 
     def __init__(self, config: AugmentConfig, device: torch.device | str, dtype: torch.dtype = torch.float32) -> None:
         normaliser = Normaliser(config)
@@ -41,14 +43,14 @@ class DeviceNormaliser:
         self._dtype = dtype
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Normalise in float32, then round once to the type asked for."""
+        """Normalise in float32, then round once to `dtype`."""
         return images.permute(0, 3, 1, 2).float().mul_(self._scale).add_(self._offset).to(self._dtype)
 
 
 def crop_mirror(
     images: Tensor, records: Tensor, tops: Tensor, lefts: Tensor, mirrors: Tensor, size: tuple[int, int]
 ) -> Tensor:
-    """Gather crops of `size` (height, width) of some of the images (N, H, W, C), each at its place, some mirrored."""
+    """Return crops of `size` (height, width) from images (N, H, W, C): one per record, some of them mirrored."""
     down = torch.arange(size[0], device=images.device)
     across = torch.arange(size[1], device=images.device)
     rows = tops[:, None] + down
@@ -57,10 +59,10 @@ def crop_mirror(
 
 
 class DeviceLoader:
-    """Brings another loader's uint8 batches over, one ahead, and mirrors and normalises them there.
+    """Copies the uint8 batches of a loader to a device, one batch ahead, and mirrors and normalises them there.
 
-    On CUDA the copy runs on a stream of its own while the network computes, if the loader has pinned memory, which is
-    held until the copy is over.
+    On CUDA the copy runs on its own stream while the network computes, if the loader uses pinned memory. The memory is
+    held until the copy is done.
     """
 
     def __init__(
@@ -85,34 +87,34 @@ class DeviceLoader:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         ahead: tuple[RawBatch, torch.cuda.Event | None, State] | None = None
         for batch in self._batches.raw_batches():
-            arriving = (*self._bring(batch), self._batches.state)
+            copied = (*self._copy(batch), self._batches.state)
             if ahead is not None:
-                yield self._hand_out(*ahead)
-            ahead = arriving
+                yield self._finish(*ahead)
+            ahead = copied
         if ahead is not None:
-            yield self._hand_out(*ahead)
+            yield self._finish(*ahead)
 
-    def _bring(self, batch: RawBatch) -> tuple[RawBatch, torch.cuda.Event | None]:
-        """Begin the copy of a batch; the event tells when it is there."""
+    def _copy(self, batch: RawBatch) -> tuple[RawBatch, torch.cuda.Event | None]:
+        """Start to copy a batch; return it with the event that is set when the copy is done."""
         if self._stream is None:
             return batch, None
         with torch.cuda.stream(self._stream):
             images = batch.images.to(self._device, non_blocking=True)
-            labels = self._bring_few(batch.labels)
-            mirrors = self._bring_few(batch.mirrors) if batch.mirrors is not None else None
-            there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            there.record(self._stream)
-        self._copies.hold(batch.images, there)
-        return RawBatch(images, labels, mirrors), there
+            labels = self._copy_few(batch.labels)
+            mirrors = self._copy_few(batch.mirrors) if batch.mirrors is not None else None
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(self._stream)
+        self._copies.hold(batch.images, done)
+        return RawBatch(images, labels, mirrors), done
 
-    def _bring_few(self, values: Tensor) -> Tensor:
-        """From a pinned copy of these few bytes; torch looks after that one's memory."""
+    def _copy_few(self, values: Tensor) -> Tensor:
+        """Copy a small tensor. pin_memory() makes a pinned copy, whose memory torch manages."""
         return values.pin_memory().to(self._device, non_blocking=True)
 
-    def _hand_out(self, batch: RawBatch, there: torch.cuda.Event | None, state: State) -> tuple[Tensor, Tensor]:
-        if there is not None:
+    def _finish(self, batch: RawBatch, done: torch.cuda.Event | None, state: State) -> tuple[Tensor, Tensor]:
+        if done is not None:
             current = torch.cuda.current_stream(self._device)
-            current.wait_event(there)
+            current.wait_event(done)
             for tensor in batch:
                 if tensor is not None:
                     tensor.record_stream(current)
@@ -120,7 +122,7 @@ class DeviceLoader:
         return self._normalise(mirrored(batch.images, batch.mirrors)), batch.labels
 
     def close(self) -> None:
-        """Stop the loader behind this one."""
+        """Close the loader whose batches are copied, and wait for the copies."""
         self._batches.close()
         self._copies.wait()
 
@@ -132,11 +134,11 @@ class DeviceLoader:
 
 
 class DeviceMemoryLoader:
-    """Batches of a small set that lives on the device: pad, crop, mirror and normalise there.
+    """Batches of a small set that is kept on the device: pads, crops, mirrors and normalises there.
 
-    `gather` makes the batch at a cursor that is on the device, too, and moves it on. It asks nothing of the host, so a
-    whole training step can be compiled or captured with its data inside: `begin` puts an epoch's choices in place, and
-    for each replayed batch `advance` keeps the host's account. Iterating does the three in turn.
+    `gather` returns the batch at a cursor, which is on the device too, and advances the cursor. It needs nothing from
+    the host, so a whole training step can be compiled or captured together with its data: `begin` copies an epoch's
+    crops to the device, and `advance` updates the host's state after each replayed batch. Iterating calls all three.
     """
 
     def __init__(
@@ -160,7 +162,7 @@ class DeviceMemoryLoader:
         self._normalise = DeviceNormaliser(augment, self._device, dtype)
         self._num_mine = len(sampling.counters(np.arange(sampling.num_samples, dtype=np.int64)))
         size = sampling.batch_size
-        rows = -(-self._num_mine // size) * size  # whole batches: what is beyond the last sample is cut off again
+        rows = -(-self._num_mine // size) * size  # whole batches; the rows after the last sample are cut off again
         self._choices = torch.zeros((rows, 4), dtype=torch.int64, device=self._device)
         self._cursor = torch.zeros((), dtype=torch.int64, device=self._device)
         self._within = torch.arange(size, device=self._device)
@@ -175,14 +177,14 @@ class DeviceMemoryLoader:
             yield images[:count], labels[:count]
 
     def begin(self) -> int:
-        """Put the rest of the current epoch on the device; returns how many batches it has."""
+        """Copy the crops of the current epoch to the device; return how many batches are left in it."""
         choices = self._epoch(self.state.epoch)
         self._choices[: len(choices)].copy_(torch.from_numpy(choices))
         self._cursor.fill_(self.state.position)
         return -(-(self._num_mine - self.state.position) // self.sampling.batch_size)
 
     def gather(self) -> tuple[Tensor, Tensor]:
-        """Return the batch at the cursor and move on. Only device work."""
+        """Return the batch at the cursor and advance the cursor, with device operations only."""
         at = (self._cursor + self._within).clamp(max=len(self._choices) - 1)
         records, tops, lefts, mirrors = self._choices[at].unbind(1)
         pixels = crop_mirror(self._images, records, tops, lefts, mirrors.bool(), self.augment.shape[1:])
@@ -190,7 +192,7 @@ class DeviceMemoryLoader:
         return self._normalise(pixels), self._labels[records]
 
     def advance(self) -> int:
-        """Count a batch that was gathered; returns its samples."""
+        """Advance the state by one gathered batch; return the number of its samples."""
         epoch, position = self.state.epoch, self.state.position
         count = min(self.sampling.batch_size, self._num_mine - position)
         done = position + count == self._num_mine
@@ -198,15 +200,15 @@ class DeviceMemoryLoader:
         return count
 
     def _epoch(self, epoch: int) -> NDArray[np.int64]:
-        """This worker's records of an epoch, where their crops begin, and whether they are mirrored."""
+        """Return (record, top, left, mirrored) of each of this worker's samples of an epoch."""
         order = self.sampling.order(epoch)
         counters = self.sampling.counters(order)
         _, height, width, _ = self.source.images.shape
-        place = places(self.augment, height, width, self.sampling.seed, epoch, counters)
-        return np.stack([order[counters], place.tops, place.lefts, place.mirrors.astype(np.int64)], axis=1)
+        crops = choose_crops(self.augment, height, width, self.sampling.seed, epoch, counters)
+        return np.stack([order[counters], crops.tops, crops.lefts, crops.mirrors.astype(np.int64)], axis=1)
 
     def close(self) -> None:
-        """Nothing runs, so there is nothing to stop."""
+        """Do nothing: there are no threads."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,9 +1,8 @@
-"""Small sets, decoded once and kept: a whole batch is cropped, mirrored and normalised in a few array operations.
+"""Small sets that are decoded once and kept in memory: a few array operations augment a whole batch.
 
-CIFAR-10 is 154 MB of uint8, and 240 MB once more as padded planes. A batch of 128 costs about 0.25 ms of one core
-(2 us an image, 500,000 images/s), so it is made on the caller's thread: there are no threads to end. What needs more
-than pad, crop and mirror goes through `pipeline.Loader`, which takes a MemorySource as it takes any other source; both
-give the same bits.
+CIFAR-10 takes 154 MB as uint8, and another 240 MB as padded planes. A batch of 128 takes about 0.25 ms on one core
+(2 us per image, 500,000 images/s), so it is assembled on the caller's thread. Augmentations other than pad, crop and
+mirror need `Loader`, which accepts a MemorySource like any other source. Both return the same bits.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class MemorySource:
     def from_source(
         cls, source: Source, channels: int = 3, threads: int = 4, on_bad: OnBad | None = None
     ) -> MemorySource:
-        """Decode a whole source; its images must have one size. With `on_bad`, what cannot be read is left out."""
+        """Decode a whole source, whose images must have the same size. With `on_bad`, bad samples are left out."""
         first = _first_shape(source, Decoder(channels), on_bad is not None)
         images = np.empty((len(source), *first), np.uint8)
         labels = np.empty(len(source), np.int64)
@@ -67,7 +66,7 @@ class MemorySource:
                 if pixels.shape != images.shape[1:]:
                     raise DataError(
                         f"{source.where(number)}: {pixels.shape[1]}x{pixels.shape[0]} pixels, but the first image has "
-                        f"{images.shape[2]}x{images.shape[1]}; sets of mixed sizes cannot be kept decoded"
+                        f"{images.shape[2]}x{images.shape[1]}; all images of this set must have the same size"
                     )
                 images[number] = pixels
 
@@ -89,14 +88,14 @@ class MemorySource:
 
 
 def _first_shape(source: Source, decoder: Decoder, skips_bad: bool) -> tuple[int, ...]:
-    """The shape of the first image, or of the first that can be read."""
+    """Return the shape of the first image; with `skips_bad`, of the first that can be read."""
     for number in range(len(source)):
         try:
             return _decoded(source, number, decoder)[0].shape
         except DataError:
             if not skips_bad:
                 raise
-    raise DataError(f"{source.where(0)}: neither this one nor any other can be read as an image")
+    raise DataError(f"{source.where(0)}: neither this image nor any other can be read")
 
 
 def _decoded(source: Source, number: int, decoder: Decoder) -> tuple[Pixels, int]:
@@ -109,8 +108,8 @@ def _decoded(source: Source, number: int, decoder: Decoder) -> tuple[Pixels, int
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Where the crops of some samples begin in the padded image, and which are mirrored."""
+class Crops:
+    """The top left corners of some samples' crops in the padded image, and which are mirrored."""
 
     tops: Indices
     lefts: Indices
@@ -118,14 +117,14 @@ class Places:
 
 
 def is_plain(config: AugmentConfig, height: int, width: int) -> bool:
-    """Whether images of that size need nothing but pad, crop, mirror and normalise."""
+    """Whether images of this size only need to be padded, cropped, mirrored and normalised."""
     needs_more = config.resize > 0 or config.warps or config.random_resized_crop or config.max_crop_size > 0
     fits = height + 2 * config.pad_size >= config.shape[1] and width + 2 * config.pad_size >= config.shape[2]
     return fits and not needs_more and not config.changes_colour
 
 
-def places(config: AugmentConfig, height: int, width: int, seed: int, epoch: int, counters: Indices) -> Places:
-    """Decide crop and mirror of many samples at once, as `augment_geometry.plan` does for one."""
+def choose_crops(config: AugmentConfig, height: int, width: int, seed: int, epoch: int, counters: Indices) -> Crops:
+    """Choose crop and mirror of many samples at once, as `geometry.plan` does for one."""
     draws = uniforms(seed, epoch, counters, Draw.CROP_Y + 1)
     rooms = [have + 2 * config.pad_size - want for have, want in zip((height, width), config.shape[1:], strict=True)]
     if config.random_crop:
@@ -136,11 +135,11 @@ def places(config: AugmentConfig, height: int, width: int, seed: int, epoch: int
     else:
         tops, lefts = (np.full(len(counters), room // 2, np.int64) for room in rooms)
     mirrors = mirrors_of(draws) if config.random_mirror else np.zeros(len(counters), np.bool_)
-    return Places(tops, lefts, mirrors)
+    return Crops(tops, lefts, mirrors)
 
 
 class MemoryLoader:
-    """Float32 batches (N, C, H, W) and int64 labels from a MemorySource, made when asked for."""
+    """Float32 batches (N, C, H, W) and int64 labels from a MemorySource, assembled on the caller's thread."""
 
     def __init__(
         self, source: MemorySource, augment: AugmentConfig, sampling: Sampling, *, state: State | None = None
@@ -170,17 +169,17 @@ class MemoryLoader:
                 return
 
     def _images(self, records: Indices, counters: Indices, epoch: int) -> Tensor:
-        place = places(self.augment, *self._size, self.sampling.seed, epoch, counters)
-        pixels = self._windows[records, :, place.tops, place.lefts]
-        pixels[place.mirrors] = pixels[place.mirrors][..., ::-1]
+        crops = choose_crops(self.augment, *self._size, self.sampling.seed, epoch, counters)
+        pixels = self._windows[records, :, crops.tops, crops.lefts]
+        pixels[crops.mirrors] = pixels[crops.mirrors][..., ::-1]
         images = self._pool.take()[: len(records)]
-        out: NDArray[np.float32] = images.numpy()  # NumPy, because torch's threads would fight the network's for cores
+        out: NDArray[np.float32] = images.numpy()  # NumPy, because torch's threads would compete with the network's
         np.multiply(pixels, self._normaliser.scale, out=out)
         np.add(out, self._normaliser.offset, out=out)
         return images
 
     def close(self) -> None:
-        """Nothing runs, so there is nothing to stop."""
+        """Do nothing: there are no threads."""
 
     def __enter__(self) -> Self:
         return self
@@ -190,11 +189,11 @@ class MemoryLoader:
 
 
 def check_fits(source: MemorySource, augment: AugmentConfig, sampling: Sampling) -> None:
-    """Refuse settings that `MemoryLoader` cannot do, or that do not belong together."""
+    """Raise UsageError for settings that `MemoryLoader` does not support, or that do not match."""
     _, height, width, channels = source.images.shape
     if channels != augment.shape[0]:
-        raise UsageError(f"{source.name} has images of {channels} channels, the image shape is {augment.shape}")
+        raise UsageError(f"{source.name} has images of {channels} channels, but the image shape is {augment.shape}")
     if not is_plain(augment, height, width):
-        raise UsageError(f"images of {height}x{width} in memory cannot take these augmentations; use pipeline.Loader")
+        raise UsageError(f"MemoryLoader does not support these augmentations of {height}x{width} images; use Loader")
     if sampling.num_samples != len(source):
-        raise UsageError(f"{source.name} has {len(source)} images, the sampling is for {sampling.num_samples}")
+        raise UsageError(f"{source.name} has {len(source)} images, but the sampling is for {sampling.num_samples}")

@@ -1,12 +1,12 @@
-"""The order of samples, and every sample's random numbers, as pure functions of (seed, epoch, sample counter).
+"""The order of samples and the random numbers of each sample: pure functions of (seed, epoch, sample counter).
 
 A sample's counter is its position in the epoch's order over all workers. Nothing here depends on the number of workers,
-threads or batches, on time, or on what was drawn before; so any point of any epoch can be computed directly, which is
-all that resuming needs, and two workers agree without talking.
+threads or batches, on time, or on earlier random numbers. So any point of any epoch can be computed directly, which is
+all that resuming needs, and workers agree on the order without communicating.
 
-The numbers come from a 64-bit mixing function rather than from NumPy's generators, whose streams may change between
-versions: two machines that disagree about the order would drop some samples and repeat others. Cost: an order of
-1.28 million samples takes about 0.2 s and 10 MB, once an epoch; random numbers about 10 ns each.
+The numbers come from a 64-bit mixing function and not from NumPy's generators, because those may change between
+versions. Two machines with different orders would skip some samples and repeat others. An order of 1.28 million samples
+takes about 0.2 s and 10 MB once per epoch; a random number takes about 10 ns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ORDER, _DRAWS = 1, 2  # separate streams of one seed
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where a worker stands: `position` of its own samples of `epoch` have been handed out."""
+    """Where a worker is in the data: it has received `position` of its own samples of `epoch`."""
 
     epoch: int = 0
     position: int = 0
@@ -38,7 +38,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Samples to load together: which records, and their counters. `after` is the state once it is handed out."""
+    """The records of one batch and their sample counters. `after` is the state once the batch has been used."""
 
     epoch: int
     records: Indices
@@ -48,11 +48,11 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Everything that decides which sample comes when.
+    """The settings that determine which sample comes when.
 
-    `last_batch`: a shorter last batch is kept, dropped, or filled up from the beginning of the worker's part ("wrap",
-    MXNet's round_batch). `num_batches` makes an epoch exactly that many full batches, beginning again where the part
-    is too short: lock-step workers with unequal parts need the same number of steps.
+    `last_batch` says whether a shorter last batch is kept, dropped, or filled up from the beginning of the worker's
+    samples ("wrap", MXNet's round_batch). `num_batches` makes an epoch exactly that many full batches; a worker with
+    too few samples repeats them, because lock-step workers need the same number of steps.
     """
 
     num_samples: int
@@ -65,32 +65,32 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.num_samples < 1 or self.batch_size < 1:
-            raise UsageError(f"needs samples and a batch size, got {self.num_samples} and {self.batch_size}")
+            raise UsageError(f"samples and batch size must be at least 1, got {self.num_samples} and {self.batch_size}")
         if self.last_batch not in ("keep", "drop", "wrap"):
             raise UsageError(f"last_batch must be keep, drop or wrap, got {self.last_batch!r}")
         if not self.batches_per_epoch:
-            raise UsageError(self._no_batch())
+            raise UsageError(self._explain_no_batch())
 
-    def _no_batch(self) -> str:
-        """Say why there is no batch: there are no samples, or too few of those that make a whole one."""
+    def _explain_no_batch(self) -> str:
+        """Return why an epoch has no batch: there are no samples, or too few for a full batch."""
         have = len(self.sharding.positions(np.arange(self.num_samples, dtype=np.int64)))
         advice = "use fewer workers"
         if isinstance(self.sharding, ByFraction):
-            one = f"a sample is 1/{self.num_samples} of the data"
+            one = f"one sample is 1/{self.num_samples} of the data"
             advice = f"give it a larger share in the data_sharding file ({one})"
         of_them = f"{self.sharding} has {have} of {self.num_samples} samples"
         if have:
-            of_them, advice = f"{of_them}, and a shorter last batch is dropped", f"{advice} or use a smaller batch"
+            of_them, advice = f"{of_them}, and a smaller last batch is dropped", f"{advice} or use a smaller batch size"
         return f"no batch of {self.batch_size} for this worker: {of_them}; {advice}"
 
     def order(self, epoch: int) -> Indices:
-        """Return all samples in the epoch's order."""
+        """Return all samples in the order of an epoch."""
         if not self.shuffle:
             return np.arange(self.num_samples, dtype=np.int64)
         return permutation(self.seed, epoch, self.num_samples)
 
     def counters(self, order: Indices) -> Indices:
-        """Return this worker's positions in an epoch's order, cut or repeated to make up its batches."""
+        """Return this worker's positions in an epoch's order, cut or repeated to fill its batches."""
         mine = self.sharding.positions(order)
         if self.num_batches is not None:
             return np.resize(mine, self.num_batches * self.batch_size if len(mine) else 0)
@@ -103,11 +103,11 @@ class Sampling:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of this worker in an epoch; the same in every one."""
+        """The number of this worker's batches, which is the same in every epoch."""
         return -(-len(self.counters(np.arange(self.num_samples, dtype=np.int64))) // self.batch_size)
 
     def batches(self, state: State) -> Iterator[BatchPlan]:
-        """Yield this worker's batches from `state` on, epoch after epoch, without end."""
+        """Yield this worker's batches from `state` on, epoch after epoch, endlessly."""
         epoch, position = state.epoch, state.position
         while True:
             order = self.order(epoch)
@@ -123,7 +123,7 @@ class Sampling:
 def permutation(seed: int, epoch: int, num_samples: int) -> Indices:
     """Return the epoch's order of samples 0 ... num_samples-1."""
     keys = _mix(_key(seed, epoch, _ORDER) + np.arange(num_samples, dtype=np.uint64) * np.uint64(_STEP))
-    return np.argsort(keys).astype(np.int64, copy=False)  # the keys are all different, so any sort gives one order
+    return np.argsort(keys).astype(np.int64, copy=False)  # all keys are different, so every sort gives the same order
 
 
 def uniforms(seed: int, epoch: int, counters: Indices, num: int) -> NDArray[np.float64]:
@@ -141,7 +141,7 @@ def _key(seed: int, epoch: int, stream: int) -> np.ndarray[tuple[int], np.dtype[
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Scramble 64-bit words, one to one: the output step of the splitmix64 generator."""
+    """Scramble 64-bit words one to one: the output function of the splitmix64 generator."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

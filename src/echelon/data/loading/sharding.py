@@ -1,14 +1,14 @@
-"""Which part of an epoch is one worker's: pure arithmetic, every sample exactly once over all workers.
+"""Which samples of an epoch belong to one worker. Over all workers, every sample is used exactly once.
 
-An epoch is one order of all samples, the same on every worker (`order`); a sharding picks positions in it.
+An epoch is one order of all samples, the same on every worker (`order`); a sharding selects positions in it.
 
-- `ByPart`: every num_parts-th position. W workers with batches of B together take, step by step, exactly the samples
-  one worker with batches of W x B would take, whatever W is. The default.
-- `ByFraction`: a contiguous piece of the order, from `data_sharding`: unequal shares for unequal machines.
-- `ByRecord`: MXNet's rule for files with an index: part k owns records [k*ceil(N/n), (k+1)*ceil(N/n)) in every epoch.
-  A worker then only ever touches its own piece of the file, at the price of never seeing the rest.
+- `ByPart`: every num_parts-th position. At each step, W workers with batches of B together use exactly the samples that
+  one worker with batches of W x B would use. This is the default.
+- `ByFraction`: a contiguous range of the order, from `data_sharding`: unequal shares for unequal machines.
+- `ByRecord`: MXNet's rule for files with an index: part k has records [k*ceil(N/n), (k+1)*ceil(N/n)) in every epoch.
+  A worker reads only its own range of the file, and never uses the other samples.
 
-The first two deal the samples anew each epoch, so a file sorted by class does not give a worker one class.
+The first two distribute the samples again in each epoch, so a file sorted by class does not give a worker one class.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from echelon.errors import UsageError
 
 Indices: TypeAlias = NDArray[np.int64]
 
-_FRACTION_DIGITS = 9  # data_sharding files are checked to 1e-9; both sides of a border must round to the same sample
+_FRACTION_DIGITS = 9  # data_sharding files are checked to 1e-9; neighbouring shares must round to the same sample
 
 
 class Sharding(Protocol):
-    """Picks one worker's positions of an epoch's order; as text, it is the subject of a sentence about that part."""
+    """Selects one worker's positions of an epoch's order; str() is the subject of a sentence about them."""
 
     def positions(self, order: Indices) -> Indices:
-        """Return ascending positions in `order`; over all workers each one appears once."""
+        """Return ascending positions in `order`; over all workers, each position appears once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ByPart:
 
 @dataclass(frozen=True, slots=True)
 class ByFraction:
-    """The positions from start to end, as fractions of the epoch."""
+    """The positions from `start` to `end`, which are fractions of the epoch."""
 
     start: float
     end: float
@@ -72,7 +72,7 @@ class ByFraction:
 
 @dataclass(frozen=True, slots=True)
 class ByRecord:
-    """The positions of a fixed, contiguous run of records, in the order the epoch has them."""
+    """The positions of a fixed, contiguous range of records, in the order of the epoch."""
 
     part_index: int = 0
     num_parts: int = 1

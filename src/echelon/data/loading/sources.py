@@ -1,7 +1,7 @@
-"""Where encoded samples come from: record files and folders of images, behind one small interface.
+"""Sources of encoded samples: record files and folders of images, with one small interface.
 
-A source is random access by number, safe from any number of threads, and can say where a sample is for an error.
-What is decoded already lives in `memory`.
+A source gives random access by sample number, can be used by any number of threads, and tells where a sample is, for
+error messages. The source of decoded images is in `memory`.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from echelon.data.records.file import Offsets, RecordFile, split_paths
 from echelon.data.records.index import index_files
 from echelon.errors import DataError, UsageError
 
-_MOST_CLASSES = 1 << 24  # a record's label is a float32, which has every whole number up to this one
-MANY = 1000  # images, from which on it pays to start processes: see is_work_for_processes
+_MOST_CLASSES = 1 << 24  # labels are float32, which represents every integer up to this one
+MANY = 1000  # from this number of images on, decode processes are worth their start-up time
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
 
 
 class Sample(NamedTuple):
-    """One image, encoded or as pixels, and its label, or labels."""
+    """One image, encoded or as pixels, and its label or labels."""
 
     payload: Bytes | Pixels
     label: float | NDArray[np.float32]
 
 
 class Source(Protocol):
-    """Random access to images. Threads share one."""
+    """Random access to images. Threads may share one."""
 
     def __len__(self) -> int: ...
 
     def read(self, number: int) -> Sample:
-        """Return a sample; DataError, with its place, if it cannot be read."""
+        """Return a sample; raise a DataError that says where it is if it cannot be read."""
 
     def where(self, number: int) -> str:
-        """Say where a sample is: file, record, byte."""
+        """Return where a sample is: file, record, byte."""
 
 
 def class_number(label: float | NDArray[np.float32]) -> int:
-    """Return a sample's class; DataError if it has several labels, or one that no class can have."""
+    """Return a sample's class; raise DataError for several labels, or a label that is not a class number."""
     if isinstance(label, np.ndarray):
-        raise DataError(f"it has {label.size} labels, and a class is one")
+        raise DataError(f"it has {label.size} labels, expected one class number")
     if not label.is_integer() or abs(label) > _MOST_CLASSES:
-        raise DataError(f"its label {label:g} is no class number")
+        raise DataError(f"its label {label:g} is not a class number")
     return int(label)
 
 
@@ -63,8 +63,8 @@ def _check_class(label: float | NDArray[np.float32], num_classes: int) -> None:
 class RecordSource:
     """The images of record files: `a.rec`, `a.rec;b.rec`, or a folder of them.
 
-    An index is used where given, or beside the file; without one, the heads are scanned. With `on_bad`, such a scan
-    reports damaged records and goes on behind them. Where `num_classes` is known, each must have one label below it.
+    Uses the given index, or the one beside the file; without an index, the file is scanned. With `on_bad`, the scan
+    reports damaged records and continues after them. If `num_classes` is set, each record must have one label below it.
     """
 
     num_classes: int | None = None
@@ -74,12 +74,12 @@ class RecordSource:
     ) -> None:
         recs = _record_files(rec)
         idxs = index_files(recs, idx or None)
-        parts = [_open(one, index, on_bad) for one, index in zip(recs, idxs, strict=True)]
-        self._files = [file for file, _ in parts]
-        self._offsets = [offsets for _, offsets in parts]
+        opened = [_open(one, index, on_bad) for one, index in zip(recs, idxs, strict=True)]
+        self._files = [file for file, _ in opened]
+        self._offsets = [offsets for _, offsets in opened]
         self._ends = list(accumulate(len(offsets) for offsets in self._offsets))
         if not len(self):
-            raise DataError(f"{rec} has no records; make it anew: echelon data im2rec PREFIX FOLDER")
+            raise DataError(f"{rec} has no records; create it again: echelon data im2rec PREFIX FOLDER")
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -107,16 +107,16 @@ class RecordSource:
         return f"{file.path}: record {record} at byte {offset}"
 
     def _locate(self, number: int) -> tuple[RecordFile, int, int]:
-        part = bisect_right(self._ends, number)
-        record = number - (self._ends[part - 1] if part else 0)
-        return self._files[part], record, int(self._offsets[part][record])
+        index = bisect_right(self._ends, number)
+        record = number - (self._ends[index - 1] if index else 0)
+        return self._files[index], record, int(self._offsets[index][record])
 
 
 def _record_files(rec: str | Path) -> list[Path]:
     if Path(rec).is_dir():
         found = sorted(Path(rec).glob("*.rec"))
         if not found:
-            raise DataError(f"no *.rec in the folder {rec}; make one: echelon data im2rec PREFIX FOLDER")
+            raise DataError(f"no *.rec in the folder {rec}; create one: echelon data im2rec PREFIX FOLDER")
         return found
     return split_paths(rec)
 
@@ -130,10 +130,10 @@ def _open(rec: Path, idx: Path | None, on_bad: Callable[[RecordError], None] | N
 
 
 class FolderSource:
-    """Image files with labels, read whole when asked for.
+    """Image files with labels.
 
-    Names are strings, of which a million goes to another process at once, unlike Paths; and they hold for the folder
-    this process was in.
+    File names are strings and not Paths, because a million strings are pickled for a decode process in a moment. They
+    are relative to the folder in which this process was when it created the source.
     """
 
     def __init__(self, files: Sequence[str | Path], labels: Sequence[float], classes: Sequence[str] = ()) -> None:
@@ -144,20 +144,20 @@ class FolderSource:
 
     @classmethod
     def from_classes(cls, root: str | Path, classes: Sequence[str] = ()) -> FolderSource:
-        """One class a subfolder, numbered in the order of their names, or of `classes` where those are known."""
+        """Use each subfolder as a class, numbered in the order of `classes`, or by name if that is empty."""
         root = Path(root)
         folders = sorted(entry for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
         names = list(classes) or [folder.name for folder in folders]
         unknown = [folder.name for folder in folders if folder.name not in names]
         if unknown:
             raise DataError(
-                f"{root} has the class {unknown[0]!r}, which the training images have not: {', '.join(names)}"
+                f"{root} has the class {unknown[0]!r}, which the training images do not have: {', '.join(names)}"
             )
         found = [(path, float(names.index(folder.name))) for folder in folders for path in _image_files(folder)]
         if not found:
             raise DataError(
-                f"no images in class folders under {root}: looked for {root.absolute()}/CLASS/ with "
-                f"{', '.join(IMAGE_SUFFIXES)}; put each class in a folder of its own"
+                f"no images in class folders under {root}: searched {root.absolute()}/CLASS/ for "
+                f"{', '.join(IMAGE_SUFFIXES)}; put the images of each class in their own folder"
             )
         return cls([path for path, _ in found], [label for _, label in found], names)
 
@@ -177,7 +177,7 @@ class FolderSource:
 
 
 def is_work_for_processes(source: Source) -> bool:
-    """Whether there is enough to decode that processes pay, which take some time to start; these can be pickled."""
+    """Whether decode processes are worth their start-up time for this source, and the source can be pickled."""
     return type(source) in (RecordSource, FolderSource) and len(source) >= MANY
 
 

@@ -1,10 +1,10 @@
-"""Record files back into folders: OUT/LABEL/NUMBER.jpg, and OUT/extract.lst with every label and id.
+"""Extracts the images of record files: OUT/LABEL/NUMBER.jpg, and OUT/extract.lst with all labels and ids.
 
-Owns the names. The folder appears when all is written, so an error or Ctrl-C leaves nothing behind.
+The folder appears when everything is written, so an error or Ctrl-C leaves nothing behind.
 
 Packing OUT/extract.lst with pass-through and all labels gives the same images, labels and ids in the same order again.
-Three things a list cannot say: an id that several records have (all get new ones, and `Extracted` says so), a second id
-(it becomes 0), and that a single label was written as a list of one.
+Three things cannot be expressed in a list: an id that several records have (all records get new ids, and `Extracted`
+says so), a second id (it becomes 0), and a single label that was stored as a list of one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIST_NAME = "extract.lst"
 
 
 class Extracted(NamedTuple):
-    """How many files were written, and how many different ids they had if the list has new ones: 0, 1, 2 ..."""
+    """How many files were written. If the list has new ids 0, 1, 2 ..., `num_old_ids` is how many ids there were."""
 
     num_files: int
     num_old_ids: int | None = None
@@ -40,15 +40,15 @@ def extract(
     on_bad: OnBad = None,
     on_done: OnDone = ignore,
 ) -> Extracted:
-    """Write all records, or the first `limit`, to a new folder. `raw` writes whole payloads, and no list."""
+    """Write all records, or the first `limit`, to a new folder. `raw` writes whole payloads and no list."""
     if out.is_dir() and any(out.iterdir()):
-        raise UsageError(f"{out} is a folder that is not empty; name a new one")
+        raise UsageError(f"the folder {out} is not empty; give the name of a new folder")
     if limit is not None and limit < 1:
         raise UsageError(f"a limit of {limit} records: expected 1 or more")
     if not out.is_dir():
         check_writable(out)
     if out.is_file():
-        raise UsageError(f"{out} is a file; name a new folder")
+        raise UsageError(f"{out} is a file; give the name of a new folder")
     with partial_folder(out) as partial:
         with Reader(rec, on_bad) as reader:
             extracted = _extract(reader, partial, raw, limit, on_bad, on_done)
@@ -68,7 +68,7 @@ def _extract(reader: Reader, folder: Path, raw: bool, limit: int | None, on_bad:
                 entries.append(_write_image(folder, position, header, image))
             num_written += 1
         except DataError as error:
-            report(RecordError(file.path, offset, number, f"{error}; --raw extracts other payloads"), on_bad)
+            report(RecordError(file.path, offset, number, f"{error}; use --raw to extract other payloads"), on_bad)
         on_done(1)
     if raw:
         return Extracted(num_written)

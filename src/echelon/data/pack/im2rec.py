@@ -1,10 +1,10 @@
-"""Images into RecordIO: encode what a list names, in several threads, and write it in the list's order.
+"""Packs the images of a list into a record file: encodes them in several threads and writes them in list order.
 
-Owns how an image file becomes a record's payload. Lists are made in `imagelist`; a .rec and its .idx appear together,
-and only when all went well. Pillow leaves Python's lock while it decodes, resizes and encodes, so threads do help.
+A .rec and its .idx appear together, and only if there was no error. Pillow releases Python's lock while it decodes,
+resizes and encodes, so threads help.
 
-JPEGs get restart markers, by which a loader finds a crop without reading the rest (`jpeg_cut`). Every decoder knows
-them. They cost bytes: 1.3 % for one in three MCUs of a photograph at quality 95 and 480x360, 0.8 % for one in five.
+JPEGs get restart markers, with which a loader finds a crop without reading the rest (`jpeg_cut`). Every decoder
+supports them. For a 480x360 photograph at quality 95, a marker every three MCUs adds 1.3 % bytes, every five 0.8 %.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ R = TypeVar("R")
 ENCODINGS = (".jpg", ".png")
 AS_IS, GREY, COLOUR = -1, 0, 1
 _IN_FLIGHT_PER_THREAD = 8
-_MCU_WIDTHS = {"L": 8, "RGB": 16}  # of what Pillow writes: colour is halved both ways
-_ORIENTATION = 0x0112  # the EXIF tag; 5 ... 8 exchange width and height
+_MCU_WIDTHS = {"L": 8, "RGB": 16}  # of what Pillow writes: 4:2:0 chroma
+_ORIENTATION = 0x0112  # the EXIF tag; 5 ... 8 swap width and height
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -45,14 +45,14 @@ _UPRIGHT = {
 
 
 class ImageError(DataError):
-    """One image file is missing or does not decode; the others are not its concern."""
+    """One image file is missing or does not decode."""
 
 
 @dataclass(frozen=True)
 class Encoding:
     """How images are stored. `quality` is JPEG's 1 ... 100, or PNG's compression level 0 ... 9.
 
-    `restart_interval` is how many MCUs of a JPEG should stand between restart markers, about; 0 writes none.
+    `restart_interval` is the approximate number of MCUs between the restart markers of a JPEG; 0 writes none.
     """
 
     suffix: str = ".jpg"
@@ -76,9 +76,9 @@ class Encoding:
         if self.resize < 0:
             raise UsageError(f"resize {self.resize}: expected the shorter edge in pixels, or 0 to keep the size")
         if self.color not in (AS_IS, GREY, COLOUR):
-            raise UsageError(f"color {self.color}: expected 1 (colour), 0 (grey) or -1 (as it is)")
+            raise UsageError(f"color {self.color}: expected 1 (colour), 0 (grey) or -1 (unchanged)")
         if self.pass_through and (self.resize or self.center_crop):
-            raise UsageError("pass-through stores files as they are: it goes with neither resize nor center-crop")
+            raise UsageError("pass-through stores files unchanged, so it cannot be combined with resize or center-crop")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class PackResult:
 
 
 def read_image(path: Path, encoding: Encoding) -> bytes:
-    """Return the payload for one image file; ImageError says why a file is no image."""
+    """Return the payload for one image file; raise ImageError if it cannot be read as an image."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
@@ -104,16 +104,14 @@ def read_image(path: Path, encoding: Encoding) -> bytes:
 
 
 def encode_image(data: bytes, encoding: Encoding) -> bytes:
-    """Decode, crop, resize and encode one image; with pass-through only check that its head is an image's."""
+    """Decode, crop, resize and encode one image; with pass-through, only check that it is an image."""
     with Image.open(io.BytesIO(data)) as opened:
         if encoding.pass_through:
             return data
         orientation = _orientation(opened)
-        size = _target_size(opened, orientation, encoding)  # of the whole image: a draft rounds its edges
+        size = _target_size(opened, orientation, encoding)  # computed from the full size, because draft() rounds
         if encoding.resize and opened.format == "JPEG":
-            opened.draft(
-                None, _resized(opened.size, encoding.resize)
-            )  # decodes at 1/2, 1/4 or 1/8 where that is enough
+            opened.draft(None, _resized(opened.size, encoding.resize))  # decodes at 1/2, 1/4 or 1/8 if that is enough
         turn = _UPRIGHT.get(orientation)
         image = _coloured(opened.copy() if turn is None else opened.transpose(turn), encoding)
     if encoding.center_crop:
@@ -124,10 +122,10 @@ def encode_image(data: bytes, encoding: Encoding) -> bytes:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return what EXIF says of it, 1 ... 8, or 1 where EXIF is damaged: then the image is packed as it lies."""
+    """Return the EXIF orientation, 1 ... 8; 1 if EXIF is damaged, so that the image is packed as it is stored."""
     try:
         found = image.getexif().get(_ORIENTATION)
-    except Exception:  # of what cameras and editors write, anything may come, and the pixels are good
+    except Exception:  # cameras and editors write all kinds of EXIF, and the pixels are still good
         return 1
     return found if isinstance(found, int) and found in _UPRIGHT else 1
 
@@ -161,7 +159,7 @@ def _center_square(image: Image.Image) -> Image.Image:
 
 
 def save(image: Image.Image, encoding: Encoding) -> bytes:
-    """Return an image's encoded bytes."""
+    """Return the encoded bytes of an image."""
     stream = io.BytesIO()
     if encoding.suffix == ".jpg":
         blocks = fit_interval(-(-image.width // _MCU_WIDTHS[image.mode]), encoding.restart_interval)
@@ -172,9 +170,9 @@ def save(image: Image.Image, encoding: Encoding) -> bytes:
 
 
 def fit_interval(across: int, wanted: int) -> int:
-    """Return the restart interval nearest to the wanted that divides a row of MCUs: only by such a one can be cut.
+    """Return the restart interval nearest to `wanted` that divides a row of MCUs, which `jpeg_cut` requires.
 
-    It is 0, none, for images that are not even two such intervals wide.
+    Return 0 (no markers) for images less than two intervals wide.
     """
     if not wanted or across < 2 * wanted:
         return 0
@@ -192,10 +190,10 @@ def pack_list(
     on_bad: Callable[[DataError], None] | None = None,
     on_done: Callable[[int], None] = lambda amount: None,
 ) -> PackResult:
-    """Write the images of a list to `rec` and its .idx, keys and ids being the list's indices.
+    """Write the images of a list to `rec` and its .idx; keys and ids are the indices of the list.
 
-    Without `all_labels` only the first label is stored; with it, all of an image that has several. With `on_bad`, an
-    unreadable image is handed to it as an error and left out; without, it stops the work and leaves no files.
+    `all_labels` stores all labels of an image, otherwise only the first one. With `on_bad`, an unreadable image is
+    passed to it as an error and left out; otherwise it is raised, and no files are written.
     """
 
     def encode(entry: Entry) -> bytes | ImageError:
@@ -217,24 +215,24 @@ def pack_list(
                 on_bad(payload)
             on_done(1)
         if not num_records:
-            raise DataError(f"{rec} was not written: there is not one good image to pack")
+            raise DataError(f"{rec} was not written: there is no good image to pack")
         return PackResult(num_records, writer.tell())
 
 
 def ordered_map(work: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[tuple[T, R]]:
-    """Yield (item, work(item)) in the items' order, computed by threads, with a bounded number under way."""
+    """Yield (item, work(item)) in the order of the items, computed by threads, with a bounded number in flight."""
     if threads < 1:
         raise UsageError(f"{threads} threads: expected 1 or more")
     pool = ThreadPoolExecutor(threads, thread_name_prefix="im2rec")
-    waiting: deque[tuple[T, Future[R]]] = deque()
+    in_flight: deque[tuple[T, Future[R]]] = deque()
     try:
         for item in items:
-            waiting.append((item, pool.submit(work, item)))
-            if len(waiting) >= threads * _IN_FLIGHT_PER_THREAD:
-                done, future = waiting.popleft()
+            in_flight.append((item, pool.submit(work, item)))
+            if len(in_flight) >= threads * _IN_FLIGHT_PER_THREAD:
+                done, future = in_flight.popleft()
                 yield done, future.result()
-        while waiting:
-            done, future = waiting.popleft()
+        while in_flight:
+            done, future = in_flight.popleft()
             yield done, future.result()
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,7 +1,7 @@
-"""Lists of images: the .lst text, listing a folder, shuffling with a seed, and cutting into train, val and test.
+"""Lists of images: lists a folder, shuffles, splits into train, val and test, reads and writes .lst files.
 
-A line is `index<TAB>label[<TAB>label ...]<TAB>path`, the path relative to a root. Listing order, shuffle and cut give
-the same lists as MXNet's im2rec for the same folder and flags. Reads and writes no images.
+A line is `index<TAB>label[<TAB>label ...]<TAB>path`, with the path relative to a root folder. The lists are those that
+MXNet's im2rec writes for the same folder and flags. Images are not opened here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Entry:
 
 
 class Split(NamedTuple):
-    """Some of a list's entries, and what is added to a file name for them: "", "_train", "_0_val" ..."""
+    """Some entries of a list, and the suffix of their file name: "", "_train", "_0_val" ..."""
 
     suffix: str
     entries: list[Entry]
@@ -46,13 +46,15 @@ def list_folder(
     recursive: bool = True,
     left_out: Counter[str] | None = None,
 ) -> list[Entry]:
-    """List the images under `root`; every folder that holds some is a class, numbered in walking order.
+    """List the images under `root`; every folder with images is a class, numbered in the order of the walk.
 
-    Files of other suffixes are counted in `left_out`.
+    Files with other suffixes are counted in `left_out`.
     """
     others: Counter[str] = Counter() if left_out is None else left_out
     if not root.is_dir():
-        raise UsageError(f"{root} is no folder; expected a folder of images, or of one folder of images a class")
+        raise UsageError(
+            f"{root} is not a folder; expected a folder with images, or with one subfolder of images per class"
+        )
     wanted = {suffix.lower() if suffix.startswith(".") else f".{suffix.lower()}" for suffix in suffixes}
     classes: dict[str, int] = {}
     entries: list[Entry] = []
@@ -69,17 +71,17 @@ def list_folder(
         if not recursive:
             break
     if not entries:
-        raise DataError(f"no image with suffix {' '.join(sorted(wanted))} under {root}; --exts names other suffixes")
+        raise DataError(f"no image with suffix {' '.join(sorted(wanted))} under {root}; use --exts for other suffixes")
     return entries
 
 
 def class_names(entries: Iterable[Entry]) -> dict[int, str]:
-    """Return the folder of each label of a list made by `list_folder`."""
+    """Return the folder of each label of a list from `list_folder`."""
     return dict(sorted({int(entry.labels[0]): os.path.dirname(entry.path) or "." for entry in entries}.items()))
 
 
 def shuffled(entries: list[Entry], seed: int = SHUFFLE_SEED) -> list[Entry]:
-    """Return the entries in an order that depends on the seed alone; each keeps its index."""
+    """Return the entries in an order that depends only on the seed; each keeps its index."""
     entries = list(entries)
     random.Random(seed).shuffle(entries)
     return entries
@@ -118,11 +120,13 @@ def _split_chunk(name: str, entries: list[Entry], size: int, train_ratio: float,
 
 
 def write_list(path: Path, entries: Iterable[Entry]) -> None:
-    """Write a .lst file, labels with six decimals where that is all of a float32, else with as many as it needs."""
+    """Write a .lst file; labels have six decimals, or more if a float32 needs them."""
     with AtomicFile(path) as file:
         for entry in entries:
             if any(mark in entry.path for mark in "\t\r\n"):
-                raise UsageError(f"{entry.path!r}: a list cannot hold a name with a tab or line break; rename the file")
+                raise UsageError(
+                    f"{entry.path!r}: a list cannot contain a name with a tab or line break; rename the file"
+                )
             labels = "\t".join(map(_label_text, entry.labels))
             file.stream.write(os.fsencode(f"{entry.index}\t{labels}\t{entry.path}\n"))
 
@@ -135,11 +139,13 @@ def _label_text(label: float) -> str:
 
 
 def read_list(path: Path, on_bad: Callable[[DataError], None] | None = None) -> list[Entry]:
-    """Read a .lst file; with `on_bad`, a bad line is handed to it and left out."""
+    """Read a .lst file; with `on_bad`, a bad line is passed to it and left out."""
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
-        raise DataError(f"no list {path}; make it: echelon data im2rec --list {path.with_suffix('')} FOLDER") from None
+        raise DataError(
+            f"no list {path}; create it: echelon data im2rec --list {path.with_suffix('')} FOLDER"
+        ) from None
     except OSError as error:
         raise DataError(f"cannot read list {path}: {error.strerror}") from error
     entries: list[Entry] = []
@@ -156,21 +162,21 @@ def read_list(path: Path, on_bad: Callable[[DataError], None] | None = None) -> 
 
 
 def _parse(line: str, seen: set[int]) -> list[Entry]:
-    """Return the entry of a line, or none of a blank one; ValueError says what is wrong with it."""
+    """Return the entry of a line, or nothing for a blank line; raise ValueError if it is invalid."""
     if not line.strip():
         return []
-    *fields, path = line.split("\t")  # a path may begin or end with a space
+    *fields, path = line.split("\t")  # not stripped: a path may begin or end with a space
     fields = [field.strip() for field in fields]
     if len(fields) < 2:
         raise ValueError(f"{len(fields) + 1} fields separated by tabs in {line!r}")
     if not fields[0].isdecimal():
-        raise ValueError(f"the index {fields[0]!r} is no whole number")
+        raise ValueError(f"the index {fields[0]!r} is not a whole number")
     index = int(fields[0])
     if index in seen:
-        raise ValueError(f"the index {index} stands on an earlier line too")
+        raise ValueError(f"the index {index} is also on an earlier line")
     try:
         labels = tuple(float(field) for field in fields[1:])
     except ValueError:
-        raise ValueError(f"a label is no number in {line!r}") from None
+        raise ValueError(f"a label is not a number in {line!r}") from None
     seen.add(index)
     return [Entry(index, labels, path)]

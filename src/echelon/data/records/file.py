@@ -1,6 +1,6 @@
-"""One RecordIO file, mapped into memory: records by byte offset, and errors that say file, record and byte.
+"""One RecordIO file, mapped into memory: reads records by byte offset; errors say file, record and byte.
 
-Owns opening, mapping and letting go. The bytes of the container are in `recordframe`; order and keys are the readers'.
+`frame` has the byte format; the readers have the order and the keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Offsets: TypeAlias = NDArray[np.int64]
 
 
 class RecordError(DataError):
-    """One record is truncated or corrupt. `offset` is the byte where the record begins, `record` counts from 0."""
+    """A truncated or corrupt record. `offset` is the byte at which it begins; `record` is its number, from 0."""
 
     def __init__(self, path: PathLike, offset: int, record: int, reason: str) -> None:
         super().__init__(f"{os.fspath(path)}: record {record} at byte {offset}: {reason}")
@@ -34,15 +34,15 @@ class RecordError(DataError):
 
 
 def split_paths(paths: PathLike) -> list[Path]:
-    """Split `a.rec;b.rec` into its files."""
-    parts = [Path(part.strip()) for part in os.fspath(paths).split(";") if part.strip()]
-    if not parts:
+    """Return the files of `a.rec;b.rec`."""
+    files = [Path(part.strip()) for part in os.fspath(paths).split(";") if part.strip()]
+    if not files:
         raise UsageError(f"expected a record file, or several joined by ';', got {os.fspath(paths)!r}")
-    return parts
+    return files
 
 
 class RecordFile:
-    """One mapped file. Reads by byte offset; keeps no position, so threads may share it."""
+    """A mapped file. It has no read position, so threads may share it."""
 
     def __init__(self, path: PathLike) -> None:
         self.path = Path(path)
@@ -52,11 +52,11 @@ class RecordFile:
         self.data = memoryview(self._map)
 
     def __reduce__(self) -> tuple[Callable[..., RecordFile], tuple[Path, Path, tuple[int, ...]]]:
-        """Another process maps the file for itself."""
-        return _mapped_again, (self.path, self._located, self._identity)
+        """Pickle the name; another process maps the file itself."""
+        return _map_again, (self.path, self._located, self._identity)
 
     def read(self, offset: int, number: int, strict: bool = False) -> tuple[memoryview, int]:
-        """Return the payload at `offset` and the next offset; `number` is the record's, for the error."""
+        """Return the payload at `offset` and the next offset. `number` is the record's number, for errors."""
         try:
             payload, after = frame.decode(self.data, offset)
             if strict:
@@ -66,19 +66,19 @@ class RecordFile:
         return payload, after
 
     def scan(self) -> Offsets:
-        """Return the offsets of all records, from their heads alone."""
+        """Return the offsets of all records; reads only their heads."""
         offsets, fault = frame.scan(self.data)
         if fault is not None:
             raise self.error(fault, len(offsets))
         return np.array(offsets, np.int64)
 
     def error(self, fault: FrameError, number: int) -> RecordError:
-        """Say where in this file a fault is."""
-        part = f" (in its part at byte {fault.part_offset})" if fault.part_offset != fault.offset else ""
-        return RecordError(self.path, fault.offset, number, fault.reason + part)
+        """Return a fault as a RecordError with the place in this file."""
+        where = f" (in its part at byte {fault.part_offset})" if fault.part_offset != fault.offset else ""
+        return RecordError(self.path, fault.offset, number, fault.reason + where)
 
     def close(self) -> None:
-        """Let the file go; views handed out keep the map alive until they are gone."""
+        """Close the file. Views of it keep the mapping alive until they are gone."""
         self.data.release()
         if isinstance(self._map, mmap.mmap):
             try:
@@ -87,11 +87,11 @@ class RecordFile:
                 pass
 
 
-def _mapped_again(path: Path, located: Path, identity: tuple[int, ...]) -> RecordFile:
-    """The file that was mapped elsewhere, by the name it had there, wherever this process is."""
+def _map_again(path: Path, located: Path, identity: tuple[int, ...]) -> RecordFile:
+    """Map a file that another process has mapped; `located` is its absolute path."""
     file = RecordFile(located)
     if file._identity != identity:
-        raise DataError(f"{path} is not the file any more that it was when it was opened; open it anew")
+        raise DataError(f"{path} changed after it was opened; open it again")
     file.path = path
     return file
 
@@ -103,28 +103,30 @@ def _identity(path: Path) -> tuple[int, ...]:
 
 def _map_file(path: Path) -> mmap.mmap | bytes:
     if path.is_dir():
-        raise UsageError(f"{path} is a folder; expected a record file. Pack a folder of images: echelon data im2rec")
+        raise UsageError(
+            f"{path} is a folder; expected a record file. To pack a folder of images, use echelon data im2rec"
+        )
     try:
         with open(path, "rb") as stream:
             if path.suffix == ".lst":
                 raise UsageError(
                     f"{path} is a list of images, not a record file; pack it: echelon data im2rec {path} FOLDER "
-                    f"(where its paths start), and use {path.with_suffix('.rec')}"
+                    f"(its paths are relative to FOLDER), and use {path.with_suffix('.rec')}"
                 )
-            if not os.fstat(stream.fileno()).st_size:  # An empty file is a file of no records, but cannot be mapped.
+            if not os.fstat(stream.fileno()).st_size:  # An empty file has no records, but cannot be mapped.
                 return b""
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise DataError(
-            f"no record file {path} (looked in {path.parent.absolute()}); "
-            "make one: echelon data im2rec PREFIX FOLDER, or echelon data convert"
+            f"no record file {path} (searched {path.parent.absolute()}); "
+            "create one: echelon data im2rec PREFIX FOLDER, or echelon data convert"
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
 def scan_offsets(path: PathLike) -> Offsets:
-    """Return the byte offset of every record of one file; reads heads only, one to two million a second when cached."""
+    """Return the byte offset of every record of a file; reads only heads, one to two million per second if cached."""
     file = RecordFile(path)
     try:
         return file.scan()

@@ -1,15 +1,15 @@
-"""The RecordIO container as pure functions over bytes: one encoder, one decoder, one scan for record heads.
+"""The RecordIO container format as pure functions of bytes: encode and decode a record, and scan for record heads.
 
-A file is a chain of parts, each 4-byte aligned and little endian:
+A file is a sequence of parts, each 4-byte aligned and little endian:
 
     magic u32 | lrec u32 | data | zero padding to a multiple of 4
     lrec = kind << 29 | number of data bytes
 
-A record is one WHOLE part, or FIRST, MIDDLE ..., LAST. The writer cuts a payload at every aligned magic word and
-leaves that word out; the reader puts it back between the parts. Hence an aligned magic word in a file is always a
-part's head, which is what makes resynchronising after damage, and sharding by bytes, possible.
+A record is one WHOLE part, or FIRST, MIDDLE ..., LAST. The writer splits a payload at every aligned magic word and
+omits that word; the reader inserts it again between the parts. So an aligned magic word in a file is always the head of
+a part, which makes it possible to resynchronise after damage and to shard by bytes.
 
-Nothing here knows of files: a fault is a FrameError with offsets into the buffer, and the caller adds the name.
+A fault is a FrameError with offsets into the buffer; the caller adds the file name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SEARCH_BYTES = 1 << 22
 
 
 class FrameError(Exception):
-    """The bytes at `offset` are no record; `part_offset` is the part of it that is wrong."""
+    """The bytes at `offset` are not a valid record; `part_offset` is the part that is wrong."""
 
     def __init__(self, offset: int, part_offset: int, reason: str) -> None:
         super().__init__(reason)
@@ -45,7 +45,7 @@ class FrameError(Exception):
 
 
 def encode(payload: Bytes) -> bytes:
-    """Return the bytes that stand for one record in a file."""
+    """Return the bytes of one record in a file."""
     data = bytes(payload)
     if len(data) > MAX_RECORD_BYTES:
         raise UsageError(f"a record of {len(data)} bytes is too long: the format allows {MAX_RECORD_BYTES}; split it")
@@ -57,7 +57,7 @@ def encode(payload: Bytes) -> bytes:
     pieces: list[bytes] = []
     for kind, start, end in zip(kinds, starts, [*cuts, len(data)], strict=True):
         pieces += (_HEAD.pack(MAGIC, kind << LENGTH_BITS | end - start), data[start:end])
-    pieces.append(bytes(-len(data) % 4))  # Only the last piece can end off a word.
+    pieces.append(bytes(-len(data) % 4))  # Only the last piece can end unaligned.
     return b"".join(pieces)
 
 
@@ -72,18 +72,18 @@ def _aligned_magic_words(data: bytes) -> list[int]:
 
 
 def decode(data: memoryview, offset: int) -> tuple[memoryview, int]:
-    """Return the payload of the record at `offset`, and the offset just after it; a whole part is not copied."""
+    """Return the payload of the record at `offset`, and the offset after it. A WHOLE part is not copied."""
     kind, start, end, after = _part(data, offset, offset)
     if kind == WHOLE:
         return data[start:end], after
     if kind != FIRST:
-        raise FrameError(offset, offset, f"{_describe(kind)}, where a record must begin")
+        raise FrameError(offset, offset, f"{_describe(kind)}, but a record must begin here")
     pieces: list[Bytes] = [data[start:end]]
     while kind != LAST:
         part_offset = after
         kind, start, end, after = _part(data, offset, part_offset)
         if kind not in (MIDDLE, LAST):
-            raise FrameError(offset, part_offset, f"{_describe(kind)}, inside a record whose last part is missing")
+            raise FrameError(offset, part_offset, f"{_describe(kind)}, but the record's last part is missing")
         pieces += (MAGIC_BYTES, data[start:end])
     return memoryview(b"".join(pieces)), after
 
@@ -101,18 +101,18 @@ def _part(data: memoryview, offset: int, part_offset: int) -> tuple[int, int, in
     start = part_offset + HEAD_BYTES
     after = start + (length + 3 & ~3)
     if after > len(data):
-        reason = f"the head promises {after - start} bytes, the file has {len(data) - start} more"
+        reason = f"the head states {after - start} bytes, but the file has only {len(data) - start} more"
         raise FrameError(offset, part_offset, reason)
     return lrec >> LENGTH_BITS, start, start + length, after
 
 
 def _describe(kind: int) -> str:
     names = {WHOLE: "a whole record", FIRST: "a first part", MIDDLE: "a middle part", LAST: "a last part"}
-    return f"{names.get(kind, 'a part of unknown kind')} (flag {kind}) stands here"
+    return f"{names.get(kind, 'a part of unknown kind')} (flag {kind}) begins here"
 
 
 def scan(data: memoryview) -> tuple[list[int], FrameError | None]:
-    """Return the offsets of all records up to the first fault, and that fault; touches heads only, not payloads."""
+    """Return the offsets of all records up to the first fault, and that fault; reads only heads."""
     offsets: list[int] = []
     append, unpack, size = offsets.append, _HEAD.unpack_from, len(data)
     at = 0
@@ -123,7 +123,7 @@ def scan(data: memoryview) -> tuple[list[int], FrameError | None]:
                 magic, lrec = unpack(data, at)
                 if magic == MAGIC and lrec <= MAX_RECORD_BYTES:
                     after = at + HEAD_BYTES + (lrec + 3 & ~3)
-            if after > size:  # Split or broken: the slow road knows which.
+            if after > size:  # Split or broken: decode() tells which.
                 after = decode(data, at)[1]
             append(at)
             at = after
@@ -133,7 +133,7 @@ def scan(data: memoryview) -> tuple[list[int], FrameError | None]:
 
 
 def next_head(data: memoryview, start: int, end: int | None = None) -> int | None:
-    """Return the first offset >= start, and < end, where a record may begin: an aligned magic, whole or first part."""
+    """Return the first offset in start ... end where a record may begin: an aligned magic of a whole or first part."""
     limit = len(data) if end is None else min(end, len(data))
     at = start + 3 & ~3
     while at < limit:
@@ -148,7 +148,7 @@ def next_head(data: memoryview, start: int, end: int | None = None) -> int | Non
 
 
 def check_no_head_inside(data: memoryview, offset: int, after: int) -> None:
-    """Raise FrameError where another record's head stands inside the record at `offset`: its length is wrong."""
+    """Raise FrameError if the record at `offset` contains another record's head, because its length is wrong then."""
     head = next_head(data, offset + HEAD_BYTES, after)
     if head is not None:
-        raise FrameError(offset, offset, f"its length runs over the record head at byte {head}")
+        raise FrameError(offset, offset, f"its length extends over the record head at byte {head}")

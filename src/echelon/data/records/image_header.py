@@ -1,9 +1,9 @@
-"""What is inside an image record: a 24-byte header with label and id, then the encoded image.
+"""The contents of an image record: a 24-byte header with label and id, then the encoded image.
 
     flag u32 | label f32 | id u64 | id2 u64 | flag x label f32 | image bytes
 
-One label stands in the header, with flag 0; a list of labels follows it, with flag = their number and 0 in the header.
-Knows nothing of files and does not decode images.
+A single label is in the header, with flag 0. A list of labels follows the header; then flag is their number, and the
+label in the header is 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Header(NamedTuple):
 
 
 def pack(header: Header, payload: Bytes) -> bytes:
-    """Return header and payload as one record."""
+    """Return header and image as the payload of one record."""
     if not (0 <= header.id <= _U64_MAX and 0 <= header.id2 <= _U64_MAX):
         raise UsageError(f"ids must be in 0 ... 2^64-1, got id {header.id}, id2 {header.id2}")
     label = header.label
@@ -56,19 +56,21 @@ def unpack(record: Bytes) -> tuple[Header, memoryview]:
     """Return the header and the image bytes of a record, without copying them."""
     view = memoryview(record)
     if len(view) < HEADER_BYTES:
-        raise DataError(f"a record of {len(view)} bytes is no image record: its header alone has {HEADER_BYTES}")
+        raise DataError(f"a record of {len(view)} bytes is not an image record: the header alone has {HEADER_BYTES}")
     num_labels, label, key, key2 = _HEADER.unpack_from(view)
     if not num_labels:
         return Header(label, key, key2), view[HEADER_BYTES:]
     start = HEADER_BYTES + 4 * num_labels
     if len(view) < start:
-        raise DataError(f"an image record with {num_labels} labels has at least {start} bytes, this one {len(view)}")
-    labels = np.frombuffer(view, "<f4", num_labels, HEADER_BYTES).astype(np.float32)  # A copy: it outlives the file.
+        raise DataError(
+            f"an image record with {num_labels} labels has at least {start} bytes, but this one has {len(view)}"
+        )
+    labels = np.frombuffer(view, "<f4", num_labels, HEADER_BYTES).astype(np.float32)  # A copy, which outlives the file.
     return Header(labels, key, key2), view[start:]
 
 
 def image_suffix(payload: Bytes) -> str:
-    """Name the encoding by its first bytes: .jpg, .png, .webp, .gif, .bmp, or .bin for anything else."""
+    """Return the suffix for an image's first bytes: .jpg, .png, .webp, .gif, .bmp, or .bin for anything else."""
     start = bytes(payload[:12])
     if start[:4] == b"RIFF" and start[8:] == b"WEBP":
         return ".webp"

@@ -1,7 +1,7 @@
-"""Fetch a file by its address, whole or not at all.
+"""Downloads a file, completely or not at all.
 
-Owns the transfer: a temporary name, a progress bar, the length, then the rename. Which files a dataset has, and what is
-right in them, is `published`'s to know. Nothing is resumed: a download that breaks off begins anew.
+The file is written under a temporary name and renamed when it has its full length. An interrupted download is not
+resumed. Which files a data set has, and their digests, is in `published`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def fetch(url: str, path: Path, by_hand: str = "", *, timeout_s: float = TIMEOUT_S) -> None:
-    """Download `url` to `path`; an error says the address, the cause and `by_hand`, which is what to do without."""
+    """Download `url` to `path`. An error has the address, the cause, and `by_hand`: how to get the file otherwise."""
     check_address(url)
     remedy = by_hand or f"without internet, copy the file to {path} by hand"
     try:
@@ -33,22 +33,22 @@ def fetch(url: str, path: Path, by_hand: str = "", *, timeout_s: float = TIMEOUT
             with bar(path.name, length, in_bytes=True) as advance:
                 num_bytes = _copy(response, file.stream, advance)
             if length is not None and num_bytes != length:
-                broke_off = f"the download of {url} broke off: {num_bytes} of {length} bytes"
-                raise DataError(f"{broke_off}; nothing was kept, try again; {remedy}")
+                received = f"received only {num_bytes} of {length} bytes of {url}"
+                raise DataError(f"{received}; nothing was kept, try again; {remedy}")
     except urllib.error.HTTPError as error:
         with error:
             raise DataError(
-                f"cannot download {url}: the server answers {error.code} {error.reason}; {remedy}"
+                f"cannot download {url}: the server responded {error.code} {error.reason}; {remedy}"
             ) from error
     except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
         raise DataError(f"cannot download {url}: {_cause(error)}; {_advice(error, path, remedy)}") from error
 
 
 def check_address(url: str) -> None:
-    """Raise UsageError for what is no web address."""
+    """Raise UsageError for anything but a web address."""
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise UsageError(f"cannot download {url!r}: expected an address that begins http:// or https://")
+        raise UsageError(f"cannot download {url!r}: expected an address that begins with http:// or https://")
 
 
 def _cause(error: Exception) -> str:
@@ -58,7 +58,7 @@ def _cause(error: Exception) -> str:
 
 def _advice(error: Exception, path: Path, remedy: str) -> str:
     if isinstance(error, OSError) and error.errno in NO_ROOM:
-        return f"nothing was kept; make room in {path.parent.absolute()} and try again"
+        return f"nothing was kept; free some space in {path.parent.absolute()} and try again"
     return remedy
 
 

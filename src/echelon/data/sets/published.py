@@ -1,7 +1,7 @@
-"""The small sets as their authors publish them: addresses, files, digests; and getting them, whole and checked.
+"""The small sets as their authors publish them: addresses, files and digests, and their download.
 
-A digest is that of the unpacked file, so that any mirror will do, however it packed them. A file gets its name only
-when its digest is right; until then everything lies in a hidden folder beside, which goes away whatever happens.
+A digest is that of the unpacked file, so it does not matter how a mirror compresses it. A file gets its name only after
+its digest was checked; until then everything is in a hidden folder, which is always removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BROKEN = (OSError, EOFError, zlib.error, tarfile.TarError)
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """A file on the server, .gz or .tar.gz, and the SHA-256 of what is wanted out of it."""
+    """A file on the server, .gz or .tar.gz, and the SHA-256 of each file that is needed from it."""
 
     name: str
     files: dict[str, str]
@@ -37,7 +37,7 @@ class Archive:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A set: where its archives are, and the folder below the data folder that their files go to."""
+    """A data set: the address of its archives, and the folder for its files, inside the data folder."""
 
     name: str
     address: str
@@ -98,7 +98,7 @@ PUBLISHED = {
 
 
 def find_published(name: str) -> Published:
-    """The set of that name."""
+    """Return the set with this name."""
     if name in PUBLISHED:
         return PUBLISHED[name]
     raise unknown_name(
@@ -107,19 +107,19 @@ def find_published(name: str) -> Published:
 
 
 def published_as(data: bytes) -> str | None:
-    """The set that has a file of these bytes: files of several sets have the same name."""
+    """Return the name of the set that has a file with these contents, because sets share file names."""
     digest = hashlib.sha256(data).hexdigest()
     sets = PUBLISHED.values()
     return next((one.name for one in sets for archive in one.archives if digest in archive.files.values()), None)
 
 
 def get_command(name: str, data_dir: str | Path) -> str:
-    """What to type to get a set."""
+    """Return the command that downloads a set."""
     return f"echelon data get {name}" + (f" --data-dir {data_dir}" if str(data_dir) != "data" else "")
 
 
 def get(published: Published, data_dir: Path, mirror: str | None = None) -> Iterator[tuple[Path, bool]]:
-    """Get what is missing or wrong of a set; yields every file, and whether it had to be got."""
+    """Download the missing or wrong files of a set; yield every file, and whether it was downloaded."""
     address = (mirror or published.address).rstrip("/")
     check_address(address)
     folder = data_dir / published.folder
@@ -136,7 +136,9 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot make the folder {folder.absolute()}: {error.strerror}; choose --data-dir") from error
+        raise UsageError(
+            f"cannot create the folder {folder.absolute()}: {error.strerror}; use another --data-dir"
+        ) from error
 
 
 def _has_digest(path: Path, digest: str) -> bool:
@@ -148,7 +150,7 @@ def _has_digest(path: Path, digest: str) -> bool:
 
 def _get_archive(archive: Archive, url: str, folder: Path) -> None:
     first = folder.absolute() / next(iter(archive.files))
-    by_hand = f"by hand, get that file elsewhere and unpack it to be {first}, or name a mirror: --mirror ADDRESS"
+    by_hand = f"get that file elsewhere and unpack it to {first}, or use a mirror: --mirror ADDRESS"
     with partial_folder(folder) as hidden:
         fetch(url, hidden / archive.name, by_hand)
         _unpack(archive, url, hidden, folder)
@@ -158,24 +160,26 @@ def _get_archive(archive: Archive, url: str, folder: Path) -> None:
 
 
 def _unpack(archive: Archive, url: str, hidden: Path, folder: Path) -> None:
-    """Unpack and check what is wanted, beside the archive."""
+    """Unpack and check the needed files in the hidden folder."""
     missing = dict(archive.files)
     try:
         for name, stream in _members(hidden / archive.name):
             if name in missing:
                 _check(url, name, _write(stream, hidden / name), missing.pop(name))
     except _BROKEN as error:
-        if isinstance(error, OSError) and error.errno is not None:  # the disk's fault; broken archives have no number
+        if (
+            isinstance(error, OSError) and error.errno is not None
+        ):  # an error of the disk; broken archives have no errno
             where = f"cannot unpack {url} in {folder.absolute()}: {error.strerror}"
-            room = "; make room there and try again" if error.errno in NO_ROOM else ""
+            room = "; free some space there and try again" if error.errno in NO_ROOM else ""
             raise DataError(f"{where}; nothing was kept{room}") from error
-        raise DataError(f"{url} is no whole archive: {error}; nothing was kept, try another --mirror") from error
+        raise DataError(f"{url} is not a complete archive: {error}; nothing was kept, try another --mirror") from error
     if missing:
-        raise DataError(f"{url} has no {', '.join(missing)} in it; nothing was kept, try another --mirror")
+        raise DataError(f"{url} does not contain {', '.join(missing)}; nothing was kept, try another --mirror")
 
 
 def _members(path: Path) -> Iterator[tuple[str, _Readable]]:
-    """What is in an archive, by the last part of its name: no path of the archive's own is ever written to."""
+    """Yield (file name, stream) of an archive's files. Paths in the archive are ignored, so they cannot escape."""
     if not path.name.endswith(".tar.gz"):
         with gzip.open(path) as unpacked:
             yield path.stem, unpacked
@@ -201,5 +205,5 @@ def _check(url: str, name: str, digest: str, expected: str) -> None:
     if digest != expected:
         raise DataError(
             f"{name} from {url} is not the published file: its SHA-256 is {digest}, expected {expected}; "
-            "nothing was kept. The server has another file, or something between altered it: try another --mirror"
+            "nothing was kept. The server has another file, or it was altered on the way; try another --mirror"
         )
