@@ -1,0 +1,190 @@
+"""One TCP connection that carries messages of frames, without copying frames on the way in or out.
+
+On the wire a message is the number of its frames, their sizes, the first frame (the head) and the other frames. The
+reader is a state machine with one state per part of the message:
+
+    state     bytes it waits for             when they are complete
+    COUNT     4: the number of frames        -> SIZES
+    SIZES     8 per frame                    -> HEAD
+    HEAD      the first frame                -> FRAMES, or the message is complete
+    FRAMES    one of the other frames        -> FRAMES, or the message is complete
+
+When the head is complete, a `placer` may choose the memory for the other frames, so that their bytes go from the kernel
+to their final place.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from echelon.transport.interface import Buffer, Peer, Placer
+
+BUFFER_BYTES = 4 << 20
+MAX_FRAMES = 1 << 20
+MAX_HEAD = 64 << 20
+MAX_BYTES = 1 << 38
+_MAX_SENT_AT_ONCE = 256  # buffers in one call of sendmsg; the kernel allows 1024
+_COUNT = struct.Struct("!I")
+
+
+class ConnectionBroken(Exception):
+    """The connection has ended, or its bytes are not a valid message."""
+
+
+class State(enum.IntEnum):
+    """The part of a message that a reader waits for."""
+
+    COUNT = 0
+    SIZES = 1
+    HEAD = 2
+    FRAMES = 3
+
+
+class MessageReader:
+    """Assembles messages from a byte stream. See the table at the top of this module."""
+
+    def __init__(self) -> None:
+        self.state = State.COUNT
+        self._target = memoryview(bytearray(_COUNT.size))  # where the bytes of this state go
+        self._filled = 0
+        self._sizes: Sequence[int] = ()
+        self._frames: list[memoryview] = []
+        self._places: list[memoryview] = []  # the memory of the frames that are still to come, the next one last
+
+    def read(self, recv_into: Callable[[memoryview], int], placer: Placer | None) -> list[memoryview] | None:
+        """Read until a message is complete and return its frames, or None if no more bytes are available now."""
+        while True:
+            while self._filled == len(self._target):
+                self.state = _ON_COMPLETE[self.state](self, placer)
+                if self.state is State.COUNT:
+                    frames, self._frames = self._frames, []
+                    return frames
+            try:
+                count = recv_into(self._target[self._filled :])
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise ConnectionBroken(str(error)) from error
+            if not count:
+                raise ConnectionBroken("the other side closed the connection")
+            self._filled += count
+
+    def _count_complete(self, placer: Placer | None) -> State:
+        (count,) = _COUNT.unpack(self._target)
+        if not 0 < count <= MAX_FRAMES:
+            raise ConnectionBroken(f"a message of {count} frames")
+        self._target, self._filled = memoryview(bytearray(8 * count)), 0
+        return State.SIZES
+
+    def _sizes_complete(self, placer: Placer | None) -> State:
+        self._sizes = struct.unpack(f"!{len(self._target) // 8}Q", self._target)
+        if self._sizes[0] > MAX_HEAD or sum(self._sizes) > MAX_BYTES:
+            raise ConnectionBroken(f"a message of {sum(self._sizes)} bytes")
+        self._target, self._filled = memoryview(bytearray(self._sizes[0])), 0
+        return State.HEAD
+
+    def _head_complete(self, placer: Placer | None) -> State:
+        self._frames = [self._target]
+        self._places = self._choose_places(placer)
+        return self._next_frame()
+
+    def _frame_complete(self, placer: Placer | None) -> State:
+        self._frames.append(self._target)
+        return self._next_frame()
+
+    def _next_frame(self) -> State:
+        self._filled = 0
+        if self._places:
+            self._target = self._places.pop()
+            return State.FRAMES
+        self._target = memoryview(bytearray(_COUNT.size))
+        return State.COUNT
+
+    def _choose_places(self, placer: Placer | None) -> list[memoryview]:
+        sizes = list(self._sizes[1:])
+        chosen = placer(self._frames[0], sizes) if placer is not None and sizes else None
+        if chosen is not None and [len(place) for place in chosen] == sizes:
+            return list(reversed(chosen))
+        return [np.empty(size, np.uint8).data for size in reversed(sizes)]  # not zeroed, unlike a bytearray
+
+
+_ON_COMPLETE: tuple[Callable[[MessageReader, Placer | None], State], ...] = (  # by state
+    MessageReader._count_complete,
+    MessageReader._sizes_complete,
+    MessageReader._head_complete,
+    MessageReader._frame_complete,
+)
+
+
+class Connection:
+    """A connected socket, the message that is being received, and the messages that wait to be sent."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connected.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+        connected.setblocking(False)
+        self.socket = connected
+        self.name: Peer | None = None  # a server's connection has none until the client has sent its name
+        self.closed = False
+        self._reader = MessageReader()
+        self._outgoing: deque[memoryview] = deque()
+        self._lock = threading.Lock()  # of _outgoing
+
+    def read(self, placer: Placer | None) -> list[memoryview] | None:
+        """Return the frames of the next message, or None if it is not complete yet."""
+        return self._reader.read(self.socket.recv_into, placer)
+
+    def send(self, frames: Sequence[Buffer]) -> bool:
+        """Queue a message and send what the kernel accepts now. Return False if something is left for `flush`."""
+        views = [memoryview(frame) for frame in frames]
+        head = struct.pack(f"!I{len(views)}Q", len(views), *(view.nbytes for view in views))
+        with self._lock:
+            waiting = bool(self._outgoing)
+            self._outgoing.append(memoryview(head))
+            self._outgoing.extend(view.cast("B") for view in views if view.nbytes)
+            return False if waiting else self._flush()
+
+    def flush(self) -> bool:
+        """Send what the kernel accepts now, and return whether nothing is left."""
+        with self._lock:
+            return self._flush()
+
+    def _flush(self) -> bool:
+        while self._outgoing and not self.closed:
+            try:
+                sent = self.socket.sendmsg(list(itertools.islice(self._outgoing, _MAX_SENT_AT_ONCE)))
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                self._outgoing.clear()
+                raise ConnectionBroken(str(error)) from error
+            while sent:
+                first = self._outgoing[0]
+                if sent < len(first):
+                    self._outgoing[0] = first[sent:]
+                    break
+                sent -= len(first)
+                self._outgoing.popleft()
+        return True
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close the connection. Messages that wait to be sent get `linger_s` to leave."""
+        with self._lock:
+            try:
+                self.socket.settimeout(linger_s)
+                while linger_s and self._outgoing and not self.closed:
+                    self.socket.sendall(self._outgoing.popleft())
+            except OSError:
+                pass
+            self.closed = True
+            self._outgoing.clear()
+            self.socket.close()
