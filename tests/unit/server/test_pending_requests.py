@@ -1,0 +1,265 @@
+"""The book-keeping of requests on a server, without processes or sockets: who is answered, when, and with what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from echelon.cluster.messages import Done, OptimizerSpec
+from echelon.cluster.placement import ALIGN, KeySpec, Layout
+from echelon.schemes import Engine, Rules, asp, bsp, ssp
+from echelon.server.execute import Storage
+from echelon.server.memory import Mapped, empty_frames, frame_pieces
+from echelon.server.optimization import Optimization, PushedGradient
+from echelon.server.pending_requests import PendingRequests
+
+SGD = OptimizerSpec(
+    "sgd", [{"lr": 1.0, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": True}]
+)
+
+
+class Server:
+    """Pending requests over small keys. A worker's gradient is one number; SGD adds it to the weights."""
+
+    def __init__(self, rules: Rules, num_workers: int, num_keys: int = 1) -> None:
+        self.layout = Layout(1)
+        self.layout.place([KeySpec(key, (ALIGN,), "float32") for key in range(num_keys)])
+        optimization = Optimization(self.layout)
+        optimization.set_optimizer(SGD)
+        self.answers: list[tuple[int, Done]] = []
+        self.frames: list[Sequence[memoryview]] = []
+        self.requests = PendingRequests(
+            Engine(rules, range(num_workers)), Storage(self.layout, 0), optimization, self.answer
+        )
+        for key in range(num_keys):
+            self.requests.lanes.add(key)
+            optimization.add(key)
+        self.outputs = [self.memory() for _ in range(num_workers)]
+
+    def answer(self, worker: int, response: Done, frames: Sequence[memoryview]) -> None:
+        self.answers.append((worker, response))
+        self.frames.append(frames)
+
+    def memory(self, value: float = 0.0) -> Mapped:
+        mapped = Mapped()
+        mapped.segments[0] = torch.full((ALIGN * len(self.layout.slots),), value)
+        return mapped
+
+    def push(
+        self,
+        worker: int,
+        request: int,
+        clock: int,
+        value: float,
+        *,
+        keys: Sequence[int] = (0,),
+        samples: float | None = None,
+        pull: bool = True,
+    ) -> None:
+        gradient = PushedGradient(self.memory(value), samples, [])
+        self.requests.push(worker, request, keys, clock, gradient, self.outputs[worker] if pull else None)
+
+    def pull(self, worker: int, request: int, clock: int, *, keys: Sequence[int] = (0,)) -> None:
+        self.requests.pull(worker, request, keys, clock, self.outputs[worker])
+
+    def answered(self) -> list[tuple[int, Done]]:
+        """The answers since the last call."""
+        answers, self.answers = self.answers, []
+        return answers
+
+    def seen(self, worker: int, key: int = 0) -> float:
+        """The weight of a key in a worker's memory."""
+        slot = self.layout.slots[key]
+        (value,) = set(self.outputs[worker].view(0, slot.start, slot.start + slot.length).tolist())
+        return float(value)
+
+
+def by_worker(answers: list[tuple[int, Done]]) -> dict[int, Done]:
+    assert len(dict(answers)) == len(answers)
+    return dict(answers)
+
+
+# --- when a request is answered
+
+
+def test_a_push_is_answered_with_the_weights_when_its_round_is_applied() -> None:
+    server = Server(bsp(), 2)
+    server.push(0, 7, 0, 1.0)
+    assert server.answered() == []
+    assert server.requests.find(0, 7) is not None
+    server.push(1, 9, 0, 10.0)
+    assert server.answered() == [(0, Done(7, version=1)), (1, Done(9, version=1))]
+    assert (server.seen(0), server.seen(1)) == (11.0, 11.0)
+    assert server.requests.find(0, 7) is None
+
+
+def test_a_push_that_does_not_pull_is_answered_when_it_is_applied() -> None:
+    server = Server(bsp(), 2)
+    server.push(0, 7, 0, 1.0, pull=False)
+    assert server.answered() == []
+    server.push(1, 9, 0, 10.0, pull=False)
+    assert by_worker(server.answered()) == {0: Done(7), 1: Done(9)}
+    assert (server.seen(0), server.seen(1)) == (0.0, 0.0)
+    server.pull(0, 8, 1)
+    assert server.answered() == [(0, Done(8, version=1))]
+    assert server.seen(0) == 11.0
+
+
+def test_a_pull_waits_for_the_rounds_before_its_clock() -> None:
+    server = Server(bsp(), 2)
+    server.push(0, 1, 0, 1.0, pull=False)
+    server.pull(0, 2, 1)
+    pending = server.requests.find(0, 2)
+    assert pending is not None
+    assert pending.waiting == {0}
+    server.push(1, 1, 0, 1.0, pull=False)
+    assert sorted(done.id for worker, done in server.answered() if worker == 0) == [1, 2]
+    assert server.seen(0) == 2.0
+
+
+def test_gradients_are_weighted_by_samples() -> None:
+    server = Server(bsp(), 2)
+    server.push(0, 1, 0, 1.0, samples=1.0)
+    server.push(1, 1, 0, 5.0, samples=3.0)
+    assert server.seen(0) == 4.0
+
+
+def test_a_round_of_zero_samples_is_answered_and_changes_nothing() -> None:
+    server = Server(bsp(), 2)
+    server.push(0, 1, 0, 1.0, samples=0.0)
+    server.push(1, 1, 0, 5.0, samples=0.0)
+    assert [done.version for _, done in server.answered()] == [0, 0]
+    assert server.seen(0) == 0.0
+
+
+def test_a_request_of_several_keys_is_answered_once_when_the_last_key_is_done() -> None:
+    server = Server(bsp(), 2, num_keys=3)
+    server.push(0, 7, 0, 1.0, keys=(0, 1, 2))  # the keys become one lane
+    server.push(1, 1, 0, 10.0, keys=(1,))  # which this push splits
+    assert [worker for worker, _ in server.answered()] == [1]
+    pending = server.requests.find(0, 7)
+    assert pending is not None
+    assert len(pending.waiting) == 1
+    server.push(1, 2, 0, 20.0, keys=(0, 2))
+    assert server.answered() == [(0, Done(7, version=1)), (1, Done(2, version=1))]
+    assert [server.seen(0, key) for key in range(3)] == [21.0, 11.0, 21.0]
+
+
+def test_a_split_lane_answers_pushes_without_a_pull_once() -> None:
+    server = Server(bsp(), 2, num_keys=2)
+    server.push(0, 7, 0, 1.0, keys=(0, 1), pull=False)
+    server.push(1, 1, 0, 10.0, keys=(0,), pull=False)
+    assert server.answered() == [(1, Done(1))]
+    server.push(1, 2, 0, 20.0, keys=(1,), pull=False)
+    assert sorted(worker for worker, _ in server.answered()) == [0, 1]
+
+
+def test_the_answer_reports_the_updates_that_the_worker_had_not_seen() -> None:
+    server = Server(asp(), 2)
+    for clock in range(3):
+        server.push(1, clock, clock, 1.0)
+    server.answered()
+    server.push(0, 9, 0, 1.0)
+    assert server.answered() == [(0, Done(9, version=4, staleness=3))]
+
+
+def test_a_bound_holds_the_answer_and_not_the_update() -> None:
+    server = Server(ssp(0), 2)
+    server.push(0, 1, 0, 1.0)
+    assert server.answered() == []
+    server.push(1, 1, 0, 2.0)
+    assert by_worker(server.answered()) == {0: Done(1, version=2), 1: Done(1, version=2, staleness=1)}
+    assert (server.seen(0), server.seen(1)) == (3.0, 3.0)
+
+
+def test_frames_are_sent_with_the_answer() -> None:
+    server = Server(bsp(), 1)
+    pieces = frame_pieces(server.layout.pieces(server.layout.slots[0], 0))
+    output = empty_frames(pieces, ["float32"])
+    server.requests.push(0, 1, [0], 0, PushedGradient(server.memory(2.0), None, []), output)
+    (frame,) = server.frames[0]
+    assert torch.frombuffer(frame, dtype=torch.float32).tolist() == [2.0] * ALIGN
+
+
+# --- repeated requests
+
+
+@pytest.mark.parametrize("pull", [True, False])
+def test_a_push_that_is_repeated_while_it_waits_is_applied_and_answered_once(pull: bool) -> None:
+    server = Server(bsp(), 2)
+    server.push(0, 7, 0, 1.0, pull=pull)
+    server.push(0, 7, 0, 1.0, pull=pull)
+    server.push(1, 9, 0, 10.0)
+    assert sorted((worker, done.id) for worker, done in server.answered()) == [(0, 7), (1, 9)]
+    assert server.seen(1) == 11.0
+
+
+def test_a_push_that_is_repeated_after_its_answer_is_answered_with_the_present_weights() -> None:
+    server = Server(asp(), 1)
+    server.push(0, 1, 0, 1.0)
+    server.push(0, 2, 1, 1.0)
+    server.answered()
+    server.push(0, 1, 0, 1.0)
+    assert server.answered() == [(0, Done(1, version=2))]
+    assert server.seen(0) == 2.0
+
+
+# --- halt
+
+
+def test_answers_from_the_clock_of_a_halt_on_carry_it() -> None:
+    server = Server(bsp(), 2)
+    server.requests.halt_after(1)
+    server.requests.halt_after(2)  # a later clock has no effect
+    for clock in range(3):
+        for worker in range(2):
+            server.push(worker, 10 + clock, clock, 1.0)
+    assert [(done.id, done.halt) for worker, done in server.answered() if worker == 0] == [
+        (10, False),
+        (11, True),
+        (12, True),
+    ]
+
+
+# --- workers that leave
+
+
+def test_nobody_waits_for_a_worker_that_retired_and_it_can_still_pull() -> None:
+    server = Server(bsp(), 2)
+    server.push(0, 1, 0, 1.0)
+    server.push(0, 2, 1, 1.0, pull=False)
+    server.requests.retire(1)
+    assert sorted(done.id for _, done in server.answered()) == [1, 2]
+    server.pull(1, 3, 0)
+    assert server.answered() == [(1, Done(3, version=2))]
+    assert server.seen(1) == 2.0
+
+
+@pytest.mark.parametrize("pull", [True, False])
+def test_a_worker_that_was_removed_gets_no_answer_and_its_gradient_counts(pull: bool) -> None:
+    server = Server(bsp(), 2)
+    server.push(1, 1, 0, 10.0, pull=pull)
+    assert server.requests.remove(1) == "the change of the view releases nothing"
+    server.push(0, 1, 0, 1.0)
+    assert [worker for worker, _ in server.answered()] == [0]
+    assert server.seen(0) == 11.0
+    assert server.requests.find(1, 1) is None
+
+
+def test_removing_a_worker_releases_those_who_waited_for_it() -> None:
+    server = Server(ssp(0), 2)
+    server.push(0, 1, 0, 1.0)
+    assert server.requests.remove(1) == "released by a change of the view"
+    assert server.answered() == [(0, Done(1, version=1))]
+
+
+def test_a_push_ahead_of_its_turn_is_dropped_with_the_last_worker_of_its_group() -> None:
+    server = Server(asp(), 2)
+    server.push(1, 1, 3, 10.0)  # clocks 0 to 2 were lost
+    assert server.answered() == []
+    server.requests.remove(1)
+    server.push(0, 1, 0, 1.0)
+    assert server.answered() == [(0, Done(1, version=1))]
+    assert server.seen(0) == 1.0
