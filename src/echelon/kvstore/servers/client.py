@@ -40,7 +40,6 @@ class Ticket:
     server: int
     frames: list[Buffer]
     places: Sequence[memoryview]  # memory for the frames of the answer
-    sent_at: float
     response: Response | None = None
     raised: bool = False  # whether the server's refusal was raised as an error
 
@@ -83,7 +82,7 @@ class Client:
         """Send a request. Its frames must not change until it is answered; the answer's frames go to `places`."""
         with self._lock:
             self._session.check_joined()
-            ticket = Ticket(request.id, server, [encode(request), *frames], places, time.monotonic())
+            ticket = Ticket(request.id, server, [encode(request), *frames], places)
             self._open[ticket.id] = ticket
             self._endpoint.send(server, ticket.frames)
         return ticket

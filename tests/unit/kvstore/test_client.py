@@ -1,0 +1,177 @@
+"""A worker's requests: answers in any order, refusals, lost requests, stalls, deadlines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from fake_servers import FakeServers, FakeSession, RecordingLog
+
+from echelon.cluster.messages import Ask, Done, Failed, GetStates, Pull, Retire, States, Status
+from echelon.errors import JobError, UsageError
+from echelon.kvstore.servers.client import Client, Ticket
+
+STALL_S, TIMEOUT_S = 10.0, 60.0
+
+
+class Setup:
+    """A client whose servers do not answer by themselves."""
+
+    def __init__(self) -> None:
+        self.servers = FakeServers(num_servers=2, answer=lambda server, request: None)
+        self.session, self.log = FakeSession(), RecordingLog()
+        self.client = Client(self.servers, self.session, self.log, STALL_S, TIMEOUT_S)
+
+    def send(self, server: int = 0, frames: tuple[bytes, ...] = ()) -> Ticket:
+        return self.client.send(server, Retire(self.client.next_id()), frames)
+
+    def when_asked(self, answer: Callable[[Ask], Status]) -> None:
+        """Answer every `Ask` from now on."""
+        send = self.servers.send
+
+        def send_and_answer(peer: int, frames: list[bytes]) -> None:
+            send(peer, frames)
+            request = self.servers.sent[-1][1]
+            if isinstance(request, Ask):
+                self.servers.deliver(peer, answer(request))
+
+        self.servers.send = send_and_answer  # type: ignore[assignment, method-assign]
+
+
+@pytest.fixture
+def setup(monkeypatch: pytest.MonkeyPatch) -> Setup:
+    made = Setup()
+    monkeypatch.setattr(time, "monotonic", made.servers.now)
+    return made
+
+
+def test_a_request_goes_to_its_server_with_its_frames(setup: Setup) -> None:
+    setup.send(1, (b"one", b"two"))
+    assert setup.servers.sent == [(1, Retire(1), [b"one", b"two"])]
+
+
+def test_answers_may_come_in_any_order(setup: Setup) -> None:
+    first, second = setup.send(0), setup.send(1)
+    assert not setup.client.ready([first, second])
+    setup.servers.deliver(1, Done(second.id, version=7))
+    assert setup.client.ready([second])
+    assert not setup.client.ready([first, second])
+    setup.servers.deliver(0, Done(first.id))
+    setup.client.wait([first, second])
+    assert (first.response, second.response) == (Done(first.id), Done(second.id, version=7))
+    assert setup.servers.now() == 0, "neither call waited"
+
+
+def test_call_returns_the_answer(setup: Setup) -> None:
+    setup.servers.answer = lambda server, request: States(request.id, {3: 1}, [])
+    assert setup.client.call(0, GetStates(setup.client.next_id())) == States(1, {3: 1}, [])
+
+
+def test_frames_of_an_answer_go_to_the_given_memory(setup: Setup) -> None:
+    memory = bytearray(6)
+    places = [memoryview(memory)[:2], memoryview(memory)[2:]]
+    ticket = setup.client.send(0, Pull(setup.client.next_id(), 0, [0], True), places=places)
+    assert setup.servers.placer is not None
+    head = memoryview(b"\x00 not an answer")
+    assert setup.servers.placer(head, [2, 4]) is None
+    setup.servers.deliver(0, (Done(ticket.id), [b"ab", b"cdef"]))
+    setup.client.wait([ticket])
+    assert memory == b"abcdef"
+
+
+def test_frames_without_a_place_stay_with_the_ticket(setup: Setup) -> None:
+    ticket = setup.client.send(0, GetStates(setup.client.next_id()))
+    setup.servers.deliver(0, (States(ticket.id, {}, []), [b"state"]))
+    setup.client.wait([ticket])
+    assert [bytes(frame) for frame in ticket.frames] == [b"state"]
+
+
+# --- errors
+
+
+def test_a_refusal_is_raised_once_and_at_once(setup: Setup) -> None:
+    open_ticket, refused = setup.send(), setup.send()
+    setup.servers.deliver(0, Failed(refused.id, "key 3 is unknown"))
+    with pytest.raises(UsageError, match="worker 0: key 3 is unknown"):
+        setup.client.wait([open_ticket, refused])
+    setup.client.wait([refused])
+
+
+@pytest.mark.parametrize(("removed", "error"), [("removed: its machine is gone", JobError), (None, UsageError)])
+def test_a_removed_worker_gets_the_scheduler_s_reason_if_it_comes(
+    setup: Setup, removed: str | None, error: type[Exception]
+) -> None:
+    ticket = setup.send()
+    setup.session.removed = removed
+    setup.servers.deliver(0, Failed(ticket.id, "worker 0 is not in the view", not_in_view=True))
+    with pytest.raises(error, match=removed or "worker 0: worker 0 is not in the view"):
+        setup.client.wait([ticket])
+
+
+def test_a_broken_job_ends_the_wait(setup: Setup) -> None:
+    ticket = setup.send()
+    setup.session.broken = "server 1 died"
+    with pytest.raises(JobError, match="server 1 died"):
+        setup.client.wait([ticket])
+
+
+def test_nothing_is_sent_after_the_worker_has_left(setup: Setup) -> None:
+    ticket = setup.send()
+    setup.session.left = True
+    for call in (lambda: setup.send(), lambda: setup.client.wait([ticket]), lambda: setup.client.ready([ticket])):
+        with pytest.raises(UsageError, match="closed"):
+            call()
+    assert len(setup.servers.sent) == 1
+
+
+def test_malformed_and_repeated_answers_are_dropped(setup: Setup) -> None:
+    ticket = setup.send()
+    setup.servers.deliver(0, b"\xc1 not msgpack")
+    setup.servers.deliver(0, Done(ticket.id, version=1))
+    setup.servers.deliver(0, Done(ticket.id, version=2))
+    setup.client.wait([ticket])
+    other = setup.send()
+    assert not setup.client.ready([other])
+    assert ticket.response == Done(ticket.id, version=1)
+    assert setup.client.malformed == 1
+    assert [kind for kind, _ in setup.log.events] == ["malformed"]
+
+
+# --- late answers
+
+
+def test_a_lost_request_is_sent_again(setup: Setup) -> None:
+    """Also one that nobody waits for: the lost request may be the push that another worker's answer depends on."""
+    lost, waited = setup.send(1, (b"gradient",)), setup.send(0)
+
+    def answer(asked: Ask) -> Status:
+        if asked.about == waited.id:
+            setup.servers.deliver(0, Done(waited.id))
+        return Status(asked.id, asked.about, known=asked.about != lost.id, waiting="")
+
+    setup.when_asked(answer)
+    setup.client.wait([waited])
+    assert not setup.client.ready([lost])
+    assert setup.servers.requests(Retire)[-1] == (1, Retire(lost.id), [b"gradient"])
+    assert ("resent", {"server": 1, "request": lost.id}) in setup.log.events
+
+
+def test_a_stall_report_names_whom_the_server_waits_for(setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:
+    ticket = setup.send()
+    setup.when_asked(lambda asked: Status(asked.id, asked.about, known=True, waiting="server 0 waits for worker 3"))
+    with pytest.raises(JobError, match=r"worker 0: no answer in 6\d s: server 0 waits for worker 3"):
+        setup.client.wait([ticket])
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "worker 0 has waited 11.0 s: server 0 waits for worker 3"
+    assert 5 <= len(lines) <= 6, "one line per STALL_S until the deadline"
+    assert [facts["waiting"] for kind, facts in setup.log.events if kind == "stall"] == [
+        "server 0 waits for worker 3"
+    ] * len(lines)
+
+
+def test_a_deadline_without_any_answer_names_the_servers(setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:
+    tickets = [setup.send(1), setup.send(0)]
+    with pytest.raises(JobError, match=r"no answer in 6\d s: no answer from server 0, 1"):
+        setup.client.wait(tickets)
+    assert capfd.readouterr().err == ""
