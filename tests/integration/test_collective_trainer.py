@@ -415,7 +415,7 @@ def test_mistakes_on_a_group() -> None:
         for text, words in zip(
             said,
             (
-                "Rprop cannot run on parts of tensors, as nccl does; use nccl_allreduce",
+                "Rprop cannot run on shards of tensors, which nccl uses; use nccl_allreduce",
                 "LBFGS needs a closure",
                 f"worker {rank}: a second backward pass before step()",
                 "step(7), but the forward pass saw 6 samples",
@@ -441,7 +441,7 @@ def test_models_that_differ_are_refused() -> None:
     assert said.startswith(
         "worker 0, device 1: the model's parameters must be the same on all: worker 0, device 0 has "
     )
-    assert "has weight (2, 3), here is bias (3,)" in said
+    assert "has weight (2, 3), this process has bias (3,)" in said
 
 
 def test_who_does_not_come_is_named() -> None:

@@ -256,7 +256,7 @@ class WithUnused(Wide):
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        (second_derivative, "a second derivative needs the weights' gradients: train with push_factors off"),
+        (second_derivative, "a second derivative needs the weights' gradients; use push_factors=False"),
         (clipped, r"was changed after gradients were sent.*overlap=False"),
     ],
 )

@@ -230,7 +230,9 @@ def test_nccl_rejects_rules_that_need_whole_parameters() -> None:
     def program(kv: KVStore) -> None:
         for name in (*BY_NORM, "sgld"):
             model = seeded(Net)
-            with pytest.raises(UsageError, match="cannot run on parts of tensors, as nccl does; use nccl_allreduce"):
+            with pytest.raises(
+                UsageError, match="cannot run on shards of tensors, which nccl uses; use nccl_allreduce"
+            ):
                 echelon.Trainer(model, ALL[name](model), kv)
         with pytest.raises(UsageError, match="lamb needs the norm of whole values, which nccl shards"):
             kv.set_optimizer("lamb")

@@ -13,7 +13,7 @@ from echelon.train.trainer.flat_buckets import (
     flat_weights,
     is_dense,
     make_flat_buckets,
-    part_of,
+    shard_of,
 )
 
 
@@ -58,7 +58,7 @@ def test_parts_cover_every_element_once(size: int) -> None:
     for bucket in buckets_of(size):
         seen = torch.zeros(bucket.length, dtype=torch.int32)
         for rank in range(size):
-            part = part_of(bucket.length, rank, size)
+            part = shard_of(bucket.length, rank, size)
             for name, chosen in bucket.slices(part).items():
                 assert part.start <= chosen.start < chosen.stop <= part.stop
                 assert chosen.start >= bucket.starts[name]

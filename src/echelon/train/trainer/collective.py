@@ -19,9 +19,9 @@ from torch.optim import LBFGS
 from echelon.errors import UsageError
 from echelon.kvstore.collective.process_group import Reduction
 from echelon.kvstore.collective.store import CollectiveStore
-from echelon.train.trainer.flat_buckets import make_flat_buckets, names_of
+from echelon.train.trainer.flat_buckets import bucket_by_name, make_flat_buckets
 from echelon.train.trainer.group import GroupTrainer, StepTotals
-from echelon.train.trainer.replicas import Parts, Replica, Whole, check_elementwise
+from echelon.train.trainer.replicas import FullReplica, Replica, ShardedReplica, check_elementwise
 
 ABSENT = -1  # the version of a gradient that does not exist
 
@@ -82,9 +82,9 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
         self._agree_on_parameters()
         self._broadcast_model()
         self._buckets = make_flat_buckets(self._parameters, self._group.size)
-        self._bucket_of = names_of(self._buckets)
+        self._bucket_of = bucket_by_name(self._buckets)
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
-        kind = Parts if self.kvstore.sharded else Whole
+        kind = ShardedReplica if self.kvstore.sharded else FullReplica
         self._replica: Replica = kind(self._group, self.optimizer, self._buckets)
         self.kvstore.on_retire = self._take_part_without_data
         for name, parameter in self._parameters.items():

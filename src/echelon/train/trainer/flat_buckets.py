@@ -1,8 +1,8 @@
-"""Buckets as memory: neighbouring parameters of one dtype end to end, so that one collective moves them all.
+"""Flat buckets: adjacent parameters of one dtype in contiguous memory, so that one collective moves them all.
 
-A parameter's place has its own strides, so channels-last weights stay what they are, and begins at a multiple of ALIGN
-elements: GPU kernels read many at once and fail at odd addresses. The length is filled up so that every rank has an
-equal part that begins so, too.
+A parameter's place keeps the parameter's strides, so channels-last weights stay channels-last. It begins at a multiple
+of ALIGN elements, because GPU kernels read several elements at once and fail at other addresses. The length is padded,
+so that every rank has an equal shard, which begins at such a multiple, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.kvstore.collective.process_group import wide
 from echelon.train.trainer.buckets import make_buckets
 
 ALIGN = 64
-COLLECTIVE_BYTES = 16 << 20  # collectives want larger messages than servers that answer each
+COLLECTIVE_BYTES = 16 << 20  # larger than for servers: collectives are slow with small messages
 
 
 @dataclass(slots=True, eq=False)
@@ -36,11 +36,11 @@ class FlatBucket:
 
     @property
     def length(self) -> int:
-        """Elements, filled up."""
+        """The number of elements, with padding."""
         return self.gradients.numel()
 
     def place(self, flat: Tensor, name: str) -> Tensor:
-        """A parameter's part of a tensor of this bucket's length, in the parameter's shape and strides."""
+        """Return a parameter's part of a tensor of this bucket's length, in the parameter's shape and strides."""
         parameter = self.parameters[name]
         start = flat.storage_offset() + self.starts[name]
         if is_dense(parameter):
@@ -48,7 +48,7 @@ class FlatBucket:
         return flat[self.starts[name] : self.starts[name] + parameter.numel()].view(parameter.shape)
 
     def collect(self) -> None:
-        """Copy the gradients to their places; one that is not there counts as zero."""
+        """Copy the gradients to their places; a missing gradient counts as zero."""
         given = [(self.places[name], p.grad) for name, p in self.parameters.items() if p.grad is not None]
         if len(given) < len(self.parameters):
             self.gradients.zero_()
@@ -56,7 +56,7 @@ class FlatBucket:
             torch._foreach_copy_([place for place, _ in given], [gradient for _, gradient in given])
 
     def slices(self, part: range) -> dict[str, range]:
-        """What lies in a part of the bucket: for each parameter, which elements of the bucket."""
+        """Return which elements of the bucket belong to each parameter, for the parameters inside `part`."""
         found = {}
         for name, parameter in self.parameters.items():
             start = max(part.start, self.starts[name])
@@ -69,7 +69,7 @@ class FlatBucket:
 def make_flat_buckets(
     parameters: Mapping[str, nn.Parameter], size: int, limit: int = COLLECTIVE_BYTES
 ) -> list[FlatBucket]:
-    """Cut parameters, in the order in which backward finishes them, into buckets for a group of `size`."""
+    """Divide parameters, in the order in which backward finishes them, into buckets for a group of `size` ranks."""
     buckets: list[FlatBucket] = []
     for _, run in itertools.groupby(parameters.items(), lambda item: item[1].dtype):
         members = list(run)
@@ -81,7 +81,7 @@ def make_flat_buckets(
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements lie end to end in some order of its dimensions."""
+    """Return whether a tensor's elements are contiguous in some order of its dimensions."""
     expected = 1
     for stride, length in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
         if stride != expected:
@@ -101,7 +101,7 @@ def _flat_bucket(index: int, parameters: dict[str, nn.Parameter], size: int) -> 
 
 
 def flat_weights(bucket: FlatBucket) -> Tensor:
-    """Move a bucket's parameters into memory of their own, end to end; returns it."""
+    """Move a bucket's parameters into one flat tensor, and return it."""
     first = next(iter(bucket.parameters.values()))
     weights = torch.zeros(bucket.length, dtype=first.dtype, device=first.device)
     for name, parameter in bucket.parameters.items():
@@ -111,17 +111,17 @@ def flat_weights(bucket: FlatBucket) -> Tensor:
     return weights
 
 
-def part_of(length: int, rank: int, size: int) -> range:
-    """A rank's part of so many elements."""
+def shard_of(length: int, rank: int, size: int) -> range:
+    """Return a rank's shard of `length` elements."""
     share = length // size
     return range(rank * share, (rank + 1) * share)
 
 
 def elements(flat: Tensor, chosen: range) -> Tensor:
-    """Some elements of a flat tensor, in place."""
+    """Return a view of some elements of a flat tensor."""
     return flat[chosen.start : chosen.stop]
 
 
-def names_of(buckets: Sequence[FlatBucket]) -> dict[str, FlatBucket]:
-    """Each parameter's bucket."""
+def bucket_by_name(buckets: Sequence[FlatBucket]) -> dict[str, FlatBucket]:
+    """Return the bucket of each parameter."""
     return {name: bucket for bucket in buckets for name in bucket.parameters}

@@ -1,14 +1,14 @@
-"""How an optimizer runs without servers: everybody updates everything, or (`nccl`) each rank its own part.
+"""How the optimizer runs without servers: every rank updates all weights, or (`nccl`) each rank its own shard.
 
-`Whole` is the caller's optimizer on the caller's parameters. `Parts` is the same optimizer built over this rank's part
-of every bucket, with the state of that part only; what the caller changes in its optimizer's groups (the learning rate,
-above all) is taken over before every step.
+`FullReplica` runs the caller's optimizer on the caller's parameters. `ShardedReplica` builds the same optimizer over
+this rank's shard of every bucket, with the state of that shard only. Before every step it copies the settings of the
+caller's parameter groups, such as the learning rate.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any, Protocol
 
@@ -20,34 +20,34 @@ from echelon.errors import UsageError
 from echelon.kvstore.collective.process_group import ProcessGroup, Reduction
 from echelon.kvstore.state_files import SCALARS, by_key
 from echelon.optim import DCASGD, FTML, Accumulate, Ftrl, Signum
-from echelon.train.trainer.flat_buckets import FlatBucket, elements, flat_weights, part_of
+from echelon.train.trainer.flat_buckets import FlatBucket, bucket_by_name, elements, flat_weights, shard_of
 
 ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, Signum, FTML, Ftrl, DCASGD, Accumulate)
 State = dict[str, Tensor]
 
 
 class Replica(Protocol):
-    """The part of a Trainer that reduces buckets and updates weights."""
+    """Reduces buckets and updates weights for a Trainer."""
 
     def reduce(self, bucket: FlatBucket) -> Reduction:
-        """Begin to sum a bucket's gradients over all."""
+        """Start to sum a bucket's gradients over all ranks."""
         ...
 
     def update(self, sums: Sequence[Tensor], divisor: Tensor, used: set[str]) -> None:
-        """Update the weights of parameters in use by their mean gradients."""
+        """Update the weights of the parameters in `used` with their mean gradients."""
         ...
 
     def state(self) -> State:
-        """The optimizer's state, whole, `<parameter>/<state>`."""
+        """Return the optimizer's state as whole tensors, `<parameter>/<state>`."""
         ...
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take up a state."""
+        """Load a state."""
         ...
 
 
-class Whole:
-    """All-reduce, then everybody runs the optimizer."""
+class FullReplica:
+    """All-reduce, then every rank runs the optimizer."""
 
     def __init__(self, group: ProcessGroup, optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
         self._group = group
@@ -56,11 +56,11 @@ class Whole:
         self._parameters = {name: p for bucket in buckets for name, p in bucket.parameters.items()}
 
     def reduce(self, bucket: FlatBucket) -> Reduction:
-        """Everybody gets all sums."""
+        """Start an all-reduce."""
         return self._group.all_reduce(bucket.gradients)
 
     def update(self, sums: Sequence[Tensor], divisor: Tensor, used: set[str]) -> None:
-        """The sums' memory becomes the gradients."""
+        """Use the memory of the sums as the gradients, and run the optimizer."""
         for bucket, total in zip(self._buckets, sums, strict=True):
             total /= divisor
             for name, parameter in bucket.parameters.items():
@@ -69,16 +69,16 @@ class Whole:
         self._optimizer.step()
 
     def state(self) -> State:
-        """From the optimizer."""
+        """Return the optimizer's own state."""
         return state_of(self._optimizer, self._parameters)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Into the optimizer."""
+        """Load a state into the optimizer."""
         load_state(self._optimizer, self._parameters, by_key(state))
 
 
-class Parts:
-    """Reduce-scatter, the owner updates its part, all-gather."""
+class ShardedReplica:
+    """Reduce-scatter, each rank updates its shard, all-gather."""
 
     def __init__(self, group: ProcessGroup, optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
         check_elementwise(optimizer)
@@ -86,22 +86,22 @@ class Parts:
         self._optimizer = optimizer
         self._buckets = buckets
         self._weights = [flat_weights(bucket) for bucket in buckets]
-        self._parts = [part_of(bucket.length, group.rank, group.size) for bucket in buckets]
+        self._shards = [shard_of(bucket.length, group.rank, group.size) for bucket in buckets]
         self._slices: dict[str, nn.Parameter] = {}
         self._ranges: dict[str, range] = {}
-        for bucket, weights, part in zip(buckets, self._weights, self._parts, strict=True):
+        for bucket, weights, part in zip(buckets, self._weights, self._shards, strict=True):
             for name, chosen in bucket.slices(part).items():
                 self._slices[name] = nn.Parameter(elements(weights, chosen))
                 self._ranges[name] = chosen
-        self._own = self._rebuilt(optimizer)
+        self._own = self._build_for_shard(optimizer)
 
     def reduce(self, bucket: FlatBucket) -> Reduction:
-        """Each gets the sums of its part."""
+        """Start a reduce-scatter."""
         return self._group.reduce_scatter(bucket.gradients)
 
     def update(self, sums: Sequence[Tensor], divisor: Tensor, used: set[str]) -> None:
-        """Update the own part, and get the others'."""
-        for bucket, part, total in zip(self._buckets, self._parts, sums, strict=True):
+        """Update the own shard, and gather those of the other ranks."""
+        for bucket, part, total in zip(self._buckets, self._shards, sums, strict=True):
             total /= divisor
             for name, chosen in bucket.slices(part).items():
                 own = self._slices[name]
@@ -115,60 +115,61 @@ class Parts:
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn unless step() was called
         gathering = [
             self._group.all_gather(elements(weights, part), weights)
-            for weights, part in zip(self._weights, self._parts, strict=True)
+            for weights, part in zip(self._weights, self._shards, strict=True)
         ]
         for pending in gathering:
             pending.result()
 
     def state(self) -> State:
-        """Put together from everybody's parts."""
+        """Gather the state from the shards of all ranks."""
         own = state_of(self._own, self._slices) if self._own is not None else {}
         scalars = {name: float(tensor) for name, tensor in own.items() if name.rpartition("/")[2] in SCALARS}
-        words = [json.loads(text) for text in self._group.gather_texts(json.dumps([sorted(own), scalars]))]
-        known = {name for names, _ in words for name in names}
-        found = {name: torch.tensor(value) for _, values in words for name, value in values.items()}
-        for bucket, part in zip(self._buckets, self._parts, strict=True):
+        summaries = [json.loads(text) for text in self._group.gather_texts(json.dumps([sorted(own), scalars]))]
+        known = {name for names, _ in summaries for name in names}
+        found = {name: torch.tensor(value) for _, values in summaries for name, value in values.items()}
+        for bucket, part in zip(self._buckets, self._shards, strict=True):
             kinds = by_key(dict.fromkeys(known - found.keys(), torch.empty(0)))
             for kind in sorted({kind for name in bucket.parameters for kind in kinds.get(name, {})}):
-                whole = self._gathered(bucket, part, kind, own)
+                whole = self._gather(bucket, part, kind, own)
                 for name in bucket.parameters:
                     if f"{name}/{kind}" in known:
                         found[f"{name}/{kind}"] = bucket.place(whole, name).cpu().contiguous()
         return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take the own part of whole states."""
+        """Load the own shard of whole states."""
         if self._own is None:
             return
         cut: dict[str, State] = {}
-        buckets = {name: bucket for bucket in self._buckets for name in bucket.parameters}
+        buckets = bucket_by_name(self._buckets)
+        parameters = {name: bucket.parameters[name] for name, bucket in buckets.items()}
         for name, kinds in by_key(state).items():
-            check_fits(name, kinds, {name: p for b in self._buckets for name, p in b.parameters.items()})
+            check_fits(name, kinds, parameters)
             if name in self._slices:
-                cut[name] = {kind: self._cut(buckets[name], name, kind, tensor) for kind, tensor in kinds.items()}
+                cut[name] = {kind: self._own_shard(buckets[name], name, kind, tensor) for kind, tensor in kinds.items()}
         load_state(self._own, self._slices, cut)
 
-    def _rebuilt(self, optimizer: Optimizer) -> Optimizer | None:
+    def _build_for_shard(self, optimizer: Optimizer) -> Optimizer | None:
         names = {id(p): name for bucket in self._buckets for name, p in bucket.parameters.items()}
         groups: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
             found = [names[id(p)] for p in group["params"] if id(p) in names]
             groups.append({**group, "params": [self._slices[name] for name in found if name in self._slices]})
         if not any(group["params"] for group in groups):
-            return None  # a model smaller than the group is large
+            return None  # the model has fewer elements than the group has ranks
         kind: Any = type(optimizer)
-        known = signature(kind).parameters
-        rebuilt: Optimizer = kind(groups, **{name: v for name, v in optimizer.defaults.items() if name in known})
+        accepted = signature(kind).parameters
+        rebuilt: Optimizer = kind(groups, **{name: v for name, v in optimizer.defaults.items() if name in accepted})
         return rebuilt
 
-    def _gathered(self, bucket: FlatBucket, part: range, kind: str, own: State) -> Tensor:
+    def _gather(self, bucket: FlatBucket, part: range, kind: str, own: State) -> Tensor:
         mine = torch.zeros(len(part), dtype=bucket.gradients.dtype, device=bucket.gradients.device)
         for name, chosen in bucket.slices(part).items():
             if f"{name}/{kind}" in own:
                 mine[chosen.start - part.start : chosen.stop - part.start] = own[f"{name}/{kind}"].to(mine)
         return self._group.all_gather(mine, torch.empty_like(bucket.gradients)).result()
 
-    def _cut(self, bucket: FlatBucket, name: str, kind: str, tensor: Tensor) -> Tensor:
+    def _own_shard(self, bucket: FlatBucket, name: str, kind: str, tensor: Tensor) -> Tensor:
         if kind in SCALARS:
             return tensor
         flat = torch.zeros(bucket.length, dtype=tensor.dtype)
@@ -177,16 +178,16 @@ class Parts:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """An optimizer that looks at whole tensors cannot work on parts of them."""
+    """Raise UsageError for an optimizer that needs whole tensors, because it cannot work on shards of them."""
     if type(optimizer) not in ELEMENTWISE:
         raise UsageError(
-            f"{type(optimizer).__name__} cannot run on parts of tensors, as nccl does; use nccl_allreduce, or one of "
-            f"{', '.join(kind.__name__ for kind in ELEMENTWISE)}"
+            f"{type(optimizer).__name__} cannot run on shards of tensors, which nccl uses; use nccl_allreduce, or "
+            f"one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}"
         )
 
 
 def state_of(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> State:
-    """What an optimizer remembers, by parameter, on the CPU."""
+    """Return an optimizer's state by parameter, on the CPU."""
     found: State = {}
     for name, parameter in parameters.items():
         for kind, value in optimizer.state.get(parameter, {}).items():
@@ -196,7 +197,7 @@ def state_of(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> St
 
 
 def load_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], states: Mapping[str, State]) -> None:
-    """Give an optimizer its memory back; torch's own loading puts each where and in what form it belongs."""
+    """Load an optimizer's state. torch's own loading chooses device and dtype of each tensor."""
     for name, kinds in states.items():
         check_fits(name, kinds, parameters)
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -205,12 +206,11 @@ def load_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], sta
     optimizer.load_state_dict({"state": memory, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def check_fits(name: str, kinds: Iterable[str] | Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Another model's state is refused before anything changes."""
+def check_fits(name: str, kinds: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise UsageError if a state is of another model, before anything changes."""
     if name not in parameters:
-        raise UsageError(f"the state has parameter {name!r}, which this model does not train: another model's?")
-    for kind in kinds:
-        tensor = kinds[kind] if isinstance(kinds, Mapping) else None
+        raise UsageError(f"the state has parameter {name!r}, which this model does not train; is it of another model?")
+    for kind, tensor in kinds.items():
         wanted = tuple(parameters[name].shape)
-        if kind not in SCALARS and tensor is not None and tensor.numel() != parameters[name].numel():
-            raise UsageError(f"state {kind} of {name!r} is {tuple(tensor.shape)}, the parameter is {wanted}")
+        if kind not in SCALARS and tensor.numel() != parameters[name].numel():
+            raise UsageError(f"state {kind} of {name!r} is {tuple(tensor.shape)}, but the parameter is {wanted}")
