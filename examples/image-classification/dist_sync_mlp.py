@@ -1,8 +1,8 @@
-"""Several machines in step: an MLP on MNIST, every worker with its part of the data, under `dist_sync`.
+"""Train an MLP on MNIST on several workers in lock-step (`dist_sync`); each worker reads its own part of the data.
 
     echelon launch -n 2 -s 2 python dist_sync_mlp.py
 
-The idx files are looked for under data/.
+The idx files are expected under data/.
 """
 
 from echelon.train import script

@@ -1,10 +1,10 @@
-"""Train a network on CIFAR-10: 32x32 images, padded by 4, random crops of 28x28, mirrored.
+"""Train a network on CIFAR-10. The 32x32 images are padded by 4, cropped to 28x28 at random, and mirrored at random.
 
     python train_cifar10.py --gpus 0                   # ResNet-110
     python train_cifar10.py --gpus 0,1,2,3 --num-epochs 12 --network resnet --num-layers 50 --batch-size 256 --lr=0.2
     echelon launch -n 2 -s 2 python train_cifar10.py --network resnet --num-layers 20 --kv-store dist_sync
 
-Data: data/cifar10_train.rec and data/cifar10_val.rec, or the set's own binary or python files under data/.
+Data: data/cifar10_train.rec and data/cifar10_val.rec, or the published binary or python files under data/.
 """
 
 from echelon.train import script

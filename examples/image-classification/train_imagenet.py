@@ -3,7 +3,7 @@
     python train_imagenet.py --gpu 0 --batch-size 128 --network resnet-v1 --num-layers 50 --dtype float16 --benchmark 1
     python train_imagenet.py --gpus 0,1,2,3 --data-train train.rec --data-val val.rec --kv-store nccl_allreduce
 
-`echelon data im2rec` makes RecordIO files of folders.
+`echelon data im2rec` packs folders of images into RecordIO files.
 """
 
 from echelon.train import script

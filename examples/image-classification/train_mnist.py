@@ -4,7 +4,7 @@
     python train_mnist.py --network lenet --gpus 0
     echelon launch -n 2 -s 2 python train_mnist.py --kv-store dist_sync
 
-The idx files (train-images-idx3-ubyte.gz and its three companions) are looked for under data/.
+The idx files (train-images-idx3-ubyte.gz and the three others) are expected under data/.
 """
 
 from echelon.train import script
