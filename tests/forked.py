@@ -1,8 +1,9 @@
-"""Real processes for tests, ready in milliseconds: forks of a mother that has imported torch and done nothing else.
+"""Real processes for tests that start in milliseconds: forks of a fork server that has imported torch and is idle.
 
-They are no forks of the process that runs the tests: what its other threads hold at that moment (MKL's lists of memory,
-OpenMP's threads) would be held in the fork for ever. A program goes over by value, with this process's environment,
-folder and outputs; what it returns or raises comes back. Forks end with the mother, and she with this process.
+They are not forks of the process that runs the tests, because locks that its other threads hold at that moment (MKL's
+allocator, OpenMP's thread pool) would stay locked in the fork. A program is sent by value, together with this process's
+environment, working directory and output streams; its result or its exception is sent back. Forks end with the fork
+server, and the fork server ends with this process.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from echelon.kvstore.create import ONE_WORKER
 T = TypeVar("T")
 STUCK_S = 60.0
 _MAX_FILES = 64
-_PROGRAM = "import sys; sys.path.insert(0, sys.argv[2]); import forked; forked.mother(int(sys.argv[1]))"
+_PROGRAM = "import sys; sys.path.insert(0, sys.argv[2]); import forked; forked.serve_forks(int(sys.argv[1]))"
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -49,7 +50,7 @@ def run(
     check_finite: bool = False,
     timeout_s: float = 60.0,
 ) -> list[T]:
-    """Run `program` in a process for each worker; returns what each returned, by rank. There are no servers."""
+    """Run `program` in one process per worker, without servers; return their results by rank."""
 
     def work(rank: int, port: int, *listener: socket.socket) -> T:
         job = _job(store, rank, num_workers, port, listener[0].detach() if listener else None, timeout_s)
@@ -73,28 +74,32 @@ def _job(store: str, rank: int, size: int, port: int, fd: int | None, timeout_s:
 
 
 class Fork:
-    """A process that calls `program` with the arguments and its own copies of the sockets."""
+    """A forked process that calls `program` with the arguments and its own copies of the sockets."""
 
     def __init__(self, program: Callable[..., Any], *arguments: Any, sockets: Sequence[socket.socket] = ()) -> None:
         self._connection, theirs = socket.socketpair()
         with theirs:
             files = [theirs.fileno(), 1, 2, *(one.fileno() for one in sockets)]
-            socket.send_fds(_mother()[0], [b"fork"], files)
-        circumstances = (sys.path, dict(os.environ), os.getcwd())
-        payload = (pickle.dumps(circumstances), cloudpickle.dumps((program, arguments)))
+            socket.send_fds(_fork_server()[0], [b"fork"], files)
+        context = (sys.path, dict(os.environ), os.getcwd())
+        payload = (pickle.dumps(context), cloudpickle.dumps((program, arguments)))
         self._connection.sendall(pickle.dumps(payload))
         self._connection.shutdown(socket.SHUT_WR)
 
     def result(self) -> Any:
-        """What the program returned, or the error that it raised."""
+        """Return what the program returned, or the exception that it raised."""
         with self._connection, self._connection.makefile("rb") as stream:
             data = stream.read()
-        return pickle.loads(data) if data else JobError("a fork ended without a word")
+        return (
+            pickle.loads(data)
+            if data
+            else JobError("a forked test process ended without a result; its output may say why")
+        )
 
 
 @functools.cache
-def _mother() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Where to ask for a fork. She is started by the first test that needs her, and shared by all after it."""
+def _fork_server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Return the socket that takes requests for a fork. The first test that needs the server starts it."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
@@ -105,42 +110,42 @@ def _mother() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     return control, process
 
 
-def mother(control: int) -> None:
-    """Fork when asked, until nobody can ask any more."""
+def serve_forks(control: int) -> None:
+    """Fork on every request, until the other end of the socket is closed."""
     torch.set_num_threads(1)
-    SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()  # imports late what takes seconds, once for all
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # their connections say how forks end
-    asked = socket.socket(fileno=control)
+    SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()  # imports what torch.optim loads late, which takes seconds
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a fork reports its end on its own connection
+    requests = socket.socket(fileno=control)
     while True:
-        word, files, *_ = socket.recv_fds(asked, len(b"fork"), _MAX_FILES)
-        if not word:
+        request, files, *_ = socket.recv_fds(requests, len(b"fork"), _MAX_FILES)
+        if not request:
             return
         if os.fork() == 0:
-            asked.close()
-            _serve(*files)
+            requests.close()
+            _run_program(*files)
         for file in files:
             os.close(file)
 
 
-def _serve(connection: int, output: int, errors: int, *sockets: int) -> None:
+def _run_program(connection: int, output: int, errors: int, *sockets: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.dup2(output, 1)
     os.dup2(errors, 2)
-    faulthandler.dump_traceback_later(STUCK_S, exit=True)  # says where, and ends what would hang for ever
+    faulthandler.dump_traceback_later(STUCK_S, exit=True)  # prints where it hangs, and ends it
     warnings.simplefilter("error")  # as in the tests
-    with socket.socket(fileno=connection) as talk:
-        with talk.makefile("rb") as stream:
-            circumstances, work = pickle.load(stream)
-        talk.sendall(_outcome(circumstances, work, [socket.socket(fileno=file) for file in sockets]))
+    with socket.socket(fileno=connection) as channel:
+        with channel.makefile("rb") as stream:
+            context, work = pickle.load(stream)
+        channel.sendall(_outcome(context, work, [socket.socket(fileno=file) for file in sockets]))
     sys.stdout.flush()
     os._exit(0)
 
 
-def _outcome(circumstances: bytes, work: bytes, sockets: list[socket.socket]) -> bytes:
-    """The pickled result or error."""
+def _outcome(context: bytes, work: bytes, sockets: list[socket.socket]) -> bytes:
+    """Run the program; return its pickled result or exception."""
     try:
-        sys.path[:], environment, folder = pickle.loads(circumstances)
+        sys.path[:], environment, folder = pickle.loads(context)
         os.environ.clear()
         os.environ.update(environment, GLOO_SOCKET_IFNAME="lo")
         os.chdir(folder)
@@ -148,7 +153,7 @@ def _outcome(circumstances: bytes, work: bytes, sockets: list[socket.socket]) ->
         result = program(*arguments, *sockets)
     except BaseException as error:
         result = error
-        error.add_note(f"in a fork:\n{traceback.format_exc()}")
+        error.add_note(f"in a forked process:\n{traceback.format_exc()}")
     try:
         return pickle.dumps(result)
     except Exception as error:

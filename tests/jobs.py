@@ -1,8 +1,8 @@
-"""Real jobs: `echelon launch` around any command, or around faults/worker.py with a plan of who gets which signal when.
+"""Real jobs: `echelon launch` around any command, or around faults/worker.py with a plan of signals to send.
 
-A worker of a plan pushes, at clock c, a gradient that is 1 at [c, its rank] and 0 elsewhere, to a key on one server and
-to one that is cut over all; plain SGD at rate 1 subtracts it. The final weights are then a table of what was applied,
-how often: -1 once, 0 never, -2 twice.
+At clock c a worker of a plan pushes a gradient that is 1 at [c, its rank] and 0 elsewhere. It pushes it to a key on one
+server and to a key that is split over all servers; plain SGD with learning rate 1 subtracts it. The final weights
+therefore show how often each push was applied: -1 once, 0 never, -2 twice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from leaks import marked_processes, read_environment
 TESTS = Path(__file__).parent
 PATHS = {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
 MARK = "ECHELON_TEST_JOB"
-PATIENCE_S = "60"  # on a busy machine a job may gather slowly; nobody should remark on it
+STALL_SECONDS = "60"  # on a busy machine a job may start slowly; no stall report is wanted then
 CLOCKS = 8
 BEFORE_PUSH, AFTER_PUSH, IN_PULL = "before push", "after push", "in pull"
 Row = dict[str, Any]
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A signal to one process. A worker gives it to itself, worker 0 to servers and the scheduler."""
+    """A signal to one process. A worker sends it to itself; worker 0 sends it to servers and the scheduler."""
 
     role: str
     rank: int
@@ -44,13 +44,13 @@ class Fault:
 
     @property
     def by(self) -> int:
-        """The worker that sends it."""
+        """Return the rank of the worker that sends the signal."""
         return self.rank if self.role == "worker" else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Worker `rank` does not push `clock` before worker `gone` is out of its view, or before the file `opened` is."""
+    """Worker `rank` pushes `clock` only after worker `gone` has left its view, or after the file `opened` exists."""
 
     rank: int
     clock: int
@@ -60,7 +60,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the workers do."""
+    """What the workers of a job do."""
 
     store: str
     num_workers: int
@@ -77,17 +77,17 @@ class Plan:
         return cls(**data | {"faults": faults, "gates": [Gate(**gate) for gate in data.pop("gates")]})
 
     def applied(self, rank: int, clock: int) -> bool:
-        """Whether a worker lives long enough for its gradient of a clock to be applied."""
+        """Return whether a worker lives long enough for its gradient of a clock to be applied."""
         ends = [fault for fault in self.faults if (fault.role, fault.rank) == ("worker", rank)]
         return all(clock < end.clock or (clock == end.clock and end.point != BEFORE_PUSH) for end in ends)
 
     def table(self) -> list[list[float]]:
-        """What the final weights are under a scheme that weights nothing."""
+        """Return the expected final weights under a scheme without weighting."""
         return [[-float(self.applied(rank, c)) for rank in range(self.num_workers)] for c in range(self.clocks)]
 
 
 def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
-    """Wait, with a deadline, until the condition holds; returns what it gave."""
+    """Wait until the condition is true, and return its value; fail after `timeout_s`."""
     end = time.monotonic() + timeout_s
     while not (found := condition()):
         if time.monotonic() > end:
@@ -97,7 +97,7 @@ def until(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> A
 
 
 class Job:
-    """A launched job. As a context: whatever happens, it is over afterwards."""
+    """A launched job. As a context manager it ends every process of the job on exit."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Job:
         workers = plan.num_workers if plan is not None else num_workers
         program = command or [sys.executable, str(TESTS / "faults" / "worker.py"), json.dumps(asdict(plan))]  # type: ignore[call-overload]
         arguments = ["launch", "-n", str(workers), "-s", str(num_servers), "--run-dir", str(self.run)]
-        arguments += ["--stall-seconds", PATIENCE_S, *options]
+        arguments += ["--stall-seconds", STALL_SECONDS, *options]
         self._out, self._err = folder / "out", folder / "err"
         self.began = time.monotonic()
         with self._out.open("wb") as out, self._err.open("wb") as err:
@@ -140,49 +140,49 @@ class Job:
         self.launcher.wait()
 
     def wait(self, timeout_s: float = 90.0) -> int:
-        """The launcher's exit status; the moment it is gone, so is everything it started."""
+        """Wait for the launcher and return its exit status; fail if a process of the job outlives it."""
         status = self.launcher.wait(timeout_s)
-        assert self.processes() == [], "the launcher has left processes behind"
+        assert self.processes() == [], "the launcher left processes behind"
         return 128 - status if status < 0 else status
 
     def processes(self) -> list[int]:
-        """What is alive of the job."""
+        """Return the living processes of the job."""
         return marked_processes(MARK, self._mark)
 
     def pid(self, role: str, rank: int) -> int:
-        """A process of this job."""
+        """Return the process id of a role and rank of this job."""
         return pid_of(role, rank, self.processes())
 
     @property
     def out(self) -> str:
-        """The lines of the job's processes."""
+        """Return the output of the job's processes."""
         return self._out.read_text()
 
     @property
     def err(self) -> str:
-        """What the launcher itself said."""
+        """Return the launcher's own messages."""
         return self._err.read_text()
 
     def events(self, kind: str) -> list[Row]:
-        """The events of a kind."""
+        """Return the events of one kind."""
         return [row for row in rows(self.run / "events.jsonl") if row["event"] == kind]
 
     def fired(self) -> list[Row]:
-        """The faults that happened, each with the victim's pid and the time."""
+        """Return the faults that happened, each with the process id and the time."""
         return rows(self.run / "faults.jsonl")
 
     def results(self) -> dict[int, Row]:
-        """What the workers that came to the end found, by rank."""
+        """Return the results of the workers that finished, by rank."""
         found = [json.loads(path.read_text()) for path in sorted(self.run.glob("result-*.json"))]
         return {row["rank"]: row for row in found}
 
     def at_clock(self, rank: int, clock: int) -> bool:
-        """Whether a worker has come to a clock."""
+        """Return whether a worker has reached a clock."""
         return (self.run / f"at-{rank}-{clock}").exists()
 
 
 class ByHand:
-    """A job whose processes are started one by one, with the variables of MXNet's launchers."""
+    """A job whose processes are started one by one, with the environment variables of MXNet's launchers."""
 
     def __init__(self, folder: Path, num_workers: int, num_servers: int, environment: Mapping[str, str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -194,7 +194,7 @@ class ByHand:
             "DMLC_PS_ROOT_PORT": str(port),
             "DMLC_NUM_WORKER": str(num_workers),
             "DMLC_NUM_SERVER": str(num_servers),
-            "ECHELON_STALL_SECONDS": PATIENCE_S,
+            "ECHELON_STALL_SECONDS": STALL_SECONDS,
             MARK: self._mark,
             **environment,
         }
@@ -210,11 +210,11 @@ class ByHand:
         return self.processes[name]
 
     def out(self, name: str) -> str:
-        """What a process said."""
+        """Return the output of a process."""
         return (self._folder / name).read_text()
 
     def statuses(self, timeout_s: float = 60.0) -> dict[str, int]:
-        """Everybody's exit status."""
+        """Return the exit status of every process."""
         end = time.monotonic() + timeout_s
         return {name: process.wait(end - time.monotonic()) for name, process in self.processes.items()}
 
@@ -228,15 +228,15 @@ class ByHand:
 
 
 def rows(path: Path) -> list[Row]:
-    """The whole lines of a file of JSON lines."""
+    """Return the complete lines of a JSON-lines file."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def pid_of(role: str, rank: int, among: Iterable[int]) -> int:
-    """The process with a role and a rank."""
+    """Return the process with this role and rank."""
     for pid in among:
         variables = read_environment(pid)
         if (variables.get("DMLC_ROLE"), variables.get("ECHELON_RANK")) == (role, str(rank)):
             return pid
-    raise AssertionError(f"there is no {role} {rank}")
+    raise AssertionError(f"no process is {role} {rank}")

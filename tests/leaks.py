@@ -1,8 +1,8 @@
-"""Fails a test that leaves something behind: a process, a thread, a shared-memory segment, a port or a variable.
+"""Fails a test that leaves a process, thread, shared-memory segment, listening port or environment variable behind.
 
-A picture of this process is taken before and after. What a test started carries ECHELON_TEST_ID in its environment, so
-a process is found when its parent is long gone. What is on its way out has SETTLE_S to go; what is left after that is
-named in the error, and processes are ended, so that the next test starts clean.
+The state of this process is recorded before and after each test. Child processes carry ECHELON_TEST_ID in their
+environment, so that they are found even if their parent has ended. What is still shutting down has SETTLE_S to finish.
+After that the error names what is left, and processes are killed, so that the next test starts clean.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import pytest
 SETTLE_S = 2.0
 MARK = "ECHELON_TEST_ID"
 _OWN = {MARK, "PYTEST_CURRENT_TEST", "PYTEST_VERSION"}
-_OWN |= {"TORCHINDUCTOR_CACHE_DIR"}  # torch sets it when it compiles
-SHARED: set[int] = set()  # processes that tests have in common, and that end with this one
+_OWN |= {"TORCHINDUCTOR_CACHE_DIR"}  # set by torch when it compiles
+SHARED: set[int] = set()  # processes that tests share, and that end with this process
 _PROC = Path("/proc")
 _SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class Picture:
-    """What there is, by a name to show."""
+class Snapshot:
+    """Resources of this process, each by a name to print."""
 
     pids: frozenset[int]
     threads: frozenset[threading.Thread]
@@ -43,9 +43,9 @@ class Picture:
     environment: dict[str, str]
 
 
-def picture() -> Picture:
-    """This process as it is."""
-    return Picture(
+def take_snapshot() -> Snapshot:
+    """Return the resources that this process has now."""
+    return Snapshot(
         pids=frozenset(all_pids()),
         threads=frozenset(threading.enumerate()),
         segments=frozenset(segments_of(os.getpid())),
@@ -55,9 +55,9 @@ def picture() -> Picture:
     )
 
 
-def leaks(before: Picture, mark: str) -> list[str]:
-    """What is there now and was not before, a line each."""
-    now = picture()
+def leaks(before: Snapshot, mark: str) -> list[str]:
+    """Return one line for each resource that exists now and did not before."""
+    now = take_snapshot()
     lines = [f"process {pid}: {command_of(pid)}" for pid in left_processes(before.pids, mark)]
     lines += [f"thread {t.name!r}" for t in now.threads - before.threads if t.is_alive() and not _dummy(t)]
     lines += [f"shared-memory segment {name}" for name in now.segments - before.segments]
@@ -73,14 +73,14 @@ def leaks(before: Picture, mark: str) -> list[str]:
 
 @contextmanager
 def nothing_left(what: str) -> Iterator[None]:
-    """Fail if the body leaves something behind."""
+    """Fail if the body of the `with` statement leaves something behind."""
     mark = os.environ.get(MARK, "")
-    before = picture()
+    before = take_snapshot()
     yield
     end = time.monotonic() + SETTLE_S
     found = leaks(before, mark)
     while found and time.monotonic() < end:
-        gc.collect()  # a segment may hang on a cycle; garbage is no leak
+        gc.collect()  # a reference cycle may still hold a segment; garbage is not a leak
         time.sleep(0.01)
         found = leaks(before, mark)
     if found:
@@ -95,7 +95,7 @@ def nothing_left(what: str) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def marked_session() -> Iterator[None]:
-    """Marks everything this session starts, and looks once more at the end."""
+    """Mark every process that this session starts, and check once more at the end of the session."""
     os.environ[MARK] = f"{os.getpid()}-{secrets.token_hex(4)}"
     with nothing_left("the session"):
         yield
@@ -104,21 +104,21 @@ def marked_session() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(marked_session: None) -> Iterator[None]:
-    """Around every test and its function-scoped fixtures."""
+    """Check every test, including its function-scoped fixtures."""
     with nothing_left("the test"):
         yield
 
 
-# --- looking
+# --- reading /proc
 
 
 def all_pids() -> set[int]:
-    """Every process."""
+    """Return the ids of all processes."""
     return {int(name) for name in os.listdir(_PROC) if name.isdigit()}
 
 
 def left_processes(before: frozenset[int], mark: str) -> list[int]:
-    """Processes that are new, alive, and children of this one or marked."""
+    """Return the new living processes that are marked or are children of this process."""
     me = os.getpid()
     return sorted(
         pid
@@ -128,24 +128,27 @@ def left_processes(before: frozenset[int], mark: str) -> list[int]:
 
 
 def marked_processes(name: str, value: str) -> list[int]:
-    """Processes with a variable in their environment."""
+    """Return the processes that have this variable in their environment."""
     wanted = f"{name}={value}".encode()
     return sorted(pid for pid in all_pids() if wanted in _read(pid, "environ").split(b"\0"))
 
 
 def read_environment(pid: int) -> dict[str, str]:
-    """A process's variables as it was started with them."""
+    """Return the environment that a process was started with."""
     pairs = (entry.decode(errors="replace").partition("=") for entry in _read(pid, "environ").split(b"\0"))
     return {name: value for name, _, value in pairs}
 
 
 def command_of(pid: int) -> str:
-    """A process's command line."""
-    return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip() or "(ended, not waited for)"
+    """Return the command line of a process."""
+    return (
+        _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+        or "(a zombie: ended, but not waited for)"
+    )
 
 
 def segments_of(pid: int) -> set[str]:
-    """The shared-memory segments a process has mapped or open, by inode."""
+    """Return the shared-memory segments that a process has mapped or open, by inode."""
     found = set()
     for line in _read(pid, "maps").splitlines():
         if b"memfd:echelon" in line:
@@ -158,7 +161,7 @@ def segments_of(pid: int) -> set[str]:
 
 
 def listening_ports(pid: int) -> list[int]:
-    """A process's listening TCP ports."""
+    """Return the TCP ports that a process listens on."""
     listening: dict[str, int] = {}
     for line in (_read(pid, "net/tcp") + _read(pid, "net/tcp6")).splitlines():
         words = line.split()
@@ -168,7 +171,7 @@ def listening_ports(pid: int) -> list[int]:
 
 
 def _own_ports() -> Iterator[tuple[str, str]]:
-    """This process's listening sockets, by address and inode. Asking each costs less than the kernel's whole table."""
+    """Yield this process's listening sockets by address and inode; cheaper than reading the kernel's whole table."""
     for file, target in _files(os.getpid()):
         if target.startswith("socket:"):
             with suppress(OSError), socket.socket(fileno=os.dup(int(file.rsplit("/", 1)[1]))) as own:
@@ -182,7 +185,7 @@ def _parent(pid: int) -> int:
 
 
 def _used_by_others(name: str) -> bool:
-    """Whether a process that is none of ours holds a file of /dev/shm: then it is not this test's."""
+    """Return whether a process of another session holds a file of /dev/shm; then it is not a leak of this test."""
     mark = f"{MARK}={os.environ.get(MARK, '')}".encode()
     path = str(_SHM / name)
     for pid in all_pids() - {os.getpid()}:
@@ -197,7 +200,7 @@ def _dummy(thread: threading.Thread) -> bool:
 
 
 def _files(pid: int) -> Iterator[tuple[str, str]]:
-    with suppress(OSError), os.scandir(_PROC / str(pid) / "fd") as entries:  # closed also where a caller stops early
+    with suppress(OSError), os.scandir(_PROC / str(pid) / "fd") as entries:  # also closed if the caller stops early
         for entry in entries:
             with suppress(OSError):
                 yield entry.path, os.readlink(entry.path)

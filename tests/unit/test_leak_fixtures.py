@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from leaks import MARK, leaks, picture
+from leaks import MARK, leaks, take_snapshot
 
 TESTS = Path(__file__).parents[1]
 
@@ -139,7 +139,7 @@ def test_whose_a_file_of_shared_memory_is(tmp_path: Path, ours: bool) -> None:
     """Whoever holds it says so, by the mark in its environment: other programs of this machine are no leaks."""
     path = Path("/dev/shm", f"echelon-held-{tmp_path.name}-{os.getpid()}")
     environment = {name: value for name, value in os.environ.items() if ours or name != MARK}
-    before = picture()
+    before = take_snapshot()
     command = [sys.executable, "-c", HOLD, str(path)]
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
