@@ -29,6 +29,8 @@ from echelon.errors import JobError
 from echelon.launch import local
 from echelon.observe.events import EventReader
 from echelon.report.summary import RunState
+from echelon.schemes import SCHEMES, store_kind
+from echelon.schemes.stores import Use
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.pace import Pace
 
@@ -39,7 +41,7 @@ CASES = {
     "stalls": Pace(stall=(0.1, 5.0)),
 }
 GROUPS = {"equal": "0 1/2 3", "one slow": "0 1 2/3", "stalls": "0 1/2 3"}
-SCHEMES = ("dist_sync", "dist_async", "dist_ssync", "dist_gsync")
+BASELINE = "dist_sync"
 STALENESS = 3
 
 
@@ -86,14 +88,15 @@ def measure_all(args: argparse.Namespace) -> Iterator[Outcome]:
 
 def measure(args: argparse.Namespace, case: str, store: str, seed: int) -> Outcome:
     """Run one job and measure from its common start to the first validation at or above the target."""
-    alone = store in ("dist_async", "dist_ssync")
+    kind = store_kind(store)
+    separate_updates = kind.scheme in ("ASP", "SSP")
     options = TrainOptions(
         kv_store=store,
-        staleness=STALENESS if store == "dist_ssync" else None,
-        groups=GROUPS[case] if store == "dist_gsync" else None,
+        staleness=STALENESS if kind.staleness is Use.REQUIRED else None,
+        groups=GROUPS[case] if kind.takes_groups else None,
         batch_size=args.batch_size,
         num_epochs=args.limit_epochs,
-        lr=args.lr / WORKERS if alone else args.lr,
+        lr=args.lr / WORKERS if separate_updates else args.lr,
         seed=seed,
         eval_every=2,
         target_accuracy=args.target,
@@ -117,7 +120,7 @@ def table_facts(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Return one row per case and scheme: medians over seeds, spread, and the median speed-up over BSP per seed."""
     rows = []
     for case in CASES:
-        baseline = {o.seed: o.seconds for o in outcomes if o.case == case and o.store == "dist_sync"}
+        baseline = {o.seed: o.seconds for o in outcomes if o.case == case and o.store == BASELINE}
         for store in SCHEMES:
             chosen = [o for o in outcomes if o.case == case and o.store == store]
             if not chosen:

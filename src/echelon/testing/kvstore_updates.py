@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from echelon.kvstore import KVStore
+from echelon.schemes import store_kind
 from echelon.testing.assertions import assert_equal, assert_tensor
 from echelon.testing.trial import Trial, pull_all_pushes, rank_order_sum, sum_of_pushes
 
@@ -144,7 +145,7 @@ def workers_wait_only_as_the_scheme_requires(trial: Trial) -> None:
         kv.barrier()
         if kv.rank == 0:
             kv.pushpull("w", torch.ones(1), out)
-            if trial.store == "dist_ssync":
+            if store_kind(trial.store).scheme == "SSP":
                 assert_tensor("updates beyond the staleness bound are visible", out, 1000.0 * (workers - 1) + lead + 1)
         else:
             deadline = time.monotonic() + PATIENCE_S

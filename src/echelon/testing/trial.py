@@ -8,9 +8,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from echelon.environment import Job
 from echelon.kvstore import KVStore
-from echelon.kvstore.create import is_collective
+from echelon.schemes import store_kind
 
 T = TypeVar("T")
 Run = Callable[..., list[Any]]
@@ -39,12 +38,12 @@ class Trial:
     @property
     def push_replaces(self) -> bool:
         """Whether a push without an optimizer replaces the value; only if a round sums over all workers."""
-        return self.store == "dist_sync" or self.collective
+        return store_kind(self.store).lock_step
 
     @property
     def collective(self) -> bool:
         """Whether the store has no servers; then all workers save and load its state together."""
-        return is_collective(self.store, Job(scheduler_port=1, num_servers=self.num_servers))
+        return store_kind(self.store).is_collective(self.num_servers)
 
     @property
     def lock_step(self) -> bool:

@@ -1,9 +1,8 @@
-"""Record files to batches on a device: that they are the CPU loader's, how fast they come, what a copy costs.
+"""Batches on a device: whether they equal the CPU loader's, how fast they arrive, and the cost of a copy.
 
     python -m echelon.bench.io.device --rec photographs.rec --device cuda:0 --threads 16
 
-prints the figures, each with its name. `echelon bench io --device` prints them among its own; this program imports no
-more than the loader does.
+prints the figures by name. `echelon bench io --device` prints the same figures beside its own.
 """
 
 from __future__ import annotations
@@ -26,27 +25,27 @@ COMPARED, WARMUP, COPIES = 8, 8, 20
 
 
 def device_figures(rec: str, device: str, batch_size: int, threads: int, batches: int = 50) -> dict[str, float]:
-    """All figures, by name."""
-    there = torch.device(device)
+    """Return all figures by name."""
+    target = torch.device(device)
     return {
-        "device_max_abs_difference": max_difference(rec, there, batch_size, threads),
-        "device_images_per_s": images_per_s(rec, there, batch_size, threads, batches),
-        **copy_figures(rec, there, batch_size, threads),
+        "device_max_abs_difference": max_difference(rec, target, batch_size, threads),
+        "device_images_per_s": images_per_s(rec, target, batch_size, threads, batches),
+        **copy_figures(rec, target, batch_size, threads),
     }
 
 
 def host_batches(rec: str, device: torch.device, batch_size: int, threads: int) -> Loader:
-    """What training on that device copies to it."""
+    """Return the loader whose batches training copies to the device."""
     return make_loader(rec, batch_size, threads, "uint8", pin_memory=device.type == "cuda")
 
 
 def device_batches(rec: str, device: torch.device, batch_size: int, threads: int) -> DeviceLoader:
-    """What training on that device reads."""
+    """Return the loader that training on the device reads."""
     return DeviceLoader(host_batches(rec, device, batch_size, threads), CONFIG, device)
 
 
 def max_difference(rec: str, device: torch.device, batch_size: int, threads: int) -> float:
-    """The largest difference of a pixel between the device's batches and the CPU's; labels must be the same."""
+    """Return the largest difference of a pixel between the device's batches and the CPU's. Labels must be equal."""
     largest = 0.0
     with (
         closing(device_batches(rec, device, batch_size, threads)) as arriving,
@@ -61,7 +60,7 @@ def max_difference(rec: str, device: torch.device, batch_size: int, threads: int
 
 
 def images_per_s(rec: str, device: torch.device, batch_size: int, threads: int, batches: int) -> float:
-    """How fast batches arrive when nobody computes; those that were made ahead of time do not count."""
+    """Return how fast batches arrive without computation. Batches that were prepared before the start do not count."""
     with closing(device_batches(rec, device, batch_size, threads)) as arriving:
         stream = forever(arriving)
         take(stream, WARMUP, device)
@@ -71,14 +70,14 @@ def images_per_s(rec: str, device: torch.device, batch_size: int, threads: int, 
 
 
 def take(stream: Iterator[tuple[Tensor, Tensor]], count: int, device: torch.device) -> None:
-    """Take some batches and wait until they are there."""
+    """Take `count` batches and wait until they are on the device."""
     for _ in islice(stream, count):
         pass
     synchronize(device)
 
 
 def copy_figures(rec: str, device: torch.device, batch_size: int, threads: int) -> dict[str, float]:
-    """Milliseconds until a batch of the loader's is there, and until the call returns; and of plain memory its size."""
+    """Return the milliseconds of copying a batch and of the call alone, then both for pageable memory."""
     found: dict[str, float] = {}
     with host_batches(rec, device, batch_size, threads) as loader:
         batch = next(loader.raw_batches()).images
@@ -92,33 +91,33 @@ def copy_figures(rec: str, device: torch.device, batch_size: int, threads: int) 
 
 
 def time_copies(memory: Tensor, device: torch.device) -> tuple[float, float]:
-    """Medians of the call alone and of the whole copy, in milliseconds."""
+    """Return the medians of the call alone and of the whole copy, in milliseconds."""
     calls, wholes = [], []
     for _ in range(COPIES):
         synchronize(device)
         start = time.perf_counter()
-        arrived = memory.to(device, non_blocking=True, copy=True)
+        copied = memory.to(device, non_blocking=True, copy=True)
         calls.append(time.perf_counter() - start)
         synchronize(device)
         wholes.append(time.perf_counter() - start)
-        del arrived
+        del copied
     return round(median(calls) * 1e3, 3), round(median(wholes) * 1e3, 3)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work on a device."""
+    """Wait for all work on the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def main() -> None:
-    """Print the figures of the command line."""
+    """Print the figures that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rec", required=True)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--batches", type=int, default=50, help="to time")
+    parser.add_argument("--batches", type=int, default=50, help="batches to time (%(default)s)")
     args = parser.parse_args()
     figures = device_figures(args.rec, args.device, args.batch_size, args.threads, args.batches)
     for name, value in figures.items():

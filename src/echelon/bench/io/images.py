@@ -1,10 +1,10 @@
-"""A record file of JPEGs to measure with, where none is given: 480x360, quality 95, about 60 KB, like a photograph's.
+"""Writes a record file of synthetic JPEGs that resemble photographs: 480x360, quality 95, about 60 KB each.
 
-How long decoding takes depends on how many bits a block has, so the images imitate a photograph's spectrum: noise at
-octaves of size, the finer the fainter, mostly of brightness and a little of colour. Compared with 160 real photographs
-at that size and quality: 2.9 bits a pixel (theirs: mean 2.8, from 2.0 to 3.9), 9 % of them for colour (8 %). A hundred
-are drawn; the rest are those, moved around, which gives other blocks and other bits. They are encoded as by `echelon
-data im2rec`: with restart markers, unless told otherwise.
+The time to decode a JPEG depends on its bits per block, so the images imitate the spectrum of photographs: noise at
+octaves of size, weaker at finer octaves, mostly in brightness and a little in colour. Compared with 160 real
+photographs of this size and quality, they have 2.9 bits per pixel (photographs: mean 2.8, from 2.0 to 3.9), of which 9
+% are for colour (8 %). A hundred images are generated; the others are shifted copies, whose blocks and bits differ.
+They are encoded as by `echelon data im2rec`, by default with restart markers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _OCTAVES = (4, 8, 16, 32, 64, 128)
 
 
 def write_photographs(path: Path, count: int, seed: int = 0, encoding: Encoding = ENCODING) -> Path:
-    """Write `count` images with labels 0 ... 9, and their index."""
+    """Write `count` images with labels 0 … 9 and their index; return the path."""
     generator = np.random.default_rng(seed)
     drawn = [_photograph(generator) for _ in range(min(count, _DRAWN))]
     with IndexedWriter(path) as writer:
         for number in range(count):
-            moved = np.roll(drawn[number % _DRAWN], (7 * number, 13 * number), (0, 1))
-            payload = save(Image.fromarray(moved), encoding)
+            shifted = np.roll(drawn[number % _DRAWN], (7 * number, 13 * number), (0, 1))
+            payload = save(Image.fromarray(shifted), encoding)
             writer.write(number, pack(Header(float(number % 10), number), payload))
     return path
 

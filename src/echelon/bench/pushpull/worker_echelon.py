@@ -18,7 +18,10 @@ from echelon import kvstore
 from echelon.bench.harness.protocol import serve, timed
 from echelon.bench.pushpull.shapes import read_shapes
 from echelon.kvstore.servers.store import ServerStore
+from echelon.schemes import store_kind
+from echelon.schemes.stores import Use
 
+STALENESS = 3
 SETTINGS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 
 
@@ -62,7 +65,7 @@ def main() -> None:
     parser.add_argument("--copy", action="store_true", help="measure the plain API with the caller's tensors")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    staleness = 3 if args.kv_store == "dist_ssync" else None
+    staleness = STALENESS if store_kind(args.kv_store).staleness is Use.REQUIRED else None
     with kvstore.create(args.kv_store, staleness=staleness) as store:
         assert isinstance(store, ServerStore)
         model = Model(store, read_shapes(args.shapes), args.copy)

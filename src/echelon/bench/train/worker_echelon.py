@@ -13,6 +13,8 @@ from echelon import Trainer, kvstore
 from echelon.bench.harness.protocol import serve
 from echelon.bench.train.networks import make_batch, make_model, make_optimizer, make_step
 from echelon.bench.train.workloads import WORKLOADS, Loop
+from echelon.schemes import store_kind
+from echelon.schemes.stores import Use
 
 STALENESS = 3
 
@@ -26,7 +28,8 @@ def main() -> None:
     parser.add_argument("--kv-store", default="dist_sync")
     parser.add_argument("--push-factors", type=int, default=1, help="as in the training scripts")
     args = parser.parse_args()
-    store = kvstore.create(args.kv_store, staleness=STALENESS if args.kv_store == "dist_ssync" else None)
+    staleness = STALENESS if store_kind(args.kv_store).staleness is Use.REQUIRED else None
+    store = kvstore.create(args.kv_store, staleness=staleness)
     torch.set_num_threads(args.threads)
     model = make_model(args.model)
     optimizer = make_optimizer(args.model, model)
