@@ -274,8 +274,8 @@ def test_damage_found_while_opening_is_counted_too(cases: dict[str, Case]) -> No
         ("cifar, grey", "cifar10 has images of 3 channels, and the image shape 1,28,28 asks for 1; use 3,28,28"),
         ("mnist, colour", "mnist has images of 1 channel, and the image shape 3,28,28 asks for 3; use 1,28,28"),
         ("no data", "no record file none.rec"),
-        ("no target", "--target-accuracy 0.5 looks at validation data, and imagenet has none here: give --data-val"),
-        ("no target, made", "--target-accuracy 0.5 looks at validation data, and --benchmark 1 has none: leave it out"),
+        ("no target", "--target-accuracy 0.5 needs validation data, but imagenet has none here: give --data-val"),
+        ("no target, made", "--target-accuracy 0.5 needs validation data, but --benchmark 1 has none: leave it out"),
         ("own files", "echelon: --data-train train.rec cannot be used with digits"),
     ],
 )
@@ -288,8 +288,8 @@ def test_what_does_not_go_together_is_one_line(cases: dict[str, Case], name: str
 def test_flags_of_mxnet_that_do_nothing_are_warned_of_and_the_rest_is_done(cases: dict[str, Case]) -> None:
     assert cases["in vain"].loss
     assert [line for line in cases["in vain"].lines if "has no effect" in line] == [
-        "WARNING:root:--macrobatch-size 64 has no effect: only --optimizer lbsgd warms up to it, not sgd",
-        "WARNING:root:--gc-threshold 0.5 has no effect: gradients are not compressed yet",
+        "WARNING:root:--macrobatch-size 64 has no effect: only --optimizer lbsgd uses it, not sgd",
+        "WARNING:root:--gc-threshold 0.5 has no effect: gradient compression is not implemented yet",
     ]
     assert "has no effect" not in cases["indexed"].text
 

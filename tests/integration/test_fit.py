@@ -294,7 +294,7 @@ def test_the_monitor_and_the_pipeline_alone(tmp_path: Path, lines: pytest.LogCap
 
 def test_num_examples_scales_any_run_down(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
     fit(replace(OPTIONS, num_epochs=1, num_examples=16, model_prefix=str(tmp_path / "few")))
-    assert "--batch-size 128 is more than an epoch has for a worker: it is 16" in lines.text
+    assert "--batch-size 128 is more than a worker's share of an epoch: using 16" in lines.text
     assert load(path_for(tmp_path / "few", 0, 1)).metadata["options"]["batch_size"] == 16
 
 

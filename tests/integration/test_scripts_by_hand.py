@@ -61,7 +61,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "resnet does not exist with 51 layers for images of height 28; choose from 8, 14",
         ),
         ("train_mnist --kv-store dist_sync", "dist_sync needs a scheduler and servers: start this program with"),
-        ("train_mnist --load-epoch 3", "name its prefix: --model-prefix PREFIX"),
+        ("train_mnist --load-epoch 3", "give its prefix: --model-prefix PREFIX"),
         ("train_mnist --load-epoch 3 --model-prefix no/x", "there is no checkpoint no/x-0003.safetensors"),
         ("train_mnist --model-prefix data/cifar10_val.rec/x", "checkpoints cannot be written in "),
     ],

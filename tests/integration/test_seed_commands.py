@@ -23,8 +23,9 @@ import torch
 from tiny_data import make_data
 
 from echelon.environment import Job
+from echelon.train.flags.arguments import options_from
+from echelon.train.flags.check import check_flags
 from echelon.train.loop.fit import fit
-from echelon.train.script import check, read_options
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "image-classification"
 LIST: dict[str, Any] = tomllib.loads((EXAMPLES / "seed_commands.toml").read_text())
@@ -120,10 +121,10 @@ def test_a_setting_of_the_sweep_trains(row: list[float], data: Path) -> None:
     parsed = parser.parse_args(words[2:])
     devices = len((parsed.gpus or "cpu").split(","))
     parsed.gpus = None  # there may be none here
-    options = read_options(parsed, "cifar10")
+    options = options_from(parsed, "cifar10")
     assert (options.num_layers, options.batch_size, options.lr) == (given["layers"], given["batch"], given["lr"])
     assert devices == max(1, given["num_gpus"])
-    check(replace(options, devices=("cpu",) * devices), Job())
+    check_flags(parsed, replace(options, devices=("cpu",) * devices), Job())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -10,7 +10,8 @@ import pytest
 from benchmarks.gpu.__main__ import ROOT
 from benchmarks.gpu.rows import Row, gpu_rows
 from echelon.environment import Job
-from echelon.train.script import check, read_options
+from echelon.train.flags.arguments import options_from
+from echelon.train.flags.check import check_flags
 
 EXAMPLES = ROOT / "examples" / "image-classification"
 DATA = {"train_imagenet.py": "imagenet", "train_cifar10.py": "cifar10"}
@@ -22,7 +23,7 @@ def test_the_trainer_understands_the_command(row: Row) -> None:
     given = parser.parse_args(shlex.split(row.arguments))
     assert given.gpus == "0"
     given.gpus = None  # there may be none here
-    options = read_options(given, DATA[row.script])
-    check(options, Job(num_workers=1, num_servers=1 if row.launch else 0))
+    options = options_from(given, DATA[row.script])
+    check_flags(given, options, Job(num_workers=1, num_servers=1 if row.launch else 0))
     assert options.num_epochs >= max([bar.epochs for bar in row.bars], default=1)
     assert options.engine == ("compile" if row.kind == "speed" else "auto")

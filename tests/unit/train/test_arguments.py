@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.train.flags.arguments import Parser, options_from
+from echelon.train.flags.check import check_flags
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "image-classification"
 
@@ -69,14 +71,14 @@ def test_what_was_ambiguous_is_still_an_error(short: str) -> None:
 
 
 def test_train_mnist_takes_the_shape_with_an_underscore_only() -> None:
-    options = options_from(MNIST.parse_args(["--image_shape", "1, 28, 28"]))
+    options = options_from(MNIST.parse_args(["--image_shape", "1, 28, 28"]), "imagenet")
     assert options.image_shape == (1, 28, 28)
     with pytest.raises(UsageError, match="unrecognized arguments: --image-shape"):
         MNIST.parse_args(["--image-shape", "1,28,28"])
 
 
 def test_the_scripts_defaults_are_mxnets() -> None:
-    imagenet, cifar, mnist = (options_from(parser.parse_args([])) for parser in (IMAGENET, CIFAR, MNIST))
+    imagenet, cifar, mnist = (options_from(parser.parse_args([]), "imagenet") for parser in (IMAGENET, CIFAR, MNIST))
     assert (imagenet.network, imagenet.num_layers, imagenet.num_classes, imagenet.num_examples) == (
         "resnet", 50, 1000, 1281167,
     )  # fmt: skip
@@ -102,12 +104,14 @@ def test_the_scripts_defaults_are_mxnets() -> None:
 
 
 def test_a_fourth_channel_may_have_a_mean() -> None:
-    options = options_from(IMAGENET.parse_args(["--image-shape", "4,8,8", "--rgb-mean", "1,2,3,4"]))
+    options = options_from(IMAGENET.parse_args(["--image-shape", "4,8,8", "--rgb-mean", "1,2,3,4"]), "imagenet")
     assert options.augment["rgb_mean"] == (1.0, 2.0, 3.0, 4.0)
 
 
 def test_augmentation_that_is_not_given_is_left_to_the_dataset() -> None:
-    options = options_from(IMAGENET.parse_args(["--max-random-h", "36", "--random-mirror", "1", "--rgb-mean", "1,2,3"]))
+    options = options_from(
+        IMAGENET.parse_args(["--max-random-h", "36", "--random-mirror", "1", "--rgb-mean", "1,2,3"]), "imagenet"
+    )
     assert options.augment == {
         "max_random_h": 36, "random_mirror": True, "rgb_mean": (1.0, 2.0, 3.0), "min_random_scale": 1.0,
     }  # fmt: skip
@@ -117,22 +121,26 @@ def test_augmentation_that_is_not_given_is_left_to_the_dataset() -> None:
     ("arguments", "said"),
     [
         ("--image-shape 3,224", "--image-shape '3,224' is not channels,height,width, for example 3,224,224"),
-        ("--rgb-mean a,b", "--rgb-mean 'a,b' is not numbers with commas"),
-        ("--rgb-mean 1,2,3,4,5", "--rgb-mean '1,2,3,4,5' has 5 numbers: give one a channel, 3 at most"),
-        ("--rgb-std 1,1,1,1 --image-shape 1,8,8", "--rgb-std '1,1,1,1' has 4 numbers: give one a channel, 3 at most"),
+        ("--rgb-mean a,b", "--rgb-mean 'a,b' is not numbers separated by commas"),
+        ("--rgb-mean 1,2,3,4,5", "--rgb-mean '1,2,3,4,5' has 5 numbers: give one per channel, at most 3"),
+        ("--rgb-std 1,1,1,1 --image-shape 1,8,8", "--rgb-std '1,1,1,1' has 4 numbers: give one per channel, at most 3"),
         (
             "--rgb-std 1,1,1,1,1 --image-shape 4,8,8",
-            "--rgb-std '1,1,1,1,1' has 5 numbers: give one a channel, 4 at most",
+            "--rgb-std '1,1,1,1,1' has 5 numbers: give one per channel, at most 4",
         ),
         ("--batch-size 0", "--batch-size must be 1 or more, not 0"),
         ("--dtype int8", "--dtype 'int8': use one of auto, float32, float16, bfloat16"),
         ("--engine warp", "--engine 'warp': use one of auto, eager, compile, graph"),
-        ("--gc-type 2bit", "--gc-type 2bit: gradients are not compressed yet"),
+        ("--gc-type 2bit", "--gc-type 2bit: gradient compression is not implemented yet"),
         ("--nosuch 1", "unrecognized arguments: --nosuch 1"),
         ("--lr x", "argument --lr: invalid float value: 'x'"),
     ],
 )
 def test_what_is_wrong_is_said(arguments: str, said: str) -> None:
+    def check() -> None:
+        given = IMAGENET.parse_args(arguments.split())
+        check_flags(given, options_from(given, "imagenet"), Job())
+
     with pytest.raises(UsageError) as caught:
-        options_from(IMAGENET.parse_args(arguments.split()))
+        check()
     assert said in str(caught.value)

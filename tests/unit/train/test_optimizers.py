@@ -224,7 +224,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 @pytest.mark.parametrize(("name", "strategy"), [("LARS", "linear"), ("lamb", "linear"), ("lbsgd", "lars")])
 def test_several_servers_have_no_norm_of_a_parameter(name: str, strategy: str) -> None:
-    message = f"the optimizer '{name}' needs the norm of whole parameters, which 2 servers cut: start the job with one"
+    message = f"the optimizer '{name}' needs the norm of whole parameters, but 2 servers split them: start the job"
     with pytest.raises(UsageError, match=message):
         check_on_servers(name, 2, strategy)
     check_on_servers(name, 1, strategy)

@@ -101,8 +101,8 @@ def test_stall_is_read(text: str, stall: tuple[float, float]) -> None:
         ("a:3", "--slow 'a:3' is not RANK:FACTOR"),
         ("0:2,", "--slow '' is not RANK:FACTOR"),
         ("", "--slow '' is not RANK:FACTOR"),
-        ("3:0.5", "--slow 3:0.5: the factor must be 1 or more"),
-        ("3:-1", "--slow 3:-1: the factor must be 1 or more"),
+        ("3:0.5", "--slow 3:0.5: the factor must be between 1 and 1,000,000"),
+        ("3:-1", "--slow 3:-1: the factor must be between 1 and 1,000,000"),
     ],
 )
 def test_a_wrong_slow_is_refused(text: str, message: str) -> None:
@@ -118,7 +118,7 @@ def test_a_wrong_slow_is_refused(text: str, message: str) -> None:
         ("1.1:5", "--stall 1.1:5: the probability must be between 0 and 1"),
         ("-0.1:5", "--stall -0.1:5: the probability must be between 0 and 1"),
         ("nan:5", "--stall nan:5: the probability must be between 0 and 1"),
-        ("0.1:0.9", "--stall 0.1:0.9: the factor must be 1 or more"),
+        ("0.1:0.9", "--stall 0.1:0.9: the factor must be between 1 and 1,000,000"),
     ],
 )
 def test_a_wrong_stall_is_refused(text: str, message: str) -> None:

@@ -10,6 +10,8 @@ import pytest
 from echelon.data.loading.order import State
 from echelon.environment import Job
 from echelon.errors import UsageError
+from echelon.train.flags.arguments import options_from
+from echelon.train.flags.check import check_flags
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import (
     Place,
@@ -21,7 +23,7 @@ from echelon.train.recipe.plan import (
     state_at,
     worker_batch,
 )
-from echelon.train.script import check
+from echelon.train.script import make_parser
 
 
 @pytest.mark.parametrize(
@@ -102,12 +104,19 @@ def test_lbsgds_warm_up_is_a_schedule_unless_it_goes_by_norms() -> None:
     rates = [schedule_for(chosen, Place(0, 2), 10, 0).rate(11) for chosen in (options, by_norm)]
     assert rates == pytest.approx([0.2, 0.1])
     assert {schedule_for(by_norm, Place(0, 2), 10, 0).rate(update) for update in (1, 5, 30)} == {0.1}
-    served = replace(by_norm, kv_store="dist_sync")
-    check(served, Job(num_workers=2, num_servers=1))
-    with pytest.raises(UsageError, match="'LBSGD' needs the norm of whole parameters, which 2 servers cut"):
-        check(served, Job(num_workers=2, num_servers=2))
+
+
+def test_the_warm_up_by_norms_needs_lbsgd_and_whole_parameters() -> None:
+    def check(optimizer: str, num_servers: int) -> None:
+        flags = f"--optimizer {optimizer} --warmup-strategy lars --kv-store dist_sync --benchmark 1"
+        given = make_parser(None).parse_args(flags.split())
+        check_flags(given, options_from(given, "digits"), Job(num_workers=2, num_servers=num_servers))
+
+    check("LBSGD", 1)
+    with pytest.raises(UsageError, match="'LBSGD' needs the norm of whole parameters, but 2 servers split them"):
+        check("LBSGD", 2)
     with pytest.raises(UsageError, match="--warmup-strategy 'lars': use one of linear"):
-        check(replace(by_norm, optimizer="sgd"), Job())
+        check("sgd", 1)
 
 
 def test_going_on_begins_at_the_same_step_everywhere_and_leaves_nothing_out() -> None:

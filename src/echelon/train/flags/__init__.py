@@ -1,1 +1,5 @@
-"""The command line of training. Read `arguments` (the flags), then `no_effect` (flags that do nothing in a run)."""
+"""The command line of training.
+
+Read `arguments` (the flags, and the `TrainOptions` they become), `check` (all checks of flags), `no_effect` (warnings
+about flags without effect).
+"""

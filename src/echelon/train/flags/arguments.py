@@ -1,8 +1,7 @@
-"""The trainers' flags: MXNet's names and defaults, our own beside them, and the options they come to.
+"""The flags of the trainers: MXNet's names and defaults, Echelon's own flags, and the `TrainOptions` they become.
 
-MXNet's scripts let a flag be cut short wherever that is unambiguous, and its documents use that (`--gpu 0`,
-`--num-epoch 10`). Our additions would make some of those short forms ambiguous, so they give way: a short form that
-fits exactly one of MXNet's flags means that one.
+argparse accepts an unambiguous prefix of a flag, and MXNet's documents use that (`--gpu 0`, `--num-epoch 10`).
+Echelon's own flags would make some of those prefixes ambiguous; therefore a prefix of exactly one MXNet flag means it.
 """
 
 from __future__ import annotations
@@ -12,22 +11,16 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from echelon.errors import UsageError
-from echelon.train.flags.no_effect import Noted
+from echelon.launch.devices import parse_devices
+from echelon.train.flags.no_effect import StoreAndRecord
 from echelon.train.recipe.options import DTYPES, ENGINES, TrainOptions
 from echelon.train.recipe.pace import Pace, parse_slow, parse_stall
-from echelon.train.recipe.ranges import check_numbers, check_top_k
 
 Add = Callable[..., Any]
 
-_UNSUPPORTED = {  # accepted, because commands have them; said to be without effect when given
-    "profile_worker_suffix": "--profile-worker-suffix",
-    "profile_server_suffix": "--profile-server-suffix",
-    "use_imagenet_data_augmentation": "--use-imagenet-data-augmentation",
-}
-
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError instead of leaving, and lets MXNet's flags win where a short form fits several."""
+    """Raises UsageError instead of exiting, and prefers MXNet's flags where a prefix is ambiguous."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -47,92 +40,114 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser, own: Add | None = None) -> None:
-    """What decides the training itself. Flags of MXNet first; `own` adds those it does not have."""
+    """Add the flags of the training itself: first MXNet's, then Echelon's own through `own`."""
     own = own or parser.add_argument
     defaults = TrainOptions()
     add = parser.add_argument
-    add("--network", default=defaults.network, help="by name, or package.module:function")
-    add("--num-layers", type=int, help="depth, for resnet, resnext and vgg")
-    add("--gpus", help="GPU ids, 0,2,5; without, the CPU")
-    add("--kv-store", default=defaults.kv_store, help="how strictly workers and devices wait for each other")
-    add("--num-epochs", type=int, default=defaults.num_epochs)
+    add("--network", default=defaults.network, help="name of a network, or package.module:function")
+    add("--num-layers", type=int, help="depth of resnet, resnext and vgg")
+    add("--gpus", help="GPU numbers, for example 0,2,5 (default: the CPU)")
+    add("--kv-store", default=defaults.kv_store, help="how workers and devices synchronize (%(default)s)")
+    add("--num-epochs", type=int, default=defaults.num_epochs, help="number of epochs (%(default)s)")
     add("--lr", type=float, default=defaults.lr, help="learning rate")
-    add("--lr-factor", type=float, default=defaults.lr_factor, help="times this at every step")
-    add("--lr-step-epochs", action=Noted, default=defaults.lr_step_epochs, help="epochs of the steps, 30,60; or pow2")
+    add("--lr-factor", type=float, default=defaults.lr_factor, help="multiply the learning rate by this at every step")
+    add(
+        "--lr-step-epochs",
+        action=StoreAndRecord,
+        default=defaults.lr_step_epochs,
+        help="epochs of the steps, for example 30,60; or pow2",
+    )
     add("--initializer", default=defaults.initializer, help="default, xavier, msra, orthogonal, normal, uniform, …")
-    add("--optimizer", default=defaults.optimizer, help="any of MXNet's: sgd, nag, adam, lars, …; and adamw")
+    add("--optimizer", default=defaults.optimizer, help="one of MXNet's, such as sgd, nag, adam and lars; or adamw")
     add("--mom", type=float, default=defaults.momentum, help="momentum")
     add("--wd", type=float, default=defaults.weight_decay, help="weight decay")
-    add("--batch-size", type=int, default=defaults.batch_size, help="of each worker, over all its devices")
-    add("--disp-batches", type=int, default=defaults.disp_batches, help="batches between two lines")
+    add(
+        "--batch-size",
+        type=int,
+        default=defaults.batch_size,
+        help="samples per step of each worker, over all its devices",
+    )
+    add("--disp-batches", type=int, default=defaults.disp_batches, help="log the speed every N batches", metavar="N")
     add("--model-prefix", help="write checkpoints PREFIX-0001.safetensors, …")
-    add("--save-period", type=int, default=defaults.save_period, help="epochs between checkpoints")
-    add("--monitor", type=int, default=0, metavar="N", help="print every tensor's size each N batches")
-    add("--load-epoch", type=int, metavar="K", help="go on from PREFIX-K")
-    add("--top-k", type=int, default=0, help="show the top-k accuracy, too")
-    add("--loss", default="", help="show losses, too: ce, nll_loss")
-    add("--test-io", type=int, default=0, help="1: only read the training data, and show how fast")
-    add("--dtype", default=defaults.dtype, help=f"{', '.join(DTYPES)}; auto: bfloat16 on a GPU that has it")
-    add("--gc-type", default="none", help="gradient compression (none)")
-    add("--gc-threshold", action=Noted, type=float, default=0.5)
-    add("--macrobatch-size", action=Noted, type=int, default=0, help="lbsgd: the batch that the warm-up leads to")
-    add("--warmup-epochs", type=float, help="epochs of growing learning rate (lbsgd: 5)")
+    add("--save-period", type=int, default=defaults.save_period, help="epochs between two checkpoints")
+    add("--monitor", type=int, default=0, metavar="N", help="log the size of every tensor each N batches")
+    add("--load-epoch", type=int, metavar="K", help="resume from PREFIX-K")
+    add("--top-k", type=int, default=0, help="also show the top-k accuracy")
+    add("--loss", default="", help="also show losses: ce, nll_loss")
+    add("--test-io", type=int, default=0, help="1: only read the training data, and log the speed")
+    add("--dtype", default=defaults.dtype, help=f"{', '.join(DTYPES)}; auto: bfloat16 on a GPU that supports it")
+    add("--gc-type", default="none", help="gradient compression; only none")
+    add("--gc-threshold", action=StoreAndRecord, type=float, default=0.5)
+    add(
+        "--macrobatch-size",
+        action=StoreAndRecord,
+        type=int,
+        default=0,
+        help="lbsgd: the batch size whose learning rate the warm-up reaches",
+    )
+    add("--warmup-epochs", type=float, help="epochs of warm-up (0; lbsgd: 5)")
     add("--warmup-strategy", default=defaults.warmup_strategy, help="linear, power2, sqrt, constant; lbsgd: lars")
     add("--profile-worker-suffix", default="", help=argparse.SUPPRESS)
     add("--profile-server-suffix", default="", help=argparse.SUPPRESS)
     add("--use-imagenet-data-augmentation", type=int, default=0, help=argparse.SUPPRESS)
     own("--devices", help="devices by name: cpu:4 (four CPU processes), cuda:0,cuda:1")
     own("--lr-schedule", default=defaults.lr_schedule, help="step, poly, cosine or constant")
-    own("--label-smoothing", type=float, default=0.0)
-    own("--mixup", type=float, default=0.0, metavar="ALPHA", help="mix pairs of images")
-    own("--ema-epochs", type=float, default=0.0, metavar="E", help="validate the weights' average over E epochs")
-    own("--engine", default=defaults.engine, help=f"how a step runs: {', '.join(ENGINES)}")
-    own("--staleness", type=int, help="bound for dist_ssync, optional for dist_gsync")
-    own("--groups", help="for dist_gsync: a groups file, or ranks as 0,1,2/3")
-    own("--data-allocator", type=int, default=0, help="1: shares of the data as data_sharding says")
-    own("--data-sharding", default=defaults.data_sharding, help="the file of shares")
-    own("--seed", type=int, default=defaults.seed)
-    own("--resume", choices=("auto", "no"), default="no", help="auto: go on from the newest good checkpoint")
-    own("--save-batches", type=int, default=0, metavar="N", help="a checkpoint each N batches, too")
+    own("--label-smoothing", type=float, default=0.0, help="between 0 and 1")
+    own("--mixup", type=float, default=0.0, metavar="ALPHA", help="blend pairs of images (mixup)")
+    own(
+        "--ema-epochs",
+        type=float,
+        default=0.0,
+        metavar="E",
+        help="validate the moving average of the weights over E epochs",
+    )
+    own("--engine", default=defaults.engine, help=f"how steps are run: {', '.join(ENGINES)}")
+    own("--staleness", type=int, help="staleness bound of dist_ssync; optional for dist_gsync")
+    own("--groups", help="groups of dist_gsync: a file, or ranks such as 0,1,2/3")
+    own("--data-allocator", type=int, default=0, help="1: read the workers' shares of the data from --data-sharding")
+    own("--data-sharding", default=defaults.data_sharding, help="file with the shares of the data (%(default)s)")
+    own("--seed", type=int, default=defaults.seed, help="seed of all random numbers (%(default)s)")
+    own("--resume", choices=("auto", "no"), default="no", help="auto: resume from the newest valid checkpoint")
+    own("--save-batches", type=int, default=0, metavar="N", help="also save a checkpoint every N batches")
     own("--tensorboard", metavar="DIR", help="write curves for TensorBoard")
-    own("--eval-every", type=int, default=0, metavar="N", help="validate every N steps of rank 0, too")
+    own("--eval-every", type=int, default=0, metavar="N", help="also validate every N steps of rank 0")
     own("--target-accuracy", type=float, help="stop when the validation accuracy reaches this")
-    own("--average-buffers", action="store_true", help="average BatchNorm statistics at the end")
-    own("--check-finite", action="store_true", help="refuse NaN and infinity in gradients")
-    own("--push-factors", type=int, default=1, help="0: large linear layers push gradients, not their factors")
-    own("--pace", type=float, default=0.0, metavar="SECONDS", help="a step lasts at least this long")
-    own("--slow", metavar="RANK:FACTOR", help="slow one worker down")
-    own("--stall", metavar="PROBABILITY:FACTOR", help="stall steps at random")
+    own("--average-buffers", action="store_true", help="average the BatchNorm statistics of all workers at the end")
+    own("--check-finite", action="store_true", help="raise an error for NaN and infinity in gradients")
+    own("--push-factors", type=int, default=1, help="0: large linear layers push gradients instead of their factors")
+    own("--pace", type=float, default=0.0, metavar="SECONDS", help="minimum duration of a step")
+    own("--slow", metavar="RANK:FACTOR", help="multiply --pace for one worker")
+    own("--stall", metavar="PROBABILITY:FACTOR", help="multiply --pace for random steps")
 
 
 def add_data_arguments(parser: argparse.ArgumentParser, own: Add | None = None) -> None:
-    """Which data, and of what shape."""
+    """Add the flags of the data."""
     own = own or parser.add_argument
     add = parser.add_argument
-    add("--data-train", help=".rec file or folder of class folders")
-    add("--data-train-idx", default="", help="its .idx file")
-    add("--data-val", help="validation data")
-    add("--data-val-idx", default="")
-    add("--image-shape", help="channels,height,width: 3,224,224")
-    add("--num-classes", type=int)
-    add("--num-examples", type=int, help="examples in an epoch, over all workers")
-    add("--data-nthreads", type=int, default=4, help="processes that decode; for small sets, threads")
-    add("--benchmark", type=int, default=0, help="1: synthetic data, no files")
-    own("--data-dir", default="data", help="where data files are")
-    own("--skip-bad-records", action="store_true", help="count and report records that cannot be read, and go on")
+    add("--data-train", help=".rec file, or folder with one folder per class")
+    add("--data-train-idx", default="", help=".idx file of --data-train")
+    add("--data-val", help="validation data, like --data-train")
+    add("--data-val-idx", default="", help=".idx file of --data-val")
+    add("--image-shape", help="channels,height,width, for example 3,224,224")
+    add("--num-classes", type=int, help="number of classes")
+    add("--num-examples", type=int, help="examples per epoch, over all workers")
+    add("--data-nthreads", type=int, default=4, help="decoding processes; for small data sets, threads")
+    add("--benchmark", type=int, default=0, help="1: train on synthetic data")
+    own("--data-dir", default="data", help="folder of the data files")
+    own("--skip-bad-records", action="store_true", help="skip and count records that cannot be read")
 
 
-_AUGMENT: dict[str, tuple[type, str]] = {  # MXNet's flags by AugmentConfig's fields
+_AUGMENT: dict[str, tuple[type, str]] = {  # MXNet's flags, by field of AugmentConfig
     "pad_size": (int, "border added on each side"),
-    "fill_value": (int, "its colour"),
-    "random_crop": (int, "1: crop at random, not in the middle"),
+    "fill_value": (int, "colour of the border"),
+    "random_crop": (int, "1: crop at a random place instead of the centre"),
     "random_mirror": (int, "1: mirror half of the images"),
     "max_random_h": (int, "change of hue"),
     "max_random_s": (int, "change of saturation"),
     "max_random_l": (int, "change of lightness"),
     "min_random_aspect_ratio": (float, ""),
     "max_random_aspect_ratio": (float, ""),
-    "max_random_rotate_angle": (int, "degrees"),
+    "max_random_rotate_angle": (int, "in degrees"),
     "max_random_shear_ratio": (float, ""),
     "max_random_scale": (float, ""),
     "min_random_scale": (float, ""),
@@ -144,36 +159,25 @@ _AUGMENT: dict[str, tuple[type, str]] = {  # MXNet's flags by AugmentConfig's fi
     "contrast": (float, ""),
     "saturation": (float, ""),
     "pca_noise": (float, ""),
-    "random_resized_crop": (int, "1: area and aspect ratio at random"),
+    "random_resized_crop": (int, "1: crop a random area and aspect ratio"),
 }
 
 
 def add_augment_arguments(parser: argparse.ArgumentParser, own: Add | None = None) -> None:
-    """What is done to images. A flag that is not given leaves what the dataset's recipe says."""
+    """Add the augmentation flags. Flags that are not given keep the settings of the data set."""
     own = own or parser.add_argument
-    parser.add_argument("--rgb-mean", help="123.68,116.779,103.939")
-    parser.add_argument("--rgb-std", help="1,1,1")
+    parser.add_argument("--rgb-mean", help="mean per channel, for example 123.68,116.779,103.939")
+    parser.add_argument("--rgb-std", help="standard deviation per channel, for example 1,1,1")
     for name, (kind, text) in _AUGMENT.items():
-        action = Noted if name.endswith("_random_area") else "store"
+        action = StoreAndRecord if name.endswith("_random_area") else "store"
         parser.add_argument(f"--{name.replace('_', '-')}", action=action, type=kind, help=text or None)
-    own("--resize", type=int, help="shorter side of the image before anything else")
+    own("--resize", type=int, help="first scale the shorter side of the image to this length")
 
 
-def options_from(given: argparse.Namespace) -> TrainOptions:
-    """The run that the flags describe; what is wrong with one of them alone is said here."""
+def options_from(given: argparse.Namespace, data: str) -> TrainOptions:
+    """Convert the parsed flags to options; raises UsageError for malformed text. `check_flags` checks the values."""
     values = vars(given)
     get = values.get
-    for name, flag in _UNSUPPORTED.items():
-        if get(name):
-            raise UsageError(f"{flag} has no effect in Echelon; leave it out")
-    if get("gc_type", "none") != "none":
-        raise UsageError(f"--gc-type {given.gc_type}: gradients are not compressed yet; use none")
-    check_numbers(values)
-    check_top_k(given.top_k)
-    _check_prefix(given.model_prefix)
-    _one_of("--dtype", given.dtype, DTYPES)
-    _one_of("--engine", given.engine, ENGINES)
-    _one_of("--data-allocator", str(given.data_allocator), ("0", "1"))
     slow = parse_slow(given.slow) if given.slow else {}
     stall = parse_stall(given.stall) if given.stall else None
     image_shape = _numbers("--image-shape", get("image_shape"), int, 3)
@@ -181,7 +185,9 @@ def options_from(given: argparse.Namespace) -> TrainOptions:
     return TrainOptions(
         **plain
         | {
+            "data": data,
             "image_shape": image_shape,
+            "network_options": {"add_stn": True} if get("add_stn") else {},  # only train_mnist.py has this flag
             "momentum": given.mom,
             "weight_decay": given.wd,
             "groups": given.groups or None,
@@ -194,24 +200,24 @@ def options_from(given: argparse.Namespace) -> TrainOptions:
             "resume": given.resume == "auto",
             "save_period": max(1, given.save_period),
             "augment": _augment(values, image_shape[0] if image_shape else 3),
-            "devices": tuple(get("device_list") or ("cpu",)),
+            "devices": tuple(parse_devices(given.gpus, given.devices)),
             "pace": Pace(given.pace, slow, stall, given.seed),
         }
     )
 
 
 def _augment(values: dict[str, Any], channels: int) -> dict[str, Any]:
-    """The fields of AugmentConfig that were given."""
+    """Return the fields of AugmentConfig that were given."""
     found: dict[str, Any] = {}
     for name in ("rgb_mean", "rgb_std"):
         flag = f"--{name.replace('_', '-')}"
         numbers = _numbers(flag, values.get(name), float, None)
         if numbers is not None:
             found[name] = numbers
-            most = max(3, channels)  # commands for grey images have the three of colours, too
+            most = max(3, channels)  # commands for grey images often give three numbers
             if len(numbers) > most:
                 raise UsageError(
-                    f"{flag} {values[name]!r} has {len(numbers)} numbers: give one a channel, {most} at most"
+                    f"{flag} {values[name]!r} has {len(numbers)} numbers: give one per channel, at most {most}"
                 )
     for name in (*_AUGMENT, "resize"):
         if values.get(name) is not None:
@@ -229,18 +235,10 @@ def _numbers(flag: str, text: str | None, kind: type, count: int | None) -> tupl
     except ValueError:
         numbers = ()
     if not numbers or (count is not None and len(numbers) != count):
-        form = "channels,height,width, for example 3,224,224" if count else "numbers with commas, for example 1,1,1"
+        form = (
+            "channels,height,width, for example 3,224,224"
+            if count
+            else "numbers separated by commas, for example 1,1,1"
+        )
         raise UsageError(f"{flag} {text!r} is not {form}")
     return numbers
-
-
-def _check_prefix(prefix: str | None) -> None:
-    if prefix is not None and (not prefix or prefix.endswith("/")):
-        raise UsageError(
-            f"--model-prefix {prefix!r} is no beginning of a file's name; add one, for example {prefix}model"
-        )
-
-
-def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UsageError(f"{flag} {value!r}: use one of {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Putting a training run together from its options: data, network, optimizer, store, trainer; then `Run` trains."""
+"""Assembles a training run from its options: data, network, optimizer, store and trainer; then `Run` trains."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from echelon.data.sets.datasets import Dataset
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore import create
+from echelon.schemes.stores import store_kind
 from echelon.train import log_lines
-from echelon.train.flags.no_effect import check_validation, warn_of_crop
+from echelon.train.flags.check import check_with_data
 from echelon.train.loop.inputs import open_data, read_only
 from echelon.train.loop.progress import TrainingProgress
 from echelon.train.loop.run import Run
@@ -36,15 +37,15 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
         log.info(log_lines.start_line(asdict(options)))
     batch = worker_batch(options, len(dataset.train), job.num_workers)
     if batch != options.batch_size:
-        log.info("--batch-size %d is more than an epoch has for a worker: it is %d", options.batch_size, batch)
+        log.info("--batch-size %d is more than a worker's share of an epoch: using %d", options.batch_size, batch)
         options = replace(options, batch_size=batch)
     if options.test_io:
         return read_only(options, dataset)
-    check_validation(options, has_validation=dataset.validation is not None)
-    warn_of_crop(dataset.augment)
-    _prepare(device)
+    check_with_data(options, dataset)
+    _prepare_device(device)
     torch.manual_seed(options.seed)
-    model = _network(options, dataset, device)
+    model = _make_network(options, dataset, device)
+    kind = store_kind(options.kv_store)
     optimizer = make_optimizer(
         options.optimizer,
         model,
@@ -52,7 +53,7 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
         momentum=options.momentum,
         weight_decay=options.weight_decay,
         warmup_strategy=options.warmup_strategy,
-        batch_size=batch * (job.num_workers if "_sync" in options.kv_store else 1),
+        batch_size=batch * (job.num_workers if kind.lock_step and kind.spans_workers else 1),
         seed=options.seed,
     )
     kvstore = create(
@@ -68,14 +69,14 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
         kvstore,
         average_buffers=options.average_buffers,
         check_finite=options.check_finite,
-        overlap=options.dtype != "float16",  # its gradients are looked at, and unscaled, before they leave
+        overlap=options.dtype != "float16",  # float16 gradients are checked and unscaled before they are sent
         push_factors=options.push_factors and options.engine != "compile" and not options.monitor,
     )
     return Run(options, dataset, trainer, device, run_dir, job.device_index, progress).run()
 
 
-def _network(options: TrainOptions, dataset: Dataset, device: torch.device) -> nn.Module:
-    """The network of the flags, on the device as its kernels like it, and one that can be trained on this data."""
+def _make_network(options: TrainOptions, dataset: Dataset, device: torch.device) -> nn.Module:
+    """Build the network on the device, in the layout of its fastest kernels, and check its outputs on this data."""
     model = models.build(
         options.network,
         num_classes=dataset.num_classes,
@@ -97,7 +98,7 @@ def _network(options: TrainOptions, dataset: Dataset, device: torch.device) -> n
     return model
 
 
-def _prepare(device: torch.device) -> None:
+def _prepare_device(device: torch.device) -> None:
     if device.type != "cuda":
         return
     if device.index is not None and device.index >= torch.cuda.device_count():

@@ -1,10 +1,12 @@
-"""Optimizers by MXNet's names, as torch optimizers, with MXNet's rule of what decays.
+"""MXNet's optimizers by name, as torch optimizers, with MXNet's rule for weight decay.
 
-Weights (two dimensions or more) and the gammas of norms decay; biases and betas do not, nor does any other parameter of
-one dimension. Settings other than learning rate, momentum and decay are the defaults: torch's for what torch.optim has,
-MXNet's for what is in echelon.optim. Two things are torch's too: momentum of sgd and nag keeps gradients rather than
-steps, so it does not remember the learning rate of before a change; and lbsgd is plain SGD here: its large-batch
-warm-up is the schedule's (`schedules.make_schedule(warmup_scale=...)`), unless that is by `lars`.
+Weight decay applies to weights (two or more dimensions) and to the gammas of normalization layers, but not to biases,
+betas and other one-dimensional parameters. Settings other than learning rate, momentum and weight decay have their
+defaults: torch's for the optimizers of torch.optim, MXNet's for those of echelon.optim.
+
+Two things differ from MXNet. The momentum of sgd and nag accumulates gradients, as in torch, and not steps, so a change
+of the learning rate affects it at once. lbsgd is plain SGD, because the schedule does its large-batch warm-up
+(`schedules.make_schedule(warmup_scale=...)`), except with the strategy `lars`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from echelon.errors import UsageError
 from echelon.optim import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftrl, Signum
 from echelon.suggestions import unknown_name
+from echelon.train.recipe.schedules import warms_up_by_norm
 
 Group = dict[str, Any]
 
@@ -44,9 +47,17 @@ _MAKERS: dict[str, Callable[..., optim.Optimizer]] = {
     "test": Accumulate,
 }
 NAMES = tuple(_MAKERS)
-MOMENTUM = frozenset({"sgd", "ccsgd", "nag", "lbsgd", "dcasgd", "signum"})  # MXNet's scripts give it to no other
-ON_ONE_SERVER = frozenset({"lars", "lamb"})  # several would cut parameters, whose norms these need
-ON_SERVERS = MOMENTUM | {"adam", "adamw", "rmsprop", "adagrad", "ftml", "ftrl", "test"}  # there is a kernel for these
+MOMENTUM = frozenset({"sgd", "ccsgd", "nag", "lbsgd", "dcasgd", "signum"})  # MXNet's scripts pass it to no other
+ON_ONE_SERVER = frozenset({"lars", "lamb"})  # they need norms of whole parameters, which several servers split
+ON_SERVERS = MOMENTUM | {
+    "adam",
+    "adamw",
+    "rmsprop",
+    "adagrad",
+    "ftml",
+    "ftrl",
+    "test",
+}  # servers have a kernel for these
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -61,9 +72,9 @@ def make_optimizer(
     batch_size: int = 1,
     seed: int = 0,
 ) -> optim.Optimizer:
-    """The optimizer of that name (case does not matter) for what the model trains.
+    """Make the optimizer of that name, in any case, for the model's trainable parameters.
 
-    `warmup_strategy` and `batch_size` (of all workers) are for lbsgd, `seed` is for sgld's noise.
+    lbsgd uses `warmup_strategy` and `batch_size` (of all workers), sgld uses `seed` for its noise.
     """
     check_optimizer(name)
     if not weight_decay >= 0:
@@ -74,7 +85,7 @@ def make_optimizer(
     if known in MOMENTUM:
         settings["momentum"] = momentum
     if known == "nag" and not momentum:
-        make = optim.SGD  # looking ahead along no momentum is plain SGD, and torch refuses to call it anything else
+        make = optim.SGD  # nag without momentum is plain SGD, and torch rejects nesterov without momentum
     if warms_up_by_norm(name, warmup_strategy):
         make, settings["batch_size"] = LBSGD, batch_size
     if known == "sgld":
@@ -87,19 +98,19 @@ def make_optimizer(
 
 
 def check_optimizer(name: str) -> None:
-    """A name we do not have is an error that says which there are."""
+    """Raise UsageError for an unknown optimizer."""
     if name.lower() not in _MAKERS:
         raise unknown_name("optimizer", name, NAMES)
 
 
 def check_on_servers(name: str, num_servers: int, warmup_strategy: str = "linear") -> None:
-    """What so many servers cannot run is an error that says what to do."""
+    """Raise UsageError if this many servers cannot run the optimizer."""
     known = name.lower()
     whole = known in ON_ONE_SERVER or warms_up_by_norm(name, warmup_strategy)
     if whole and num_servers > 1:
         raise UsageError(
-            f"the optimizer {name!r} needs the norm of whole parameters, which {num_servers} servers cut: start the "
-            "job with one server (-s 1), or use a --kv-store without servers, such as dist_device_sync"
+            f"the optimizer {name!r} needs the norm of whole parameters, but {num_servers} servers split them: start "
+            "the job with one server (-s 1), or use a --kv-store without servers, such as dist_device_sync"
         )
     if known not in ON_SERVERS | ON_ONE_SERVER:
         raise UsageError(
@@ -107,20 +118,15 @@ def check_on_servers(name: str, num_servers: int, warmup_strategy: str = "linear
         )
 
 
-def warms_up_by_norm(name: str, warmup_strategy: str) -> bool:
-    """lbsgd's strategy `lars` is no schedule: the rate of every parameter depends on its norm, from first to last."""
-    return name.lower() == "lbsgd" and warmup_strategy == "lars"
-
-
 def decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay is for this parameter, which the module itself holds under that name."""
+    """Return whether weight decay applies to a module's own parameter of that name."""
     if name.endswith("bias"):
         return False
     return parameter.dim() > 1 or isinstance(module, _NORMS)
 
 
 def _groups(model: nn.Module, weight_decay: float) -> list[Group]:
-    """What decays and what does not; one group where that is the same, since every group is a call by itself."""
+    """Split the parameters by weight decay; with one kind only, one group, because each group costs extra kernels."""
     decaying: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for module, name, parameter in _trained(model):
@@ -133,7 +139,7 @@ def _groups(model: nn.Module, weight_decay: float) -> list[Group]:
 
 
 def _lars_groups(model: nn.Module, weight_decay: float) -> list[Group]:
-    """MXNet's other rule, for LARS: only weights decay and get a rate of their own; norms do neither."""
+    """Split the parameters for LARS: only weights decay and have a rate of their own; MXNet excludes norms."""
     weights: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for module, name, parameter in _trained(model):
@@ -148,12 +154,12 @@ def _lars_groups(model: nn.Module, weight_decay: float) -> list[Group]:
 def _filled(model: nn.Module, groups: list[Group]) -> list[Group]:
     found = [group for group in groups if group["params"]]
     if not found:
-        raise UsageError(f"{type(model).__name__} has no parameter that requires a gradient; nothing can be trained")
+        raise UsageError(f"{type(model).__name__} has no parameter that requires a gradient, so it cannot be trained")
     return found
 
 
 def _trained(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Every parameter that requires a gradient, once, with the module that holds it."""
+    """Yield every parameter that requires a gradient, once, with the module that holds it."""
     seen: set[int] = set()
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""What a training run is told, in one frozen value that every process of the run gets whole."""
+"""The settings of a training run, in one frozen value that every process of the run receives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """Defaults are those of the digits demo; `--help` of `echelon train` says what each is."""
+    """Settings with the defaults of the digits demo; `echelon train --help` describes each."""
 
     # data
     data: str = "digits"
@@ -24,18 +24,18 @@ class TrainOptions:
     data_val_idx: str | None = None
     image_shape: tuple[int, int, int] | None = None
     num_classes: int | None = None
-    num_examples: int | None = None  # of an epoch, over all workers; None: what the data has
+    num_examples: int | None = None  # per epoch, over all workers; None: all samples of the data
     data_nthreads: int = 4
     skip_bad_records: bool = False
     benchmark: bool = False
     test_io: bool = False
-    augment: dict[str, Any] = field(default_factory=dict)  # fields of AugmentConfig that were given
+    augment: dict[str, Any] = field(default_factory=dict)  # the fields of AugmentConfig that were given
     # network
     network: str = "digits-cnn"
     num_layers: int | None = None
     initializer: str = "default"
     network_options: dict[str, Any] = field(default_factory=dict)
-    # who waits for whom
+    # synchronization
     kv_store: str = "local"
     staleness: int | None = None
     groups: str | None = None
@@ -43,7 +43,7 @@ class TrainOptions:
     data_sharding: str = "data_sharding"
     devices: tuple[str, ...] = ("cpu",)
     # steps
-    batch_size: int = 32  # of this worker, over all its devices
+    batch_size: int = 32  # per worker, over all its devices
     num_epochs: int = 10
     optimizer: str = "sgd"
     lr: float = 0.05
@@ -61,7 +61,7 @@ class TrainOptions:
     dtype: str = "auto"
     engine: str = "auto"
     seed: int = 0
-    # what is shown and kept
+    # reports and checkpoints
     disp_batches: int = 20
     top_k: int = 0
     loss: str = ""
@@ -72,7 +72,7 @@ class TrainOptions:
     save_batches: int = 0
     load_epoch: int | None = None
     resume: bool = False
-    eval_every: int = 0  # steps of rank 0; 0: only at the end of epochs
+    eval_every: int = 0  # in steps of rank 0; 0: only at the end of epochs
     target_accuracy: float | None = None
     average_buffers: bool = False
     check_finite: bool = False

@@ -1,4 +1,4 @@
-"""The arithmetic of a run: whose part of the data, how many batches, where to go on. Pure but for one file."""
+"""The arithmetic of a run: shares of the data, number of batches, where to resume. It only reads data_sharding."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from echelon.cluster.shares import parse_shares, read_text
 from echelon.data.loading.order import Sampling, State
 from echelon.data.loading.sharding import ByFraction, ByPart, Sharding
 from echelon.errors import UsageError
-from echelon.train.recipe.optimizers import warms_up_by_norm
 from echelon.train.recipe.options import TrainOptions
-from echelon.train.recipe.schedules import Schedule, make_schedule
+from echelon.train.recipe.schedules import Schedule, make_schedule, warms_up_by_norm
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One process of a run: `rank` of `size` processes, `num_devices` of which make a worker."""
+    """One process of a run: `rank` of `size` processes; each worker consists of `num_devices` processes."""
 
     rank: int
     size: int
@@ -25,32 +24,32 @@ class Place:
 
     @property
     def num_workers(self) -> int:
-        """Workers in MXNet's sense: a machine with all its devices."""
+        """The number of workers in MXNet's sense: one per machine, with all its devices."""
         return self.size // self.num_devices
 
 
 def epoch_size(num_examples: int, num_workers: int, batch_size: int) -> int:
-    """MXNet's batches of one worker in an epoch."""
+    """Return the batches of one worker in an epoch, as MXNet counts them."""
     return max(1, math.ceil(num_examples // num_workers / batch_size))
 
 
 def worker_batch(options: TrainOptions, num_samples: int, num_workers: int) -> int:
-    """The worker's batch: not more than its part of an epoch has, so that `--num-examples` scales any command down.
+    """Return the worker's batch size, limited to its share of an epoch, so that `--num-examples` scales any run down.
 
-    It stays one that its devices can divide, with a sample for each of them at least.
+    The result is divisible by the worker's devices, with at least one sample for each.
     """
     num_devices = len(options.devices)
     if num_samples < num_workers * num_devices:
         raise UsageError(
-            f"{num_samples} samples are too few for {num_workers * num_devices} devices, each of which needs one in "
-            "every step; use fewer devices or workers, or more samples (synthetic data has --num-examples of them)"
+            f"{num_samples} samples are too few for {num_workers * num_devices} devices, because each needs one in "
+            "every step; use fewer devices or workers, or more samples (for synthetic data, set --num-examples)"
         )
     examples = min(options.num_examples or num_samples, num_samples) // num_workers
     return min(options.batch_size, max(1, examples // num_devices) * num_devices)
 
 
 def device_batch(batch_size: int, num_devices: int) -> int:
-    """A device's part of the worker's batch."""
+    """Return the batch size of one device; raises UsageError if the worker's batch cannot be divided equally."""
     part, rest = divmod(batch_size, num_devices)
     if rest or not part:
         lower, upper = part * num_devices, (part + 1) * num_devices
@@ -60,10 +59,10 @@ def device_batch(batch_size: int, num_devices: int) -> int:
 
 
 def sampling_for(options: TrainOptions, num_samples: int, place: Place, *, fixed: bool) -> Sampling:
-    """This process's samples. `fixed`: every process makes the same number of steps, all of the full batch.
+    """Return which samples this process trains on. `fixed`: all processes run the same number of full-size steps.
 
-    Lock-step collectives need that, and so does a captured step. Otherwise a last batch may be smaller, and each worker
-    goes once through its own part.
+    Lock-step collectives and captured steps need that. Otherwise the last batch may be smaller, and each worker reads
+    its own share once per epoch.
     """
     shorter = options.num_examples is not None and options.num_examples < num_samples
     batches = None
@@ -71,7 +70,7 @@ def sampling_for(options: TrainOptions, num_samples: int, place: Place, *, fixed
         examples = min(options.num_examples or num_samples, num_samples)
         batches = epoch_size(examples, place.num_workers, options.batch_size)
     elif place.num_devices > 1:
-        batches = _longest(options, num_samples, place)
+        batches = _largest_share(options, num_samples, place)
     return Sampling(
         num_samples,
         device_batch(options.batch_size, place.num_devices),
@@ -81,10 +80,11 @@ def sampling_for(options: TrainOptions, num_samples: int, place: Place, *, fixed
     )
 
 
-def _longest(options: TrainOptions, num_samples: int, place: Place) -> int:
-    """Batches of an epoch when a worker goes once through its part: its devices, who meet in every step, make as many.
+def _largest_share(options: TrainOptions, num_samples: int, place: Place) -> int:
+    """Return the most batches that a device of this worker needs to read its share once.
 
-    Their parts may differ by a sample, and that by a batch.
+    The devices of a worker synchronize in every step, so they must run equally many steps, but their shares may differ
+    by one sample and therefore by one batch.
     """
     size = device_batch(options.batch_size, place.num_devices)
     first = place.rank - place.rank % place.num_devices
@@ -94,7 +94,7 @@ def _longest(options: TrainOptions, num_samples: int, place: Place) -> int:
 
 
 def sharding_for(options: TrainOptions, place: Place) -> Sharding:
-    """This process's part of the data: by its worker's line of data_sharding, or an equal one."""
+    """Return this process's share of the data: from its worker's line in data_sharding, or an equal share."""
     if not options.data_allocator:
         return ByPart(place.rank, place.size)
     worker, device = divmod(place.rank, place.num_devices)
@@ -105,18 +105,18 @@ def sharding_for(options: TrainOptions, place: Place) -> Sharding:
 
 
 def shares_for(options: TrainOptions, num_workers: int) -> list[tuple[float, float]]:
-    """Every worker's share of the data, from the file."""
+    """Read every worker's share of the data from the data_sharding file."""
     path = Path(options.data_sharding)
     if not path.is_file():
-        raise UsageError(f"--data-allocator 1 needs the file {path}; write a line 'start end' for every worker")
+        raise UsageError(f"--data-allocator 1 needs the file {path} with one line 'start end' per worker")
     return parse_shares(read_text(path), num_workers, str(path))
 
 
 def state_at(sampling: Sampling, epoch: int, samples_done: int, size: int) -> State:
-    """Where a process begins when all together had done `samples_done` samples of an epoch.
+    """Return where a process resumes after all processes together have trained on `samples_done` samples of an epoch.
 
-    Rounded down to whole steps, the same for all: with another number of processes a few samples are seen again, none
-    is left out.
+    The position is rounded down to whole steps, equally for all processes: if their number has changed, a few samples
+    are repeated, and none is skipped.
     """
     steps = min(samples_done // (sampling.batch_size * size), sampling.batches_per_epoch)
     if steps == sampling.batches_per_epoch:
@@ -125,7 +125,7 @@ def state_at(sampling: Sampling, epoch: int, samples_done: int, size: int) -> St
 
 
 def schedule_for(options: TrainOptions, place: Place, batches_per_epoch: int, begin_epoch: int) -> Schedule:
-    """The learning rate of every step of a process. lbsgd warms up to the rate of its macrobatch."""
+    """Return the learning rate schedule of a process. lbsgd warms up to the learning rate of its macrobatch."""
     scale = 1.0
     by_norm = warms_up_by_norm(options.optimizer, options.warmup_strategy)
     if options.optimizer.lower() == "lbsgd" and not by_norm:

@@ -1,6 +1,6 @@
-"""Which numbers the flags of training take: one table, looked at before anything starts. NaN is in no range.
+"""The valid numbers of each training flag, in one table. NaN is never valid.
 
-What is done to images has its own ranges, in `AugmentConfig`; switches (`--benchmark 1`) take any whole number.
+`AugmentConfig` has the ranges of the augmentation flags; switches such as `--benchmark 1` accept any whole number.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from echelon.errors import UsageError
 
-_COUNT = 2**31 - 1  # of what is counted: more fits into no array of indices that others make of it
+_COUNT = 2**31 - 1  # more would not fit into 32-bit indices
 _LONG = 2**63 - 1
 _FINITE = sys.float_info.max
 
@@ -38,14 +38,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "gc_threshold": (0, _FINITE),
     "label_smoothing": (0, 1),
     "mixup": (0, _FINITE),
-    "ema_epochs": (0, 10_000),  # over many more, a step's share is lost in rounding
+    "ema_epochs": (0, 10_000),  # with many more, the weight of one step is lost in rounding
     "target_accuracy": (0, 1),
     "pace": (0, 86_400),
 }
 
 
 def check_numbers(values: Mapping[str, float | None]) -> None:
-    """Refuse a number that its flag does not take; flags that are not there or not given are left out."""
+    """Raise UsageError for a number out of its flag's range; ignores flags that are missing or None."""
     for name, (low, high) in RANGES.items():
         value = values.get(name)
         if value is not None and not low <= value <= high:
@@ -54,7 +54,7 @@ def check_numbers(values: Mapping[str, float | None]) -> None:
 
 
 def check_top_k(top_k: int) -> None:
-    """Refuse what is no number of best classes."""
+    """Raise UsageError unless top-k accuracy can be measured for this k; 0 means that it is not measured."""
     if top_k < 0 or top_k == 1:
         raise UsageError(f"--top-k {top_k}: give 2 or more, or 0 for none (top-1 is the accuracy, always shown)")
 

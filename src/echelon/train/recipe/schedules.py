@@ -1,12 +1,12 @@
 """Learning rates as a pure function of the update: MXNet's steps, poly and cosine, and warm-up for any optimizer.
 
-An update is one step of one worker. Updates count from 1 over the whole training and go on counting when it is resumed
-(MXNet begins at 1 again and shifts its steps; the rates are the same). So nothing here has a state, and two workers, or
-a run and its resumption, agree without talking. The rate is MXNet's at every update: the first one that uses a lower
-rate is the one after `epoch_size * step`, and poly's last update has rate 0.
+An update is one step of one worker. Updates count from 1 over the whole training, also after it is resumed (MXNet
+starts at 1 again and shifts its steps; the rates are the same). Nothing here has state, so two workers, or a run and
+its continuation, agree without communication. The rate equals MXNet's at every update: the first update with a lower
+rate is the one after `epoch_size * step`, and the last update of poly has rate 0.
 
-Two warm-ups. The usual one goes from `warmup_begin_lr` to `lr`, and decay begins after it. With `warmup_scale` above 1
-it is lbsgd's: the rate of the schedule is multiplied by 1 at first, by the scale after the warm-up and from then on.
+There are two kinds of warm-up. The usual one goes from `warmup_begin_lr` to `lr`, and decay starts after it. With
+`warmup_scale` above 1 it is lbsgd's: a factor on the schedule's rate, which grows from 1 to the scale and stays there.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from itertools import pairwise
 from echelon.errors import UsageError
 
 KINDS = ("step", "poly", "cosine", "constant")
-WARMUPS: dict[str, Callable[[float], float]] = {  # from 0 to 1 as the warm-up goes from 0 to 1
+WARMUPS: dict[str, Callable[[float], float]] = {  # from 0 to 1, as a function of the completed fraction
     "linear": lambda done: done,
     "constant": lambda done: 0.0,
     "power2": lambda done: done * done,
     "sqrt": math.sqrt,
 }
-_POWER = 2.0  # of poly, when no "pow" says another
+_POWER = 2.0  # of poly, unless "pow" gives another
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Times `factor` after each of `updates`; with none, the rate is constant."""
+    """Multiplies the rate by `factor` after each of `updates`; without any, the rate is constant."""
 
     factor: float = 1.0
     updates: tuple[float, ...] = ()
@@ -41,14 +41,14 @@ class Steps:
         return bisect_left(self.updates, update)
 
     def rate(self, lr: float, passed: int) -> float:
-        for _ in range(passed):  # one after the other, as MXNet does: a power would round differently
+        for _ in range(passed):  # repeated multiplication, as in MXNet: a power would round differently
             lr *= self.factor
         return lr
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """From the full rate at update `begin` to `final_lr` at `end`, and that for ever; `shape` goes from 1 to 0."""
+    """Goes from the full rate at update `begin` to `final_lr` at `end`, and stays there; `shape` goes from 1 to 0."""
 
     begin: float
     end: float
@@ -63,7 +63,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """`updates` of growing rate; `shape` goes from 0 to 1."""
+    """Raises the rate over the first `updates`; `shape` goes from 0 to 1."""
 
     updates: float
     begin_lr: float
@@ -75,7 +75,7 @@ class Warmup:
         return self.scale > 1
 
     def replaces(self, update: float) -> bool:
-        """Whether this update's rate is the warm-up's own."""
+        """Return whether the warm-up alone determines the rate of this update."""
         return update < self.updates and not self.multiplies
 
     def rate(self, lr: float, update: int) -> float:
@@ -89,7 +89,7 @@ class Warmup:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The rate of every update, and MXNet's lines about its changes. Made by `make_schedule`."""
+    """The rate of every update, and MXNet's log lines about its changes. Use `make_schedule`."""
 
     lr: float
     epoch_size: int
@@ -99,7 +99,7 @@ class Schedule:
     curve: Curve | None = None
 
     def rate(self, update: int) -> float:
-        """The learning rate of this update; the first is 1."""
+        """Return the learning rate of an update; the first update is 1."""
         if self.warmup.replaces(update):
             return self.warmup.rate(self.lr, update)
         if self.curve is not None:
@@ -107,14 +107,14 @@ class Schedule:
         return self.steps.rate(self.lr, self._passed(update)) * self.warmup.multiplier(update)
 
     def changes(self, update: int) -> str | None:
-        """MXNet's line if this is the first update after a step. Steps up to `begin_epoch` are told by `adjustment`."""
-        told = bisect_right(self.steps.updates, self.begin_epoch * self.epoch_size)
-        if self._passed(update) <= max(self._passed(update - 1), told):
+        """Return MXNet's line if this is the first update after a step. `adjustment` covers steps before the start."""
+        covered = bisect_right(self.steps.updates, self.begin_epoch * self.epoch_size)
+        if self._passed(update) <= max(self._passed(update - 1), covered):
             return None
         return f"Update[{update}]: Change learning rate to {self.rate(update):0.5e}"
 
     def adjustment(self, begin_epoch: float | None = None) -> str | None:
-        """MXNet's line if training begins at an epoch with steps behind it; without an argument, at its own one."""
+        """Return MXNet's line if training starts after at least one step; at `self.begin_epoch` by default."""
         epoch = self.begin_epoch if begin_epoch is None else begin_epoch
         passed = bisect_right(self.steps.updates, epoch * self.epoch_size)
         if not passed or self.warmup.replaces(epoch * self.epoch_size + 1):
@@ -141,16 +141,17 @@ def make_schedule(
     warmup_scale: float = 1.0,
     final_lr: float = 0.0,
 ) -> Schedule:
-    """The schedule of the flags; `epoch_size` is in updates of one worker.
+    """Make the schedule that the flags describe; `epoch_size` is in updates of one worker.
 
-    `kind` step: times `factor` at each of `step_epochs` ("30,60"; parts of an epoch may be given), or poly if that is
-    "pow2"; with a factor of 1 or more, or without steps, constant. poly, cosine: from lr to `final_lr` over all epochs.
+    `kind` step: multiply by `factor` at each of `step_epochs` ("30,60"; fractions of an epoch are allowed), or poly if
+    that is "pow2"; constant if the factor is 1 or more, or if there are no steps. poly, cosine: from `lr` to `final_lr`
+    over all epochs.
     """
     _check_name("--lr-schedule", kind, KINDS)
     _check_name("--warmup-strategy", warmup_strategy, WARMUPS)
     for what, value in (("--lr", lr), ("--lr-factor", factor), ("--warmup-epochs", warmup_epochs)):
         _check_least(what, value, 0)
-    for what, value in (("updates in an epoch:", epoch_size), ("scale of the warm-up:", warmup_scale)):
+    for what, value in (("updates per epoch:", epoch_size), ("scale of the warm-up:", warmup_scale)):
         _check_least(what, value, 1)
     warmup = Warmup(warmup_epochs * epoch_size, warmup_begin_lr, warmup_scale, WARMUPS[warmup_strategy])
     steps, shape = Steps(), _shape(kind, factor, step_epochs)
@@ -163,8 +164,13 @@ def make_schedule(
     return Schedule(lr, epoch_size, begin_epoch, warmup, steps, curve)
 
 
+def warms_up_by_norm(optimizer: str, warmup_strategy: str) -> bool:
+    """Return whether the warm-up is lbsgd's `lars`: not a schedule, but a rate per parameter that uses its norm."""
+    return optimizer.lower() == "lbsgd" and warmup_strategy == "lars"
+
+
 def _shape(kind: str, factor: float, step_epochs: str) -> Callable[[float], float] | None:
-    """The curve from 1 to 0, if this is one."""
+    """Return the curve from 1 to 0, or None if the schedule is not a curve."""
     if kind == "cosine":
         return lambda done: (1 + math.cos(math.pi * done)) / 2
     power = _power(step_epochs)
@@ -175,12 +181,12 @@ def _shape(kind: str, factor: float, step_epochs: str) -> Callable[[float], floa
 
 
 def _power(step_epochs: str) -> float | None:
-    """The 2 of pow2, pow-2 and "pow 2"; None for a list of epochs."""
+    """Return the 2 of pow2, pow-2 and "pow 2"; None for a list of epochs."""
     if "pow" not in step_epochs:
         return None
     found = re.fullmatch(r"\s*pow[- ]*(\d+\.?\d*|\.\d+)\s*", step_epochs)
     if found is None or not float(found[1]):
-        raise UsageError(f"--lr-step-epochs {step_epochs!r}: a power is written like pow2, with a number above 0")
+        raise UsageError(f"--lr-step-epochs {step_epochs!r}: write a power like pow2, with a number above 0")
     return float(found[1])
 
 
@@ -190,9 +196,11 @@ def _epochs(step_epochs: str) -> list[float]:
     try:
         epochs = [float(part) for part in step_epochs.split(",")]
     except ValueError:
-        raise UsageError(f"--lr-step-epochs {step_epochs!r} is no list of epochs such as 30,60, nor a pow2") from None
+        raise UsageError(
+            f"--lr-step-epochs {step_epochs!r} is neither a list such as 30,60 nor a power such as pow2"
+        ) from None
     if not (epochs[0] >= 0 and all(one < other for one, other in pairwise(epochs))):
-        raise UsageError(f"--lr-step-epochs {step_epochs!r}: an epoch must be 0 or more, and later than the one before")
+        raise UsageError(f"--lr-step-epochs {step_epochs!r}: give epochs of 0 or more, in increasing order")
     return epochs
 
 

@@ -1,0 +1,164 @@
+"""All checks of a run's flags, in one place.
+
+`check_flags` runs every check that needs no data, before anything is started or written; the example scripts and
+`echelon train` call it once. `check_with_data` runs the checks that need the open data set; `fit` calls it. The checks
+that import torch run last, because importing torch takes seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from echelon import models
+from echelon.cluster.shares import find_groups, read_groups
+from echelon.environment import Job
+from echelon.errors import UsageError
+from echelon.launch.local import hosts_of
+from echelon.schemes import rules_for
+from echelon.schemes.stores import store_kind
+from echelon.suggestions import unknown_name
+from echelon.train.recipe.options import DTYPES, ENGINES, TrainOptions
+from echelon.train.recipe.plan import Place, device_batch, schedule_for, shares_for
+from echelon.train.recipe.ranges import check_numbers, check_top_k
+
+if TYPE_CHECKING:
+    from echelon.data.sets.datasets import Dataset
+
+log = logging.getLogger(__name__)
+
+_UNSUPPORTED = ("profile_worker_suffix", "profile_server_suffix", "use_imagenet_data_augmentation")
+
+
+def check_flags(given: Namespace, options: TrainOptions, job: Job, *, starts_job: bool = False) -> None:
+    """Raise UsageError if the flags cannot work; `options` is made from `given`.
+
+    `starts_job`: the same command starts the job's workers and servers, so their numbers are checked too.
+    """
+    _check_single_flags(given)
+    _check_combinations(options)
+    _check_network(options)
+    store_kind(options.kv_store)  # raises for an unknown name
+    if starts_job:
+        _check_job(options, job)
+    schedule_for(options, Place(0, 1), batches_per_epoch=1, begin_epoch=0)  # raises for invalid settings
+    device_batch(options.batch_size, len(options.devices))
+    _check_data(options)  # imports torch, like all that follows
+    _check_optimizer(options, job)
+
+
+def check_with_data(options: TrainOptions, dataset: Dataset) -> None:
+    """Raise UsageError if flags need validation data and there is none; warn about a random crop without a choice."""
+    _check_validation(options, has_validation=dataset.validation is not None)
+    augment = dataset.augment
+    if augment.random_resized_crop and not augment.resizes_at_random:
+        log.warning(
+            "--random-resized-crop 1 crops the centre, as in MXNet, because all areas and aspect ratios are 1: give, "
+            "for example, --min-random-area 0.08 or --max-random-aspect-ratio"
+        )
+
+
+def _check_single_flags(given: Namespace) -> None:
+    """Check each value by itself."""
+    values = vars(given)
+    for name in _UNSUPPORTED:
+        if values.get(name):
+            raise UsageError(f"--{name.replace('_', '-')} has no effect in Echelon; leave it out")
+    if values.get("gc_type", "none") != "none":
+        raise UsageError(f"--gc-type {given.gc_type}: gradient compression is not implemented yet; use none")
+    check_numbers(values)
+    check_top_k(given.top_k)
+    prefix = given.model_prefix
+    if prefix is not None and (not prefix or prefix.endswith("/")):
+        raise UsageError(f"--model-prefix {prefix!r} does not end with a file name; add one, for example {prefix}model")
+    _check_choice("--dtype", given.dtype, DTYPES)
+    _check_choice("--engine", given.engine, ENGINES)
+    _check_choice("--data-allocator", str(given.data_allocator), ("0", "1"))
+
+
+def _check_choice(flag: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UsageError(f"{flag} {value!r}: use one of {', '.join(choices)}")
+
+
+def _check_combinations(options: TrainOptions) -> None:
+    """Reject flags that need another flag, or exclude one."""
+    pace = options.pace
+    if (pace.slow or pace.stall) and not pace.seconds:
+        raise UsageError("--slow and --stall multiply the seconds of --pace: give it too, for example --pace 0.05")
+    if options.save_batches and not options.model_prefix:
+        raise UsageError(f"--save-batches {options.save_batches} needs a file name: give --model-prefix too")
+    if (options.resume or options.load_epoch is not None) and not options.model_prefix:
+        raise UsageError("to resume from a checkpoint, give its prefix: --model-prefix PREFIX")
+    if options.data_sharding != TrainOptions().data_sharding and not options.data_allocator:
+        raise UsageError(f"--data-sharding {options.data_sharding} is not read without --data-allocator 1: give both")
+    if options.resume and options.load_epoch is not None:
+        raise UsageError(
+            f"--load-epoch {options.load_epoch} and --resume auto both choose a checkpoint: give only one of them"
+        )
+
+
+def _check_network(options: TrainOptions) -> None:
+    if ":" not in options.network and options.network not in models.names():
+        raise unknown_name(
+            "network", options.network, models.names(), "name a network of your own as package.module:function"
+        )
+    if options.network_options:
+        models.check_options(options.network, options.network_options)
+
+
+def _check_job(options: TrainOptions, job: Job) -> None:
+    """Check the numbers of workers and servers against the store, the groups, the shares and the slow ranks."""
+    name, kind, num_workers = options.kv_store, store_kind(options.kv_store), job.num_workers
+    if num_workers > 1 and not kind.spans_workers:
+        raise UsageError(f"--kv-store {name} is for one worker; with -n {num_workers} use a dist_ store")
+    if kind.needs_servers and not job.num_servers:
+        raise UsageError(f"--kv-store {name} needs a server, but -s is 0: give -s 1 or more (dist_sync needs none)")
+    if not kind.collective:
+        rules_for(name, options.staleness, _groups(options, job))
+    ranks = [rank for rank in options.pace.slow if rank >= num_workers]
+    if ranks:
+        raise UsageError(f"--slow names worker {ranks[0]}, but ranks go from 0 to {num_workers - 1}")
+    if options.data_allocator:
+        shares_for(options, num_workers)
+
+
+def _groups(options: TrainOptions, job: Job) -> list[list[int]] | None:
+    """Return the groups of ranks that the workers of this machine will read."""
+    given = find_groups(options.groups)
+    if given is None or not store_kind(options.kv_store).takes_groups:
+        return [[0]] if options.groups else None  # `rules_for` rejects groups that the store does not take
+    return read_groups(given, hosts_of(job))
+
+
+def _check_data(options: TrainOptions) -> None:
+    from echelon.data.sets.datasets import check_files, dataset_names, default_augment
+
+    if options.data not in dataset_names():
+        raise unknown_name("data set", options.data, dataset_names())
+    data = "synthetic" if options.benchmark else options.data
+    check_files(data, options)
+    default_augment(data, options.image_shape, **options.augment)
+
+
+def _check_optimizer(options: TrainOptions, job: Job) -> None:
+    from echelon.train.recipe.optimizers import check_on_servers, check_optimizer
+
+    check_optimizer(options.optimizer)
+    if job.num_servers and not store_kind(options.kv_store).collective:
+        check_on_servers(options.optimizer, job.num_servers, options.warmup_strategy)
+
+
+def _check_validation(options: TrainOptions, *, has_validation: bool) -> None:
+    given = []
+    if options.target_accuracy is not None:
+        given.append(f"--target-accuracy {options.target_accuracy:g}")
+    if options.eval_every:
+        given.append(f"--eval-every {options.eval_every}")
+    if has_validation or not given:
+        return
+    need, them = ("need", "them") if len(given) > 1 else ("needs", "it")
+    where = "--benchmark 1 has none:" if options.benchmark else f"{options.data} has none here: give --data-val, or"
+    raise UsageError(f"{' and '.join(given)} {need} validation data, but {where} leave {them} out")

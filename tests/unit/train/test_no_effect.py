@@ -1,0 +1,78 @@
+"""Flags without effect: a warning for those of MXNet that the user gave, and none for a script's defaults."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+
+import pytest
+
+from echelon.cli.main import main
+from echelon.train import script
+from echelon.train.flags.no_effect import warn, warnings_about
+
+STEPS = "--lr-step-epochs 30,60 has no effect"
+PARSER = script.make_parser(None)
+PARSER.set_defaults(lr_step_epochs="200,250", macrobatch_size=8, lr_schedule="cosine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--lr-step-epochs 30,60", f"{STEPS}: --lr-schedule cosine has no steps"),
+        ("--lr-s 200,250", "--lr-step-epochs 200,250 has no effect: --lr-schedule cosine has no steps"),
+        ("--lr-step-epochs pow2", "--lr-step-epochs pow2 has no effect: --lr-schedule cosine has no steps"),
+        ("--lr-step-epochs 30,60 --lr-schedule constant", f"{STEPS}: --lr-schedule constant has no steps"),
+        ("--lr-step-epochs 30,60 --lr-schedule poly", f"{STEPS}: --lr-schedule poly has no steps"),
+        (
+            "--lr-step-epochs 30,60 --lr-schedule step --lr-factor 1",
+            f"{STEPS}: --lr-factor 1 does not lower the learning rate",
+        ),
+        ("--macrobatch-size 64", "--macrobatch-size 64 has no effect: only --optimizer lbsgd uses it, not sgd"),
+        (
+            "--macrobatch-size 64 --optimizer lbsgd --warmup-strategy lars",
+            "--macrobatch-size 64 has no effect: --warmup-strategy lars scales by the norms of the weights",
+        ),
+        ("--gc-threshold 0.5", "--gc-threshold 0.5 has no effect: gradient compression is not implemented yet"),
+        ("--min-random-area 0.08", "--min-random-area 0.08 has no effect: only --random-resized-crop 1 uses it"),
+        (
+            "--max-random-ar 2 --random-resized-crop 0",
+            "--max-random-area 2 has no effect: only --random-resized-crop 1 uses it",
+        ),
+        ("--gc-type none --gc-th 2", "--gc-threshold 2 has no effect: gradient compression is not implemented yet"),
+    ],
+)
+def test_a_given_flag_without_effect_causes_a_warning(arguments: str, said: str) -> None:
+    assert warnings_about(PARSER.parse_args(shlex.split(arguments))) == [said]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "",
+        "--optimizer adam",
+        "--lr-step-epochs ''",
+        "--macrobatch-size 0",
+        "--lr-step-epochs 30,60 --lr-schedule step",
+        "--lr-step-epochs pow2 --lr-schedule step",
+        "--lr-step-epochs pow2 --lr-schedule poly",
+        "--macrobatch-size 64 --optimizer LBSGD",
+        "--min-random-area 0.08 --max-random-area 2 --random-resized-crop 1",
+        "--min-random-area 1 --max-random-area 1",
+    ],
+)
+def test_defaults_and_flags_with_an_effect_cause_no_warning(arguments: str) -> None:
+    assert warnings_about(PARSER.parse_args(shlex.split(arguments))) == []
+
+
+def test_each_warning_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    warn(PARSER.parse_args(["--gc-threshold", "0.5", "--macrobatch-size", "8", "--gc-threshold", "1"]))
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert [line.split()[0] for line in caplog.messages] == ["--macrobatch-size", "--gc-threshold"]
+    assert "--gc-threshold 1 has" in caplog.messages[1], "the last value counts"
+
+
+def test_echelon_train_warns_and_continues(caplog: pytest.LogCaptureFixture) -> None:
+    assert main(shlex.split("train --test-io 1 --lr-schedule cosine --lr-step-epochs 3 --disp-batches 40")) == 0
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warned == ["--lr-step-epochs 3 has no effect: --lr-schedule cosine has no steps"]
