@@ -1,4 +1,4 @@
-"""The MXNet side of test_recordio_mxnet.py: runs under its own interpreter, reads a JSON request, prints an answer."""
+"""The MXNet side of test_recordio_mxnet.py: runs in MXNet's interpreter, reads a JSON request, prints a reply."""
 
 import json
 import runpy
@@ -39,7 +39,7 @@ def unpack(mx: Any, request: dict[str, Any]) -> list[Any]:
 
 
 def iterate(mx: Any, request: dict[str, Any]) -> list[list[float]]:
-    """Return the label and mean of every image ImageRecordIter gives."""
+    """Return the label and mean of every image that ImageRecordIter yields."""
     batches = mx.io.ImageRecordIter(
         path_imgrec=request["rec"],
         path_imgidx=request["idx"],
@@ -51,7 +51,7 @@ def iterate(mx: Any, request: dict[str, Any]) -> list[list[float]]:
 
 
 def lists(mx: Any, request: dict[str, Any]) -> None:
-    """Run MXNet's im2rec --list, which imports OpenCV for packing but makes lists without it."""
+    """Run MXNet's im2rec --list, which imports OpenCV only for packing and writes lists without it."""
     sys.modules.setdefault("cv2", types.ModuleType("cv2"))
     sys.argv = ["im2rec.py", "--list", "--recursive", *request["arguments"]]
     runpy.run_path(f"{mx.__path__[0]}/tools/im2rec.py", run_name="__main__")

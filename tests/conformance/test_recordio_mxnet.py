@@ -1,6 +1,6 @@
-"""RecordIO and lists against MXNet 1.9.1 itself, both ways: what it writes is read here, and the other way round.
+"""RecordIO and lists compared with MXNet 1.9.1: each reads what the other writes.
 
-Needs its environment: .peers/mxnet, or another interpreter named by ECHELON_MXNET_PYTHON.
+Needs MXNet's environment: .peers/mxnet, or another interpreter named by ECHELON_MXNET_PYTHON.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def payloads() -> list[tuple[int, bytes]]:
     return [(5 * number + 2, payload) for number, payload in enumerate(made)]
 
 
-def test_both_write_the_same_bytes(tmp_path: Path) -> None:
+def test_both_write_identical_bytes(tmp_path: Path) -> None:
     theirs, ours = tmp_path / "theirs.rec", tmp_path / "ours.rec"
     packed = mxnet(
         "write",
@@ -69,7 +69,7 @@ def test_both_write_the_same_bytes(tmp_path: Path) -> None:
         assert [(key, bytes(reader.read(key))) for key in reader.keys.tolist()] == payloads()
 
 
-def test_mxnet_reads_what_is_written_here(tmp_path: Path) -> None:
+def test_mxnet_reads_files_written_by_echelon(tmp_path: Path) -> None:
     ours = tmp_path / "ours.rec"
     with IndexedWriter(ours) as writer:
         for key, payload in payloads():
@@ -90,7 +90,7 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def test_image_record_iter_reads_what_is_packed_here(photos: Path, tmp_path: Path) -> None:
+def test_image_record_iter_reads_files_packed_by_echelon(photos: Path, tmp_path: Path) -> None:
     entries = lists.list_folder(photos)
     rec = tmp_path / "x.rec"
     pack_list(entries, photos, rec, Encoding(".png", 6))
@@ -122,7 +122,7 @@ def test_image_record_iter_reads_restart_markers(photos: Path, tmp_path: Path) -
         (["--chunks", "5", "--train-ratio", ".6"], {"chunks": 5, "train_ratio": 0.6}),
     ],
 )
-def test_the_same_lists(photos: Path, tmp_path: Path, flags: list[str], options: dict[str, Any]) -> None:
+def test_both_write_identical_lists(photos: Path, tmp_path: Path, flags: list[str], options: dict[str, Any]) -> None:
     folder = tmp_path / "theirs"
     folder.mkdir()
     mxnet("lists", arguments=[*flags, str(folder / "x"), str(photos)])

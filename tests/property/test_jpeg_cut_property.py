@@ -1,4 +1,4 @@
-"""Cut JPEGs: whatever the image, its colours, its markers and the box, the pixels are those of the whole image."""
+"""Cut JPEGs have the pixels of the whole image, for any image, chroma subsampling, restart interval and box."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIDES = {"4:4:4": (8, 8), "4:2:2": (16, 8), "4:2:0": (16, 16), "grey": (8, 8)}
 
 @st.composite
 def jpegs(draw: st.DrawFn) -> tuple[bytes, int, int]:
-    """Noise, the hardest image to decode alike, with markers that divide a row of MCUs."""
+    """Noise, which shows every difference in decoding, with restart intervals that divide a row of MCUs."""
     colours = draw(st.sampled_from(sorted(SIDES)))
     width, height = draw(st.integers(1, 150)), draw(st.integers(1, 150))
     across = -(-width // SIDES[colours][0])
@@ -35,7 +35,7 @@ def jpegs(draw: st.DrawFn) -> tuple[bytes, int, int]:
 
 @st.composite
 def boxes(draw: st.DrawFn, width: int, height: int) -> tuple[int, int, int, int]:
-    """A box that has some of the image; it may reach beyond it, or end with a MCU, where a neighbour is missed most."""
+    """A box that overlaps the image. It may extend beyond it, or end at an MCU, where neighbours matter most."""
 
     def edge(low: int, high: int) -> int:
         number = draw(st.integers(low, high))
@@ -72,7 +72,7 @@ def test_shrunk_pixels_are_those_of_the_whole_image(data: st.DataObject) -> None
 
 
 @given(data=st.data())
-def test_a_cut_holds_the_box_and_no_more_than_whole_segments_around_it(data: st.DataObject) -> None:
+def test_a_cut_contains_the_box_and_only_whole_segments_around_it(data: st.DataObject) -> None:
     payload, width, height = data.draw(jpegs())
     box = data.draw(boxes(width, height))
     smaller = cut(payload, box)
@@ -88,7 +88,7 @@ def test_a_cut_holds_the_box_and_no_more_than_whole_segments_around_it(data: st.
 
 
 @given(data=st.data())
-def test_no_damage_makes_it_fail(data: st.DataObject) -> None:
+def test_damaged_files_never_raise(data: st.DataObject) -> None:
     payload = bytearray(data.draw(jpegs())[0])
     heads = [at for marker, at in segments(payload) if marker in (0xC0, 0xDA, 0xDD)]
     spots = [at + k for at in heads for k in range(19) if at + k < len(payload)]

@@ -1,4 +1,4 @@
-"""The order of samples, over any number of samples, workers, batches and epochs."""
+"""The order of samples, for any number of samples, workers, batches and epochs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def pairs(batch: BatchPlan) -> set[tuple[int, int]]:
 
 
 def loads(size: int, shardings: list[Sharding], seed: int, batch: int) -> list[Sampling]:
-    """A sampling for each worker that has any sample at all."""
+    """Return a Sampling for each worker that has at least one sample."""
     order = np.arange(size)
     return [Sampling(size, batch, seed, sharding=one) for one in shardings if len(one.positions(order))]
 
 
-@settings(deadline=None)  # two busy cores
+@settings(deadline=None)  # CI has two busy cores
 @given(SEEDS, EPOCHS, SIZES)
 def test_an_epoch_is_a_permutation(seed: int, epoch: int, size: int) -> None:
     assert sorted(permutation(seed, epoch, size)) == list(range(size))
@@ -64,8 +64,8 @@ def test_every_sample_once_over_unequal_shares(size: int, cuts: list[int], seed:
 
 @settings(deadline=None)
 @given(st.integers(1, 60), WORKERS, st.integers(1, 8), SEEDS)
-def test_workers_together_step_like_one(steps: int, workers: int, batch: int, seed: int) -> None:
-    """W workers with batches of B take what one worker with W x B takes, with the same counters, step by step."""
+def test_many_workers_together_use_the_samples_of_one(steps: int, workers: int, batch: int, seed: int) -> None:
+    """At each step, W workers with batches of B use the samples and counters of one worker with batches of W x B."""
     size = steps * workers * batch
     alone = epoch_of(Sampling(size, batch * workers, seed))
     parts = [epoch_of(Sampling(size, batch, seed, sharding=ByPart(rank, workers))) for rank in range(workers)]
@@ -75,7 +75,7 @@ def test_workers_together_step_like_one(steps: int, workers: int, batch: int, se
 
 @settings(deadline=None)
 @given(SIZES, st.integers(1, 40), SEEDS, st.integers(0, 30), st.sampled_from(["keep", "wrap"]))
-def test_going_on_from_any_state_gives_the_rest(size: int, batch: int, seed: int, skip: int, last: str) -> None:
+def test_resuming_from_any_state_gives_the_rest(size: int, batch: int, seed: int, skip: int, last: str) -> None:
     sampling = Sampling(size, batch, seed, last_batch=last)  # type: ignore[arg-type]
     whole = list(islice(sampling.batches(State()), skip + 5))
     state = whole[skip - 1].after if skip else State()
@@ -87,7 +87,7 @@ def test_going_on_from_any_state_gives_the_rest(size: int, batch: int, seed: int
 
 @settings(deadline=None)
 @given(SEEDS, EPOCHS, st.lists(st.integers(0, 2**40), min_size=1, max_size=20), st.integers(1, 30))
-def test_a_samples_numbers_depend_on_its_counter_alone(seed: int, epoch: int, counters: list[int], num: int) -> None:
+def test_random_numbers_depend_only_on_the_counter(seed: int, epoch: int, counters: list[int], num: int) -> None:
     together = uniforms(seed, epoch, np.array(counters), num)
     assert together.min() >= 0
     assert together.max() < 1
@@ -96,7 +96,7 @@ def test_a_samples_numbers_depend_on_its_counter_alone(seed: int, epoch: int, co
 
 
 def test_the_order_is_pinned() -> None:
-    """Another order in another version would make machines disagree, and checkpoints resume elsewhere."""
+    """If a version changed the order, machines would disagree, and checkpoints would resume at other samples."""
     assert permutation(7, 3, 12).tolist() == PINNED_ORDER
     assert uniforms(7, 3, np.array([5]), 3)[0].tolist() == PINNED_DRAWS
 
@@ -106,7 +106,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert len(orders) == 16
 
 
-def test_numbers_are_uniform_and_unrelated() -> None:
+def test_random_numbers_are_uniform_and_uncorrelated() -> None:
     draws = uniforms(1, 2, np.arange(20000), 4)
     assert np.abs(draws.mean(0) - 0.5).max() < 0.01
     assert np.abs(draws.std(0) - 12**-0.5).max() < 0.01
@@ -124,7 +124,7 @@ def test_the_last_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: ByPart(2, 2), "part 2 of 2"),
         (lambda: ByFraction(0.5, 0.5), "0.5 0.5"),
@@ -154,6 +154,6 @@ def test_the_last_batch() -> None:
         (lambda: Sampling(3, 1, last_batch="lose"), "'lose'"),
     ],
 )
-def test_what_cannot_be_is_refused(make: object, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_settings_are_rejected(make: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         make()  # type: ignore[operator]

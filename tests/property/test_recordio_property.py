@@ -1,4 +1,4 @@
-"""RecordIO over arbitrary bytes: what is written is read, and no damage is passed over in silence."""
+"""RecordIO with arbitrary bytes: records round-trip, and damage is always reported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from echelon.data.records import frame
 from echelon.data.records.image_header import Header, pack, unpack
 
 MAGIC = frame.MAGIC_BYTES
-# Pieces of the magic word, at every alignment, are what could confuse an encoder.
+# Pieces of the magic word at every alignment could confuse an encoder.
 PIECES = st.sampled_from([MAGIC, MAGIC, MAGIC[:1], MAGIC[1:], MAGIC[:3], b"\0", b"word"]) | st.binary(max_size=9)
 PAYLOADS = st.lists(PIECES, max_size=12).map(b"".join)
 FILES = st.lists(PAYLOADS, min_size=1, max_size=6)
@@ -49,9 +49,7 @@ def test_every_aligned_magic_word_is_a_head_and_every_record_is_found(payloads: 
 
 
 @given(FILES, st.data())
-def test_a_truncated_file_gives_whole_records_then_a_fault_at_the_cut_one(
-    payloads: list[bytes], draw: st.DataObject
-) -> None:
+def test_a_truncated_file_gives_whole_records_then_a_fault(payloads: list[bytes], draw: st.DataObject) -> None:
     frames = list(map(frame.encode, payloads))
     data = b"".join(frames)
     size = draw.draw(st.integers(0, len(data) - 1))
@@ -66,7 +64,7 @@ def test_a_truncated_file_gives_whole_records_then_a_fault_at_the_cut_one(
 
 
 @given(FILES, st.data())
-def test_a_changed_byte_leaves_the_records_before_it_alone(payloads: list[bytes], draw: st.DataObject) -> None:
+def test_a_changed_byte_does_not_affect_earlier_records(payloads: list[bytes], draw: st.DataObject) -> None:
     frames = list(map(frame.encode, payloads))
     data = bytearray(b"".join(frames))
     at = draw.draw(st.integers(0, len(data) - 1))
@@ -76,7 +74,7 @@ def test_a_changed_byte_leaves_the_records_before_it_alone(payloads: list[bytes]
     records, end = read_all(bytes(data))
     assert records[:untouched] == payloads[:untouched]
     assert end >= starts[untouched]
-    if at - starts[untouched] < 4:  # its magic word: certainly a fault, and exactly there
+    if at - starts[untouched] < 4:  # in the magic word: always a fault, at exactly this record
         assert (len(records), end) == (untouched, starts[untouched])
     offsets, fault = frame.scan(memoryview(data))
     assert len(offsets) == len(records)

@@ -1,4 +1,4 @@
-"""The loader's processes: the same batches as threads make, nothing left behind, and a death that is named."""
+"""Decode processes: identical batches, no processes left behind, and errors that name a killed process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from pipeline_images import NUM_RECORDS, jpeg, make_records, picture, write_records
+from sample_images import NUM_RECORDS, jpeg, make_records, picture, write_records
 from torch import Tensor
 
 from echelon.data.images.config import AugmentConfig
@@ -47,7 +47,7 @@ def loader(source: RecordSource | FolderSource, config: AugmentConfig = PLAIN, *
 
 
 def take(source: RecordSource | FolderSource, config: AugmentConfig = PLAIN, **options: object) -> list[list[Tensor]]:
-    """The batches of two epochs."""
+    """Return the batches of two epochs."""
     with loader(source, config, **options) as batches:
         return [list(batch) for _ in range(2) for batch in batches]
 
@@ -78,13 +78,13 @@ def assert_gone(numbers: list[int]) -> None:
         (EVERYTHING, {"threads": 1}),
     ],
 )
-def test_processes_do_not_change_a_bit(
+def test_processes_and_threads_give_identical_batches(
     records: RecordSource, config: AugmentConfig, options: dict[str, object]
 ) -> None:
     assert same(take(records, config, **options), take(records, config, **options | {"processes": False}))
 
 
-def test_folders_of_files_too(tmp_path: Path) -> None:
+def test_folders_of_images_are_decoded_in_processes(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         for number in range(3):
@@ -93,7 +93,7 @@ def test_folders_of_files_too(tmp_path: Path) -> None:
     assert same(take(source), take(source, processes=False))
 
 
-def test_several_labels_come_back_as_rows(tmp_path: Path) -> None:
+def test_several_labels_are_rows(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "pairs.rec") as writer:
         for number in range(4):
             writer.write(number, pack(Header([number, 0.5]), jpeg(picture(number))))
@@ -101,14 +101,14 @@ def test_several_labels_come_back_as_rows(tmp_path: Path) -> None:
     assert sorted(labels.tolist()) == [[0, 0.5], [1, 0.5], [2, 0.5], [3, 0.5]]
 
 
-def test_what_only_crops_starts_without_torch(records: RecordSource) -> None:
+def test_processes_that_only_crop_do_not_load_torch(records: RecordSource) -> None:
     with loader(records) as batches:
         next(iter(batches))
         for number in pids(batches):
             assert "libtorch" not in Path(f"/proc/{number}/maps").read_text()
 
 
-def test_a_batch_that_is_kept_is_never_overwritten_and_others_are_used_again(records: RecordSource) -> None:
+def test_kept_batches_are_never_overwritten_and_other_buffers_are_reused(records: RecordSource) -> None:
     with loader(records) as batches:
         kept = [(images, images.clone()) for _ in range(4) for images, _ in batches]
     assert all(torch.equal(now, then) for now, then in kept)
@@ -116,7 +116,7 @@ def test_a_batch_that_is_kept_is_never_overwritten_and_others_are_used_again(rec
         assert len({images.data_ptr() for _ in range(10) for images, _ in batches}) <= 5
 
 
-def test_memory_of_the_processes_is_flat(records: RecordSource) -> None:
+def test_memory_of_a_decode_process_does_not_grow(records: RecordSource) -> None:
     with Loader(records, AugmentConfig(shape=(3, 300, 300), random_crop=True), Sampling(NUM_RECORDS, 5),
                 threads=1, processes=True) as batches:  # fmt: skip
         process = psutil.Process(pids(batches)[0])
@@ -129,7 +129,7 @@ def test_memory_of_the_processes_is_flat(records: RecordSource) -> None:
         assert process.memory_info().rss - before < 16e6
 
 
-def test_closing_ends_them(records: RecordSource) -> None:
+def test_close_ends_the_processes(records: RecordSource) -> None:
     batches = loader(records)
     numbers = pids(batches)
     next(iter(batches))
@@ -138,7 +138,7 @@ def test_closing_ends_them(records: RecordSource) -> None:
     assert not any(psutil.pid_exists(number) for number in numbers)
 
 
-def test_a_dropped_loader_ends_them(records: RecordSource) -> None:
+def test_a_dropped_loader_ends_its_processes(records: RecordSource) -> None:
     batches = loader(records)
     numbers = pids(batches)
     next(iter(batches))
@@ -147,30 +147,30 @@ def test_a_dropped_loader_ends_them(records: RecordSource) -> None:
     assert_gone(numbers)
 
 
-def test_a_signal_to_the_whole_job_is_left_to_the_loader(records: RecordSource) -> None:
+def test_processes_ignore_signals_to_the_whole_job(records: RecordSource) -> None:
     with loader(records) as batches:
         iterator = iter(batches)
-        next(iterator)  # they are past their start
+        next(iterator)  # the processes have started
         for number in pids(batches):
             os.kill(number, signal.SIGTERM)
             os.kill(number, signal.SIGINT)
         assert len(list(iterator)) == len(batches) - 1
 
 
-def test_a_death_is_named_and_closes_the_loader(records: RecordSource) -> None:
+def test_a_killed_process_is_reported_and_closes_the_loader(records: RecordSource) -> None:
     batches = loader(records, threads=1)
     (number,) = pids(batches)
     next(iter(batches))
     batches.wait()
     os.kill(number, signal.SIGKILL)
-    said = rf"\(pid {number}\) ended by signal 9 while decoding one of the samples [\d, ]+; is there enough memory\?"
-    with pytest.raises(DataError, match=said):
+    message = rf"\(pid {number}\) ended by signal 9 while decoding one of the samples [\d, ]+; is there enough memory\?"
+    with pytest.raises(DataError, match=message):
         [list(batches) for _ in range(3)]
     with pytest.raises(UsageError, match="closed"):
         next(iter(batches))
 
 
-def test_they_end_with_a_loader_that_is_killed(records: RecordSource) -> None:
+def test_processes_end_when_the_loader_is_killed(records: RecordSource) -> None:
     program = (
         "import os, sys\n"
         "from echelon.data.images.config import AugmentConfig\n"
@@ -191,7 +191,7 @@ def test_they_end_with_a_loader_that_is_killed(records: RecordSource) -> None:
     assert_gone(numbers)
 
 
-def test_errors_have_their_places(tmp_path: Path) -> None:
+def test_errors_of_processes_name_file_record_and_byte(tmp_path: Path) -> None:
     payloads = [jpeg(picture(number)) for number in range(8)]
     payloads[4] = b"no image"
     source = RecordSource(write_records(tmp_path / "damaged.rec", payloads))
@@ -206,15 +206,13 @@ def test_errors_have_their_places(tmp_path: Path) -> None:
         assert batches.num_bad == 1
 
 
-def test_where_memory_cannot_be_attached_threads_do_the_work(
-    records: RecordSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_decode_if_memory_cannot_be_attached(records: RecordSource, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = take(records)
     monkeypatch.setattr(BufferPool, "descriptor", lambda pool, taken: "of another machine")
     assert same(take(records), expected)
 
 
-def test_many_images_get_processes_and_few_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_large_sets_use_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = RecordSource(write_records(tmp_path / "some.rec", [jpeg(picture(number)) for number in range(6)]))
     for many, count in ((6, 2), (7, 0)):
         monkeypatch.setattr(sources, "MANY", many)
@@ -224,7 +222,7 @@ def test_many_images_get_processes_and_few_do_not(tmp_path: Path, monkeypatch: p
             assert len(pids(batches)) == count
 
 
-def test_all_have_one_nursery_which_ends_with_the_last(records: RecordSource) -> None:
+def test_loaders_share_a_fork_server_which_ends_with_the_last_of_them(records: RecordSource) -> None:
     first, second = loader(records), loader(records)
     number = shared_fork_server().pid
     parents = {psutil.Process(process).ppid() for process in pids(first) + pids(second)}
@@ -236,7 +234,7 @@ def test_all_have_one_nursery_which_ends_with_the_last(records: RecordSource) ->
     assert_gone([number])
 
 
-def test_without_its_nursery_a_loader_goes_on_and_the_next_has_another(records: RecordSource) -> None:
+def test_a_loader_survives_its_fork_server_and_the_next_one_starts_another(records: RecordSource) -> None:
     with loader(records) as batches:
         iterator = iter(batches)
         next(iterator)
@@ -247,7 +245,7 @@ def test_without_its_nursery_a_loader_goes_on_and_the_next_has_another(records: 
             assert len(list(others)) == len(batches)
 
 
-def test_one_that_is_stuck_does_not_hold_up_closing(records: RecordSource) -> None:
+def test_close_kills_a_stuck_process(records: RecordSource) -> None:
     batches = loader(records, threads=1)
     (number,) = pids(batches)
     os.kill(number, signal.SIGSTOP)
@@ -255,7 +253,7 @@ def test_one_that_is_stuck_does_not_hold_up_closing(records: RecordSource) -> No
     assert_gone([number])
 
 
-def test_one_that_is_stuck_is_named_and_waited_for(
+def test_a_slow_process_is_reported_and_waited_for(
     records: RecordSource, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(decode_pool, "SLOW_S", 0.05)
@@ -275,7 +273,7 @@ def test_one_that_is_stuck_is_named_and_waited_for(
     assert f"a decode process (pid {number}) has been decoding samples " in caplog.messages[0]
 
 
-def test_a_source_is_read_from_where_it_was_opened(
+def test_relative_paths_are_resolved_where_the_source_was_opened(
     records: RecordSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -283,7 +281,7 @@ def test_a_source_is_read_from_where_it_was_opened(
         (tmp_path / folder / "class").mkdir(parents=True)
         (tmp_path / folder / "class" / "0.jpg").write_bytes(jpeg(picture(len(folder))))
     make_records(tmp_path / "one" / "some.rec", 3)
-    with loader(records):  # holds a nursery, which was started here
+    with loader(records):  # keeps the fork server alive, which was started in this folder
         found = []
         for folder in ("one", "other"):
             monkeypatch.chdir(tmp_path / folder)
@@ -296,18 +294,20 @@ def test_a_source_is_read_from_where_it_was_opened(
     assert not same(*found)
 
 
-def test_a_file_that_was_replaced_is_refused(tmp_path: Path) -> None:
+def test_a_file_replaced_after_opening_is_an_error(tmp_path: Path) -> None:
     source = RecordSource(make_records(tmp_path / "some.rec", 3))
     make_records(tmp_path / "new.rec", 3).replace(tmp_path / "some.rec")
     with pytest.raises(DataError, match=r"some\.rec changed after it was opened"):
         loader(source, sampling=Sampling(3, 3))
 
 
-def test_what_cannot_begin_says_why_at_once(records: RecordSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(process: DecodeProcess, order: bytes) -> bool:
+def test_an_error_during_setup_is_raised_by_the_constructor(
+    records: RecordSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(process: DecodeProcess, setup: bytes) -> bool:
         raise DataError("no")
 
-    monkeypatch.setattr(DecodeProcess, "set_up", refuse)
+    monkeypatch.setattr(DecodeProcess, "set_up", fail)
     parallel = torch.get_num_threads()
     with pytest.raises(DataError, match="no"):
         loader(records)
@@ -315,17 +315,17 @@ def test_what_cannot_begin_says_why_at_once(records: RecordSource, monkeypatch: 
 
 
 class Own(RecordSource):
-    """Of a module that another process cannot import."""
+    """A source in a module that another process cannot import."""
 
 
-def test_only_sources_of_our_own_go_to_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_builtin_sources_use_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MANY", 1)
     path = make_records(tmp_path / "some.rec", 3)
     assert sources.is_work_for_processes(RecordSource(path))
     assert not sources.is_work_for_processes(Own(path))
 
 
-def test_who_keeps_batches_keeps_no_files_open(records: RecordSource) -> None:
+def test_kept_batches_do_not_keep_files_open(records: RecordSource) -> None:
     with loader(records, sampling=Sampling(NUM_RECORDS, 1)) as batches:
         kept = [images for _ in range(2) for images, _ in batches]
         few = len(os.listdir("/proc/self/fd"))
@@ -334,7 +334,7 @@ def test_who_keeps_batches_keeps_no_files_open(records: RecordSource) -> None:
     assert len({images.data_ptr() for images in kept}) == len(kept)
 
 
-def test_a_fork_of_the_loader_neither_ends_nor_holds_them(records: RecordSource) -> None:
+def test_a_fork_of_the_loader_neither_ends_nor_keeps_the_processes(records: RecordSource) -> None:
     batches = loader(records)
     numbers = pids(batches)
     next(iter(batches))
@@ -342,7 +342,7 @@ def test_a_fork_of_the_loader_neither_ends_nor_holds_them(records: RecordSource)
     child = os.fork()
     if not child:
         os.close(let_go)
-        os.read(hold, 1)  # until the parent's end is closed
+        os.read(hold, 1)  # until the parent closes its end
         for process in batches._decoders.processes:
             process.close()
         os._exit(0)
@@ -354,7 +354,7 @@ def test_a_fork_of_the_loader_neither_ends_nor_holds_them(records: RecordSource)
     os.close(hold)
 
 
-def test_no_file_beside_the_program_stands_for_a_standard_one(records: RecordSource, tmp_path: Path) -> None:
+def test_files_on_the_path_do_not_shadow_standard_modules(records: RecordSource, tmp_path: Path) -> None:
     for name in ("random", "encodings", "select"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
     program = (

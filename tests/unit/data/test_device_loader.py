@@ -1,7 +1,7 @@
-"""Batches for a device: the bits of the CPU's, mirrored there; their memory is used again when copies of it are over.
+"""Batches for a device: the values of the CPU's batches, and memory that is reused only after copies are done.
 
-The device is the CPU, where nothing is copied; so copies are played here by objects that end when they are told to.
-Where there is a GPU, the same comparison runs on it.
+The device is the CPU, where nothing is copied, so the copies are simulated by objects that finish on request. If there
+is a GPU, the same comparison runs on it too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from pipeline_images import NUM_RECORDS, jpeg, make_records, picture
+from sample_images import NUM_RECORDS, jpeg, make_records, picture
 from torch import Tensor
 
 from echelon.data.images.config import AugmentConfig
@@ -70,7 +70,7 @@ def two_epochs(batches: Loader | DeviceLoader) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_devices_batches_are_the_cpus(records: RecordSource, name: str, device: str) -> None:
+def test_device_batches_equal_cpu_batches(records: RecordSource, name: str, device: str) -> None:
     config = CONFIGS[name]
     expected = two_epochs(Loader(records, config, SAMPLING, threads=2))
     for (images, labels), (floats, numbers) in zip(
@@ -80,14 +80,14 @@ def test_a_devices_batches_are_the_cpus(records: RecordSource, name: str, device
         assert torch.equal(labels, numbers)
 
 
-def test_a_smaller_type_is_rounded_once(files: FolderSource) -> None:
+def test_a_smaller_dtype_is_rounded_once(files: FolderSource) -> None:
     expected = two_epochs(Loader(files, CONFIGS["recoloured"], SAMPLING, threads=2))
     rounded = two_epochs(on_device(files, CONFIGS["recoloured"], dtype=torch.float16))
     assert all(torch.equal(x, y.half()) for (x, _), (y, _) in zip(rounded, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ["resized crop", "all"])
-def test_pixels_are_handed_out_unmirrored_beside_what_to_mirror(records: RecordSource, name: str) -> None:
+def test_raw_batches_are_not_mirrored_and_say_what_to_mirror(records: RecordSource, name: str) -> None:
     config = CONFIGS[name]
     straight = replace(config, random_mirror=False)
     with (
@@ -101,7 +101,7 @@ def test_pixels_are_handed_out_unmirrored_beside_what_to_mirror(records: RecordS
     assert 0 < int(mirrors.sum()) < NUM_RECORDS
 
 
-def test_only_the_images_that_are_named_are_mirrored() -> None:
+def test_only_the_marked_images_are_mirrored() -> None:
     images = torch.arange(2 * 3 * 4 * 3, dtype=torch.uint8).reshape(2, 3, 4, 3)
     some = mirrored(images, torch.tensor([False, True]))
     assert torch.equal(some[0], images[0])
@@ -110,16 +110,16 @@ def test_only_the_images_that_are_named_are_mirrored() -> None:
 
 
 class Copy:
-    """A copy that is over when somebody says so, or waits for it."""
+    """A simulated copy that is done when `done` is set, or when it is waited for."""
 
     def __init__(self) -> None:
-        self.over = self.waited_for = False
+        self.done = self.waited_for = False
 
     def query(self) -> bool:
-        return self.over
+        return self.done
 
     def synchronize(self) -> None:
-        self.over = self.waited_for = True
+        self.done = self.waited_for = True
 
 
 def take(pool: BufferPool) -> tuple[Tensor, int]:
@@ -127,24 +127,24 @@ def take(pool: BufferPool) -> tuple[Tensor, int]:
     return memory, memory.data_ptr()
 
 
-def test_memory_is_used_again_only_after_the_copy_is_over() -> None:
+def test_memory_is_reused_only_after_its_copy_is_done() -> None:
     pool, copies_in_flight, first, second = BufferPool((4, 3), np.uint8, 5), CopiesInFlight(3), Copy(), Copy()
     memory, place = take(pool)
     copies_in_flight.hold(memory[:2], first)
     del memory
     other, other_place = take(pool)
-    assert other_place != place, "the copy still reads the first"
+    assert other_place != place, "the copy still reads the first buffer"
     copies_in_flight.hold(other, second)
     del other
-    first.over = True
+    first.done = True
     third, third_place = take(pool)
-    assert third_place not in (place, other_place), "nobody has looked whether the copy is over"
+    assert third_place not in (place, other_place), "nothing has checked yet whether the copy is done"
     copies_in_flight.hold(third, Copy())
     assert take(pool)[1] == place
     assert not first.waited_for
 
 
-def test_with_too_many_copies_under_way_the_oldest_is_waited_for() -> None:
+def test_with_too_many_copies_in_flight_the_oldest_is_waited_for() -> None:
     copies_in_flight, copies = CopiesInFlight(2), [Copy() for _ in range(4)]
     for copy in copies:
         copies_in_flight.hold(torch.empty(1), copy)
@@ -154,7 +154,7 @@ def test_with_too_many_copies_under_way_the_oldest_is_waited_for() -> None:
 
 
 class LateCopy(Copy):
-    """Reads the memory only when it is waited for, and has no part in keeping it."""
+    """A simulated copy that reads the memory only when it is waited for, and does not keep it alive."""
 
     def __init__(self, memory: Tensor) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class LateCopy(Copy):
         self.intact = ctypes.string_at(self._place, self._size) == self._bytes
 
 
-def test_threads_write_into_few_buffers_and_never_into_one_that_is_being_copied(records: RecordSource) -> None:
+def test_threads_never_write_into_a_buffer_that_is_being_copied(records: RecordSource) -> None:
     copies_in_flight, copies, places = CopiesInFlight(2), [], set()
     with Loader(records, PLAIN, SAMPLING, threads=2, output="uint8") as batches:
         for _ in range(6):
@@ -182,7 +182,7 @@ def test_threads_write_into_few_buffers_and_never_into_one_that_is_being_copied(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpus_batches_are_made_in_pinned_memory_that_is_used_again(records: RecordSource) -> None:
+def test_batches_for_a_gpu_are_in_pinned_memory_that_is_reused(records: RecordSource) -> None:
     places = set()
     with Loader(records, PLAIN, SAMPLING, threads=2, output="uint8", pin_memory=True) as batches:
         for _ in range(6):
@@ -193,6 +193,6 @@ def test_a_gpus_batches_are_made_in_pinned_memory_that_is_used_again(records: Re
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_memory_cannot_be_pinned_for_no_gpu(records: RecordSource) -> None:
+def test_pinning_without_a_gpu_is_an_error(records: RecordSource) -> None:
     with pytest.raises(UsageError, match="needs a GPU, and this machine has none; leave pin_memory out"):
         Loader(records, PLAIN, SAMPLING, output="uint8", pin_memory=True)

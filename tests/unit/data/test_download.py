@@ -1,4 +1,4 @@
-"""Downloads over loopback: whole and checked, or no file and an error that says what to do."""
+"""Downloads over loopback: complete and checked, or no file and an error that says what to do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIGEST = hashlib.sha256(BODY).hexdigest()
 
 
 def packed(*names: str) -> bytes:
-    """A .tar.gz of folder/NAME for every name, all with the same bytes."""
+    """Return a .tar.gz of folder/NAME for every name, all with the same bytes."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w:gz") as tar:
         for name in names:
@@ -90,13 +90,13 @@ def url(server: HTTPServer, path: str) -> str:
 
 
 def files(folder: Path) -> list[str]:
-    """The files below a folder, and what is hidden there."""
+    """Return the files below a folder, including hidden ones."""
     found = (path for path in folder.rglob("*") if path.is_file() or path.name.startswith("."))
     return sorted(str(path.relative_to(folder)) for path in found)
 
 
 @pytest.mark.parametrize("path", ["/file", "/no-length"])
-def test_a_file_arrives_whole(server: HTTPServer, tmp_path: Path, path: str) -> None:
+def test_a_file_is_downloaded_completely(server: HTTPServer, tmp_path: Path, path: str) -> None:
     target = tmp_path / "file"
     target.write_bytes(b"old")
     fetch(url(server, path), target)
@@ -111,23 +111,25 @@ def test_a_file_arrives_whole(server: HTTPServer, tmp_path: Path, path: str) -> 
         ("/half", rf"received only {len(BODY) // 2} of {len(BODY)} bytes of http.*/half; nothing was kept, try again"),
     ],
 )
-def test_no_half_files(server: HTTPServer, tmp_path: Path, path: str, message: str) -> None:
+def test_a_failed_download_leaves_no_file(server: HTTPServer, tmp_path: Path, path: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         fetch(url(server, path), tmp_path / "file")
     assert files(tmp_path) == []
 
 
-def test_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_connection_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "*")
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # bound but not listening: the port refuses, and nobody else can take it
+        closed.bind(
+            ("127.0.0.1", 0)
+        )  # bound but not listening: connections are refused, and no other process can use the port
         port = closed.getsockname()[1]
         with pytest.raises(DataError, match=rf"cannot download http://127.0.0.1:{port}/x: Connection refused; ask Ann"):
             fetch(f"http://127.0.0.1:{port}/x", tmp_path / "x", "ask Ann")
     assert files(tmp_path) == []
 
 
-def test_impossible_requests(tmp_path: Path) -> None:
+def test_invalid_requests_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="http://"):
         fetch("file:///etc/hostname", tmp_path / "x")
     with pytest.raises(UsageError, match=r"cannot create the folder .*Not a directory; use another --data-dir"):
@@ -138,7 +140,7 @@ def test_impossible_requests(tmp_path: Path) -> None:
         find_published("imagenet")
 
 
-def test_a_set_arrives_unpacked_and_only_what_is_wrong_is_got_again(server: HTTPServer, tmp_path: Path) -> None:
+def test_a_set_is_unpacked_and_only_wrong_files_are_downloaded_again(server: HTTPServer, tmp_path: Path) -> None:
     wanted = [tmp_path / "data" / "set" / name for name in "abc"]
     mirror = url(server, "/set/")
     assert list(get(SET, tmp_path / "data", mirror)) == [(path, True) for path in wanted]
@@ -162,7 +164,7 @@ def test_a_set_arrives_unpacked_and_only_what_is_wrong_is_got_again(server: HTTP
         ("gone", 0, r"/gone/a.gz: the server responded 404 .*; get .*/set/a, or use a mirror: --mirror ADDRESS"),
     ],
 )
-def test_a_wrong_archive_leaves_what_was_there(
+def test_a_wrong_archive_leaves_the_old_files(
     server: HTTPServer, tmp_path: Path, kind: str, archive: int, message: str
 ) -> None:
     one = replace(SET, archives=SET.archives[archive : archive + 1])
@@ -175,7 +177,7 @@ def test_a_wrong_archive_leaves_what_was_there(
     assert files(tmp_path) == [f"set/{old.name}"]
 
 
-def test_the_command_says_what_failed_in_one_line(
+def test_the_command_reports_an_error_in_one_line(
     server: HTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["data", "get", "mnist", "--data-dir", str(tmp_path), "--mirror", url(server, "/mnist")]) == 2
@@ -186,24 +188,26 @@ def test_the_command_says_what_failed_in_one_line(
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize(("limit", "said"), [(1 << 17, "cannot download"), (len(BODY) // 2, "cannot unpack")])
-def test_a_full_disk_is_said_and_leaves_nothing(server: HTTPServer, tmp_path: Path, limit: int, said: str) -> None:
-    """The limit on the size of a file stands for a full disk: random bytes need more for the download, others after."""
-    mirror = url(server, "/mnist" if said == "cannot download" else "/set")
+@pytest.mark.parametrize(("limit", "message"), [(1 << 17, "cannot download"), (len(BODY) // 2, "cannot unpack")])
+def test_a_full_disk_is_reported_and_leaves_no_files(
+    server: HTTPServer, tmp_path: Path, limit: int, message: str
+) -> None:
+    """A limit on the file size simulates a full disk, during the download or while unpacking."""
+    mirror = url(server, "/mnist" if message == "cannot download" else "/set")
     code = (
         "import resource, sys; from pathlib import Path; from echelon.data.sets.published import *; "
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit})); archive = Archive(sys.argv[2], {{'a': ''}}); "
         "list(get(Published('set', '', 'set', (archive,)), Path('.'), sys.argv[1]))"
     )
-    archive = "train-images-idx3-ubyte.gz" if said == "cannot download" else "a.gz"
+    archive = "train-images-idx3-ubyte.gz" if message == "cannot download" else "a.gz"
     command = [sys.executable, "-c", code, mirror, archive]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert f"{said} {mirror}/{archive}" in done.stderr
+    assert f"{message} {mirror}/{archive}" in done.stderr
     assert "File too large; nothing was kept; free some space" in done.stderr
     assert files(tmp_path) == []
 
 
-def test_the_published_files_are_those_the_readers_look_for(tmp_path: Path) -> None:
+def test_published_file_names_match_the_formats(tmp_path: Path) -> None:
     layouts = {"mnist": "mnist (idx)", "fashion-mnist": "mnist (idx)", "cifar10": "cifar10 (binary)"}
     assert PUBLISHED.keys() == layouts.keys()
     for name, published in PUBLISHED.items():

@@ -1,4 +1,4 @@
-"""Cut JPEGs: what is cut, what is not, and that damage is seen."""
+"""Cutting JPEGs: which files are cut, which are not, and that damage is detected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import simplejpeg
 from numpy.typing import NDArray
-from pipeline_images import encoded, jpeg
+from sample_images import encoded, jpeg
 
 from echelon.data.images.decode import Decoder, inspect
 from echelon.data.images.jpeg_cut import cut
@@ -43,13 +43,13 @@ def test_whole_segments_around_the_box_are_kept(
     assert (smaller.left, smaller.top, smaller.width, smaller.height) == expected
 
 
-def test_a_margin_is_counted_in_mcus() -> None:
+def test_the_margin_is_in_mcus() -> None:
     smaller = cut(marked(1), MIDDLE, margin=1)
     assert smaller is not None
     assert (smaller.left, smaller.top, smaller.width, smaller.height) == (48, 16, 64, 64)
 
 
-def test_interpolated_colours_need_the_margin() -> None:
+def test_interpolated_chroma_needs_the_margin() -> None:
     payload = marked(1)
     whole = simplejpeg.decode_jpeg(payload)[32:64, 64:96]
     bare = cut(payload, MIDDLE)
@@ -59,24 +59,24 @@ def test_interpolated_colours_need_the_margin() -> None:
     assert np.array_equal(part.pixels[16:48, 16:48], whole)
 
 
-def test_bytes_after_the_image_do_not_matter() -> None:
+def test_bytes_after_the_image_are_ignored() -> None:
     payload = marked(2)
     smaller = cut(payload, MIDDLE)
     assert smaller is not None
     assert cut(payload + b"more" + payload, MIDDLE) == smaller
 
 
-def test_nothing_is_cut_where_little_would_be_saved() -> None:
+def test_nothing_is_cut_if_that_saves_little() -> None:
     assert cut(marked(1), (0, 0, 160, 96)) is None
     assert cut(marked(1), (4, 4, 156, 92)) is None
-    assert cut(marked(10), (0, 0, 20, 20)) is None  # the decoder stops below the box by itself
+    assert cut(marked(10), (0, 0, 20, 20)) is None  # the decoder stops below the box anyway
 
 
 @pytest.mark.parametrize(
     "payload",
     [
         jpeg(NOISE),
-        marked(3),  # ten MCUs a row
+        marked(3),  # ten MCUs per row
         marked(20),
         marked(2, progressive=True),
         marked(2)[:-2],
@@ -87,24 +87,24 @@ def test_nothing_is_cut_where_little_would_be_saved() -> None:
     ],
     ids=["no markers", "odd interval", "rows", "progressive", "no end", "head", "half", "wrong turn", "missing"],
 )
-def test_what_does_not_fit_is_left_alone(payload: bytes) -> None:
+def test_unusual_files_are_not_cut(payload: bytes) -> None:
     assert cut(payload, MIDDLE) is None
 
 
 def scans(payload: bytes) -> bytes:
-    """The same with a frame that says it has more components than its scan."""
+    """Return the JPEG with a frame header that states more components than its scan has."""
     at = payload.index(b"\xff\xda")
     return payload[: at + 4] + b"\x01" + payload[at + 5 :]
 
 
 def twelve_bits(payload: bytes) -> bytes:
-    """The same with a frame of twelve bits."""
+    """Return the JPEG with a frame header of twelve bits."""
     at = payload.index(b"\xff\xc0")
     return payload[:at] + b"\xff\xc1\x00\x11\x0c" + payload[at + 5 :]
 
 
 def no_blocks(payload: bytes) -> bytes:
-    """The same with a frame whose components have no blocks at all."""
+    """Return the JPEG with a frame header whose components have no blocks."""
     changed = bytearray(payload)
     at = payload.index(b"\xff\xc0") + 11
     changed[at : at + 9 : 3] = bytes(3)
@@ -112,12 +112,12 @@ def no_blocks(payload: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("change", [scans, twelve_bits, no_blocks])
-def test_other_kinds_of_jpeg_are_left_alone(change: Callable[[bytes], bytes]) -> None:
+def test_other_kinds_of_jpeg_are_not_cut(change: Callable[[bytes], bytes]) -> None:
     assert cut(change(marked(2)), MIDDLE) is None
 
 
 @pytest.mark.parametrize("lost", [1, 2, 500, 5000])
-def test_a_file_that_breaks_off_is_seen_though_the_box_is_whole(lost: int) -> None:
+def test_a_truncated_file_is_detected_even_if_the_box_is_complete(lost: int) -> None:
     payload = marked(2)[:-lost]
     with pytest.raises(DataError, match="Premature end"):
         Decoder(fast=True).decode_region(payload, inspect(payload), 1, MIDDLE)
@@ -125,7 +125,7 @@ def test_a_file_that_breaks_off_is_seen_though_the_box_is_whole(lost: int) -> No
 
 @pytest.mark.parametrize("fill", [0x00, 0x55, 0xFE])
 @pytest.mark.parametrize("fast", [True, False])
-def test_damage_inside_the_box_is_seen(fill: int, fast: bool) -> None:
+def test_damage_inside_the_box_is_detected(fill: int, fast: bool) -> None:
     payload = bytearray(marked(10))
     at = payload.index(b"\xff\xd1")
     payload[at + 2 : at + 400] = bytes([fill]) * 398

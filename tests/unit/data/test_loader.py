@@ -1,4 +1,4 @@
-"""The loader: the same batches whatever the threads, resumable anywhere, nothing left behind, errors with a place."""
+"""The loader: batches independent of threads, resuming, no threads left behind, and errors that name the record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from pipeline_images import NUM_RECORDS, encoded, jpeg, make_records, picture, write_records
+from sample_images import NUM_RECORDS, encoded, jpeg, make_records, picture, write_records
 from torch import Tensor
 
 from echelon.data.images.config import AugmentConfig
@@ -40,7 +40,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> RecordSource:
 
 @pytest.fixture(autouse=True)
 def no_thread_left() -> Iterator[None]:
-    """Every test here gives back all threads it started, and leaves torch's own parallelism as it was."""
+    """Check that every test ends all threads it started, and does not change torch's own parallelism."""
     before, parallel = set(threading.enumerate()), torch.get_num_threads()
     yield
     assert set(threading.enumerate()) <= before
@@ -53,7 +53,7 @@ def loader(source: RecordSource | FolderSource, batch: int = 5, **options: objec
 
 
 def take(source: RecordSource | FolderSource, count: int = 2, **options: object) -> list[tuple[Tensor, Tensor]]:
-    """The batches of some epochs."""
+    """Return the batches of some epochs."""
     with loader(source, **options) as batches:
         return [batch for _ in range(count) for batch in batches]
 
@@ -72,11 +72,11 @@ def test_a_batch_is_normalised_floats_and_class_numbers(records: RecordSource) -
 
 
 @pytest.mark.parametrize("options", [{"threads": 1, "prefetch": 1}, {"threads": 5, "prefetch": 4}])
-def test_threads_do_not_change_a_bit(records: RecordSource, options: dict[str, int]) -> None:
+def test_the_number_of_threads_does_not_change_batches(records: RecordSource, options: dict[str, int]) -> None:
     assert same(take(records), take(records, **options))
 
 
-def test_another_epoch_or_seed_is_another_order(records: RecordSource) -> None:
+def test_each_epoch_has_another_order(records: RecordSource) -> None:
     labels = [torch.cat([label for _, label in take(records, 2)[at : at + 5]]).tolist() for at in (0, 5)]
     assert sorted(labels[0]) == sorted(labels[1]) == list(range(NUM_RECORDS))
     assert labels[0] != labels[1]
@@ -90,7 +90,7 @@ def test_every_sample_once_over_all_workers(records: RecordSource) -> None:
     assert sorted(seen) == list(range(NUM_RECORDS))
 
 
-def test_a_sample_looks_the_same_whichever_worker_has_it(records: RecordSource) -> None:
+def test_a_sample_is_the_same_on_every_worker(records: RecordSource) -> None:
     alone = {int(y): x for images, labels in take(records, 1) for x, y in zip(images, labels, strict=True)}
     part = take(records, 1, sampling=Sampling(NUM_RECORDS, 4, seed=3, sharding=ByPart(1, 2)))
     for images, labels in part:
@@ -99,7 +99,7 @@ def test_a_sample_looks_the_same_whichever_worker_has_it(records: RecordSource) 
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5, 7])
-def test_going_on_in_mid_epoch_is_bit_identical(records: RecordSource, stop: int) -> None:
+def test_resuming_in_mid_epoch_is_bit_identical(records: RecordSource, stop: int) -> None:
     whole = take(records, 3)
     with loader(records) as batches:
         first = list(islice(_forever(batches), stop))
@@ -114,7 +114,7 @@ def _forever(batches: Loader) -> Iterator[tuple[Tensor, Tensor]]:
         yield from batches
 
 
-def test_the_state_counts_what_was_handed_out(records: RecordSource) -> None:
+def test_the_state_counts_yielded_samples(records: RecordSource) -> None:
     with loader(records) as batches:
         states = []
         for _ in batches:
@@ -131,20 +131,20 @@ def test_uint8_batches_are_the_same_pixels(records: RecordSource) -> None:
         assert torch.allclose(((pixels - mean) / scale).permute(0, 3, 1, 2), images, atol=1e-5)
 
 
-def test_a_batch_that_is_kept_is_never_overwritten(records: RecordSource) -> None:
+def test_a_kept_batch_of_the_loader_is_never_overwritten(records: RecordSource) -> None:
     with loader(records) as batches:
         kept = [(images, images.clone()) for _ in range(4) for images, _ in batches]
     assert all(torch.equal(now, then) for now, then in kept)
 
 
-def test_memory_of_dropped_batches_is_used_again(records: RecordSource) -> None:
+def test_memory_of_dropped_batches_is_reused(records: RecordSource) -> None:
     with loader(records) as batches:
         places = {images.data_ptr() for _ in range(10) for images, _ in batches}
     assert len(places) <= 5
 
 
-def test_memory_is_flat_over_a_ten_times_longer_run(records: RecordSource) -> None:
-    """Batches of 5.5 MB each: holding on to a fiftieth of them would show."""
+def test_memory_does_not_grow_over_a_ten_times_longer_run(records: RecordSource) -> None:
+    """Each batch has 5.5 MB, so keeping a fiftieth of them would be noticed."""
     config = AugmentConfig(shape=(3, 300, 300), random_crop=True)
     with Loader(records, config, Sampling(NUM_RECORDS, 5), threads=2) as batches:
         process = psutil.Process()
@@ -158,7 +158,7 @@ def test_memory_is_flat_over_a_ten_times_longer_run(records: RecordSource) -> No
         assert process.memory_info().rss - before < 16e6
 
 
-def test_only_the_loaders_threads_give_up_torchs_parallelism(records: RecordSource) -> None:
+def test_only_the_loaders_threads_disable_torchs_parallelism(records: RecordSource) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -170,7 +170,7 @@ def test_only_the_loaders_threads_give_up_torchs_parallelism(records: RecordSour
         torch.set_num_threads(before)
 
 
-def test_closing_in_mid_epoch_ends_the_threads(records: RecordSource) -> None:
+def test_close_in_mid_epoch_ends_the_threads(records: RecordSource) -> None:
     batches = loader(records)
     next(iter(batches))
     assert [thread for thread in threading.enumerate() if thread.name.startswith("echelon-data")]
@@ -191,7 +191,7 @@ def test_a_dropped_loader_ends_its_threads(records: RecordSource) -> None:
         thread.join(20)
 
 
-def test_an_error_of_the_consumer_ends_the_threads(records: RecordSource) -> None:
+def test_an_error_in_the_consumer_ends_the_threads(records: RecordSource) -> None:
     def consume() -> None:
         with loader(records) as batches:
             for images, _ in batches:
@@ -203,7 +203,7 @@ def test_an_error_of_the_consumer_ends_the_threads(records: RecordSource) -> Non
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> RecordSource:
-    """Records 4 and 9 are no images, the end of 11 is cut off."""
+    """Records 4 and 9 are not images, and record 11 is truncated."""
     payloads = [jpeg(picture(number)) for number in range(14)]
     payloads[4], payloads[9], payloads[11] = b"no image", b"", payloads[11][:100]
     return RecordSource(write_records(tmp_path / "damaged.rec", payloads))
@@ -237,14 +237,14 @@ def _offsets(source: RecordSource) -> list[int]:
     return [int(source.where(number).rsplit(" ", 1)[1]) for number in (4, 9, 11)]
 
 
-def test_a_batch_of_bad_records_is_no_batch(tmp_path: Path) -> None:
+def test_a_batch_of_bad_records_is_left_out(tmp_path: Path) -> None:
     source = RecordSource(write_records(tmp_path / "bad.rec", [b"no", b"no", jpeg(picture(1))]))
     sampling = Sampling(3, 2, shuffle=False)
     assert [labels.tolist() for _, labels in take(source, 1, sampling=sampling, skip_bad_records=True)] == [[2]]
 
 
 @pytest.mark.parametrize("options", [{"num_batches": 4}, {"last_batch": "wrap"}])
-def test_where_batches_are_full_the_next_good_record_takes_a_bad_ones_place(
+def test_in_full_batches_the_next_good_record_replaces_a_bad_one(
     damaged: RecordSource, options: dict[str, Any]
 ) -> None:
     sampling = Sampling(14, 4, shuffle=False, **options)
@@ -259,8 +259,8 @@ def test_where_batches_are_full_the_next_good_record_takes_a_bad_ones_place(
             assert all(not torch.equal(image, other) for other, its in zip(images, labels, strict=True) if its != label)
 
 
-def test_who_takes_a_place_brings_its_mirror_along(damaged: RecordSource) -> None:
-    """As bytes with the mirror still to do, and as floats, batches with stand-ins are the same."""
+def test_a_replacement_is_mirrored_as_the_original(damaged: RecordSource) -> None:
+    """Batches with replacements are the same as floats and as bytes that are mirrored later."""
     options: dict[str, Any] = {"sampling": Sampling(14, 7, seed=4, num_batches=2), "skip_bad_records": True}
     bytes_, floats = take(damaged, 3, output="uint8", **options), take(damaged, 3, **options)
     scale, mean = torch.tensor(CONFIG.rgb_std), torch.tensor(CONFIG.rgb_mean)
@@ -270,7 +270,7 @@ def test_who_takes_a_place_brings_its_mirror_along(damaged: RecordSource) -> Non
 
 
 @pytest.mark.parametrize("bad", [(0, 1), (2, 3), (4, 5)])
-def test_for_a_batch_without_a_good_record_the_next_comes_twice(tmp_path: Path, bad: tuple[int, int]) -> None:
+def test_a_batch_without_a_good_record_is_replaced_by_the_next(tmp_path: Path, bad: tuple[int, int]) -> None:
     payloads = [b"no" if number in bad else jpeg(picture(number)) for number in range(6)]
     source = RecordSource(write_records(tmp_path / "bad.rec", payloads))
     options: dict[str, Any] = {"sampling": Sampling(6, 2, shuffle=False, num_batches=3), "skip_bad_records": True}
@@ -281,19 +281,19 @@ def test_for_a_batch_without_a_good_record_the_next_comes_twice(tmp_path: Path, 
     assert sorted({int(label) for _, labels in batches[:3] for label in labels}) == sorted({*range(6)} - {*bad})
     first_state = State(0, bad[0])
     assert same(batches[lost:4], take(source, 2, state=first_state, **options)[: 4 - lost]), (
-        "and so it does after a stop"
+        "the same happens after resuming"
     )
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_where_nothing_can_be_read_skipping_is_no_way_out(tmp_path: Path, full: bool) -> None:
+def test_skipping_fails_if_no_record_can_be_read(tmp_path: Path, full: bool) -> None:
     source = RecordSource(write_records(tmp_path / "bad.rec", [b"no"] * 5))
     sampling = Sampling(5, 2, shuffle=False, num_batches=2 if full else None)
     with pytest.raises(DataError, match=r"no record .* can be read; one of them: .*bad\.rec: record 0 at byte 0: 2 b"):
         take(source, 1, sampling=sampling, skip_bad_records=True)
 
 
-def test_a_file_that_breaks_off(tmp_path: Path) -> None:
+def test_a_truncated_file(tmp_path: Path) -> None:
     path = make_records(tmp_path / "short.rec", 6)
     path.with_suffix(".idx").unlink()
     path.write_bytes(path.read_bytes()[:-200])
@@ -319,7 +319,7 @@ def labelled(path: Path, labels: list[list[float]]) -> RecordSource:
     return RecordSource(path)
 
 
-def test_several_labels_are_rows_and_a_list_of_one_is_one(tmp_path: Path) -> None:
+def test_several_labels_are_rows_and_a_list_of_one_is_a_class(tmp_path: Path) -> None:
     all_at_once = Sampling(4, 4, shuffle=False)
     pairs = labelled(tmp_path / "pairs.rec", [[number, 0.5] for number in range(4)])
     assert take(pairs, 1, sampling=all_at_once)[0][1].tolist() == [[0, 0.5], [1, 0.5], [2, 0.5], [3, 0.5]]
@@ -328,14 +328,14 @@ def test_several_labels_are_rows_and_a_list_of_one_is_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("label", [0.5, 1e30, float("inf"), float("nan")])
-def test_labels_that_are_no_class_numbers(tmp_path: Path, label: float) -> None:
-    told = rf"wrong\.rec: record \d at byte \d+: its label {re.escape(f'{label:g}')} is not a class number"
-    with pytest.raises(DataError, match=told):
+def test_labels_that_are_not_class_numbers(tmp_path: Path, label: float) -> None:
+    message = rf"wrong\.rec: record \d at byte \d+: its label {re.escape(f'{label:g}')} is not a class number"
+    with pytest.raises(DataError, match=message):
         take(labelled(tmp_path / "wrong.rec", [[label]] * 4), 1)
 
 
 @pytest.mark.parametrize("label", [[0.5], [-1], [4], [float("nan")], [1, 2]])
-def test_where_classes_are_known_every_record_has_one(tmp_path: Path, label: list[float]) -> None:
+def test_labels_are_checked_if_num_classes_is_known(tmp_path: Path, label: list[float]) -> None:
     source = labelled(tmp_path / "some.rec", [[0], [1], label, [3]])
     source.num_classes = 4
     assert source.read(1).label == 1
@@ -343,7 +343,7 @@ def test_where_classes_are_known_every_record_has_one(tmp_path: Path, label: lis
         source.read(2)
 
 
-def test_labels_of_different_numbers(tmp_path: Path) -> None:
+def test_different_numbers_of_labels_in_a_batch(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"different numbers of labels: \[1, 2\]"):
         take(labelled(tmp_path / "mixed.rec", [[1, 2], [1]]), 1)
 
@@ -364,13 +364,13 @@ def test_measure_io_yields_the_speed_every_few_batches_and_at_the_end(records: R
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"threads": 0}, "threads 0, prefetch 2"),
         ({"output": "float64"}, "'float64'"),
         ({"sampling": Sampling(7, 2)}, "23 samples, but the sampling is for 7"),
     ],
 )
-def test_what_cannot_be_is_refused(records: RecordSource, options: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_settings_are_rejected(records: RecordSource, options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         loader(records, **options)

@@ -1,4 +1,4 @@
-"""Augmentation: each setting does what it says, and nothing else changes."""
+"""Augmentation: each setting has its effect, and does not change anything else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
-from pipeline_images import encoded, jpeg, picture
+from sample_images import encoded, jpeg, picture
 
 from echelon.data.images.augment import Augmenter, Normaliser, resize
 from echelon.data.images.colour import recolour
@@ -28,7 +28,7 @@ MIDDLE = [0.5] * 80
 
 
 def draws(**lanes: float) -> list[float]:
-    """The middle of every range but for the lanes named."""
+    """Return draws in the middle of every range, except the given ones."""
     numbers = list(MIDDLE)
     for name, value in lanes.items():
         numbers[Draw[name.upper()]] = value
@@ -39,11 +39,11 @@ def augmented(config: AugmentConfig, numbers: list[float]) -> NDArray[np.uint8]:
     return Augmenter(config).augment(PICTURE, numbers)
 
 
-def test_without_settings_it_is_the_centre_crop() -> None:
+def test_the_default_is_a_centre_crop() -> None:
     assert np.array_equal(augmented(PLAIN, MIDDLE), PICTURE[18:42, 24:56])
 
 
-def test_a_random_crop_reaches_every_place() -> None:
+def test_a_random_crop_reaches_every_position() -> None:
     config = replace(PLAIN, random_crop=True)
     assert np.array_equal(augmented(config, draws(crop_x=0, crop_y=0)), PICTURE[:24, :32])
     assert np.array_equal(augmented(config, draws(crop_x=0.9999, crop_y=0.9999)), PICTURE[-24:, -32:])
@@ -63,9 +63,9 @@ def test_padding_is_filled() -> None:
     assert (pixels[:, -4:] == 9).all()
 
 
-def test_resize_is_of_the_shorter_edge() -> None:
+def test_resize_sets_the_shorter_edge() -> None:
     geometry = plan(60, 80, replace(PLAIN, resize=30), MIDDLE)
-    assert geometry.box == (8, 6, 72, 54)  # the middle 32x24 of 40x30, in the source's pixels
+    assert geometry.box == (8, 6, 72, 54)  # the centre 32x24 of 40x30, in pixels of the source
 
 
 def test_a_small_image_is_enlarged() -> None:
@@ -85,19 +85,19 @@ def test_crop_sizes_are_squares() -> None:
     assert plan(60, 80, config, draws(crop_size=0.9999)).box == (30, 20, 50, 40)
 
 
-def test_aspect_changes_one_edge_against_the_other() -> None:
+def test_aspect_ratio_changes_one_edge_against_the_other() -> None:
     left, top, right, bottom = plan(60, 80, replace(PLAIN, max_random_aspect_ratio=0.25), draws(ratio=1)).box
     assert (right - left) / (bottom - top) == pytest.approx(32 / 24 * 1.25)
 
 
-def test_a_quarter_turn_is_a_quarter_turn() -> None:
+def test_a_rotation_by_90_degrees_is_exact() -> None:
     square = np.ascontiguousarray(PICTURE[:60, :60])
     config = AugmentConfig(shape=(3, 60, 60), max_random_rotate_angle=90)
     turned = Augmenter(config).augment(square, draws(angle=0.9999))
     assert np.abs(turned - np.rot90(square).astype(int)).max() <= 1
 
 
-def test_corners_of_a_turned_image_are_filled() -> None:
+def test_corners_of_a_rotated_image_are_filled() -> None:
     config = AugmentConfig(shape=(3, 60, 80), max_random_rotate_angle=20, fill_value=200)
     pixels = augmented(config, draws(angle=0))
     assert (pixels[0, -1] == 200).all()
@@ -122,7 +122,7 @@ def test_a_warped_image_is_padded_with_the_fill_value(
     assert pixels.sum() == pixels[4:-4, 4:-4].sum() > 0
 
 
-def test_a_crop_shows_its_part_of_the_padding() -> None:
+def test_a_crop_contains_its_part_of_the_padding() -> None:
     white = np.full((32, 32, 3), 250, np.uint8)
     config = AugmentConfig(shape=(3, 20, 20), pad_size=4, fill_value=0, max_random_rotate_angle=45, random_crop=True)
     pixels = Augmenter(config).augment(white, draws(angle=0.9999, crop_x=0, crop_y=0.9999))
@@ -130,13 +130,13 @@ def test_a_crop_shows_its_part_of_the_padding() -> None:
     assert (pixels[-5, 4:] > 0).any()
 
 
-def test_without_an_area_or_aspect_to_choose_the_middle_is_cropped() -> None:
+def test_without_an_area_or_aspect_to_choose_the_centre_is_cropped() -> None:
     config = replace(PLAIN, random_resized_crop=True)
     numbers = [0.9] * num_draws(config)
     assert plan(60, 80, config, numbers).box == plan(60, 80, PLAIN, numbers).box
 
 
-def test_where_no_area_fits_the_middle_is_cropped() -> None:
+def test_if_no_area_fits_the_centre_is_cropped() -> None:
     config = replace(PLAIN, random_resized_crop=True, min_random_area=5.0, max_random_area=6.0)
     numbers = [0.9] * num_draws(config)
     assert plan(60, 80, config, numbers).box == plan(60, 80, PLAIN, numbers).box
@@ -159,7 +159,7 @@ def test_a_random_resized_crop_is_inside_and_of_the_right_area(
     assert bottom <= height + 1e-9
 
 
-def test_switching_one_thing_on_leaves_the_others() -> None:
+def test_enabling_one_augmentation_does_not_change_the_others() -> None:
     crop = replace(PLAIN, random_crop=True)
     numbers = uniforms(5, 1, np.arange(1), num_draws(crop))[0].tolist()
     both = replace(crop, random_mirror=True, brightness=0.5)
@@ -169,9 +169,7 @@ def test_switching_one_thing_on_leaves_the_others() -> None:
 @pytest.mark.parametrize(
     ("box", "expected"), [((0, 0, 32, 24), 1), ((0, 0, 63, 48), 1), ((0, 0, 64, 48), 2), ((0, 0, 640, 480), 8)]
 )
-def test_a_source_shrinks_only_as_far_as_it_is_sampled_downwards(
-    box: tuple[float, float, float, float], expected: int
-) -> None:
+def test_a_source_is_never_shrunk_below_the_output_size(box: tuple[float, float, float, float], expected: int) -> None:
     assert Geometry(box).shrink(24, 32) == expected
 
 
@@ -192,7 +190,7 @@ def test_resizing_agrees_with_pillow() -> None:
         assert resize(PICTURE[..., :1], size).shape == (*size, 1)
 
 
-def test_normalising_is_mean_and_std() -> None:
+def test_normalising_subtracts_mean_and_divides_by_std() -> None:
     config = AugmentConfig(shape=(3, 60, 80), rgb_mean=(1, 2, 3), rgb_std=(4, 5, 6))
     out = np.empty((3, 60, 80), np.float32)
     Normaliser(config).into(out, PICTURE[:, ::-1])
@@ -210,10 +208,10 @@ def test_brightness_contrast_saturation() -> None:
     assert flat[0, 0, 0] == pytest.approx((PICTURE @ (0.299, 0.587, 0.114)).mean(), abs=1)
 
 
-def test_jitters_together_are_the_jitters_one_after_another() -> None:
+def test_combined_jitters_equal_the_single_ones_in_sequence() -> None:
     config = replace(PLAIN, brightness=0.4, contrast=0.4, saturation=0.4)
     numbers = draws(brightness=0.3, contrast=0.2, saturation=0.1)
-    one_by_one = np.clip(PICTURE, 60, 190)  # far enough from 0 and 255 that nothing is clamped on the way
+    one_by_one = np.clip(PICTURE, 60, 190)  # far enough from 0 and 255 that nothing is clamped in between
     together = recolour(one_by_one, config, numbers).astype(int)
     for name in ("saturation", "contrast", "brightness"):
         one_by_one = recolour(one_by_one, replace(PLAIN, **{name: 0.4}), numbers)
@@ -234,21 +232,21 @@ def test_jitters_together_are_the_jitters_one_after_another() -> None:
     ],
     ids=lambda settings_: " ".join(settings_),
 )
-def test_a_jpeg_that_is_cut_gives_the_same_image(settings_: dict[str, object], fast: bool) -> None:
+def test_a_cut_jpeg_gives_the_same_image(settings_: dict[str, object], fast: bool) -> None:
     config = replace(PLAIN, **settings_)  # type: ignore[arg-type]
     pixels = picture(5, 300, 400)
     plain, marked = (encoded(pixels, "JPEG", quality=90, restart_marker_blocks=interval) for interval in (0, 5))
     for numbers in uniforms(1, 1, np.arange(20), num_draws(config)).tolist():
         expected = Augmenter(config, fast).augment(plain, numbers).astype(int)
         got = Augmenter(config, fast).augment(marked, numbers)
-        # A rotation's coordinates are rounded elsewhere when they count from the part.
+        # The coordinates of a rotation are rounded differently when they are relative to the region.
         assert np.abs(got - expected).max() <= (1 if "max_random_rotate_angle" in settings_ else 0)
 
 
 def test_hue_lightness_saturation() -> None:
     config = replace(PLAIN, max_random_h=60, max_random_l=50, max_random_s=50)
     same = recolour(PICTURE, config, MIDDLE).astype(int)
-    assert np.abs(same - PICTURE).max() <= 1  # in the middle of the range nothing is shifted: there and back
+    assert np.abs(same - PICTURE).max() <= 1  # in the middle of the range nothing is shifted, only converted and back
     numbers = list(MIDDLE)
     numbers[Draw.HLS] = numbers[Draw.HLS + 1] = 1.0
     red = np.full((1, 1, 3), (200, 40, 40), np.uint8)
@@ -270,8 +268,10 @@ def test_hues_are_those_of_the_standard_library() -> None:
         assert after.tolist() == pytest.approx([255 * one for one in colorsys.hls_to_rgb(*held)], abs=0.51)
 
 
-def test_hues_are_shifted_as_if_jitters_had_been_done_before() -> None:
-    grey = np.repeat(np.arange(256, dtype=np.uint8), 3).reshape(16, 16, 3)  # where a rounding error makes a hue
+def test_hues_are_shifted_after_the_jitters() -> None:
+    grey = np.repeat(np.arange(256, dtype=np.uint8), 3).reshape(
+        16, 16, 3
+    )  # greys, where a rounding error would create a hue
     jitter = replace(PLAIN, brightness=0.4, contrast=0.4, saturation=0.4)
     shift = {"max_random_h": 60, "max_random_l": 60, "max_random_s": 200}
     numbers = uniforms(1, 1, np.arange(1), Draw.TRIES)[0].tolist()
@@ -280,7 +280,7 @@ def test_hues_are_shifted_as_if_jitters_had_been_done_before() -> None:
         assert np.array_equal(together, recolour(recolour(pixels, jitter, numbers), replace(PLAIN, **shift), numbers))
 
 
-def test_pca_noise_moves_all_pixels_alike() -> None:
+def test_pca_noise_shifts_all_pixels_equally() -> None:
     numbers = uniforms(1, 1, np.arange(1), Draw.TRIES)[0].tolist()
     middling = np.clip(PICTURE, 60, 190)
     moved = recolour(middling, replace(PLAIN, pca_noise=1.0), numbers).astype(int) - middling
@@ -289,7 +289,7 @@ def test_pca_noise_moves_all_pixels_alike() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings_", "said"),
+    ("settings_", "message"),
     [
         ({"random_resized_crop": True, "random_crop": True}, "cannot be combined with random_crop"),
         ({"random_resized_crop": True, "min_random_scale": 0.5}, "cannot be combined with min_random_scale"),
@@ -311,11 +311,11 @@ def test_pca_noise_moves_all_pixels_alike() -> None:
         ({"fill_value": 256}, "256"),
     ],
 )
-def test_settings_that_contradict_each_other(settings_: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_settings_that_contradict_each_other(settings_: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         AugmentConfig(**settings_)  # type: ignore[arg-type]
 
 
-def test_validation_has_nothing_random() -> None:
+def test_validation_is_not_random() -> None:
     config = AugmentConfig(shape=(3, 8, 8), random_crop=True, pad_size=4, resize=9, rgb_mean=(1, 2, 3))
     assert config.for_validation() == AugmentConfig(shape=(3, 8, 8), rgb_mean=(1, 2, 3))

@@ -1,4 +1,4 @@
-"""Sets kept decoded: the same bits as the pipeline's, on the CPU and as they would be on a device; datasets by name."""
+"""Sets decoded into memory give the same bits as the loader, on the CPU and on a device; data sets by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pipeline_images import encoded, jpeg, make_records, picture, write_records
+from sample_images import encoded, jpeg, make_records, picture, write_records
 
 from digits import load_float_digits
 from echelon.data.images.config import AugmentConfig
@@ -45,35 +45,35 @@ def same(some: Batches, other: Batches) -> bool:
 
 
 @pytest.mark.parametrize("config", [CONFIG, CONFIG.for_validation(), replace(CONFIG, shape=(3, 32, 32))])
-def test_whole_batches_have_the_bits_of_single_images(config: AugmentConfig) -> None:
+def test_memory_loader_and_loader_give_identical_batches(config: AugmentConfig) -> None:
     assert same(MemoryLoader(SOURCE, config, SAMPLING), Loader(SOURCE, config, SAMPLING, threads=2))
 
 
-def test_on_a_device_they_are_the_same() -> None:
+def test_device_memory_loader_gives_identical_batches() -> None:
     assert same(MemoryLoader(SOURCE, CONFIG, SAMPLING), DeviceMemoryLoader(SOURCE, CONFIG, SAMPLING, "cpu"))
 
 
-def test_device_batches_are_channels_last_and_of_any_type() -> None:
+def test_device_batches_are_channels_last_and_of_any_dtype() -> None:
     images, labels = epochs(DeviceMemoryLoader(SOURCE, CONFIG, SAMPLING, "cpu", torch.float16))[0]
     assert images.dtype == torch.float16
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert labels.dtype == torch.int64
 
 
-def test_bytes_brought_over_are_normalised_there() -> None:
+def test_device_loader_normalises_on_the_device() -> None:
     config = replace(CONFIG, brightness=0.2)
     brought = DeviceLoader(Loader(SOURCE, config, SAMPLING, threads=2, output="uint8"), config, "cpu")
     assert same(brought, Loader(SOURCE, config, SAMPLING, threads=2))
 
 
-def test_a_batch_ahead_does_not_count_as_handed_out() -> None:
+def test_the_state_does_not_count_the_batch_ahead() -> None:
     with DeviceLoader(Loader(SOURCE, CONFIG, SAMPLING, threads=1, output="uint8"), CONFIG, "cpu") as batches:
         states = [batches.state for _ in batches]
     assert states == [State(0, 8), State(0, 16), State(0, 24), State(0, 32), State(1, 0)]
 
 
 @pytest.mark.parametrize("make", [MemoryLoader, lambda *given, **named: DeviceMemoryLoader(*given, "cpu", **named)])
-def test_going_on_in_mid_epoch(make: type[MemoryLoader]) -> None:
+def test_resuming_in_mid_epoch(make: type[MemoryLoader]) -> None:
     whole = epochs(make(SOURCE, CONFIG, SAMPLING))
     first = make(SOURCE, CONFIG, SAMPLING)
     for index, _ in enumerate(first):
@@ -83,12 +83,12 @@ def test_going_on_in_mid_epoch(make: type[MemoryLoader]) -> None:
     assert all(torch.equal(x, u) for (x, _), (u, _) in zip(whole[3:], rest, strict=False))
 
 
-def test_a_kept_batch_is_never_overwritten() -> None:
+def test_a_kept_batch_of_the_memory_loader_is_never_overwritten() -> None:
     kept = [(images, images.clone()) for images, _ in epochs(MemoryLoader(SOURCE, CONFIG, SAMPLING), 4)]
     assert all(torch.equal(now, then) for now, then in kept)
 
 
-def test_records_of_one_size_can_be_kept_decoded(tmp_path: Path) -> None:
+def test_records_of_one_size_can_be_decoded_into_memory(tmp_path: Path) -> None:
     payloads = [encoded(IMAGES[number], "PNG") for number in range(12)]
     source = MemorySource.from_source(RecordSource(write_records(tmp_path / "small.rec", payloads)), threads=3)
     assert np.array_equal(source.images, IMAGES[:12])
@@ -98,7 +98,7 @@ def test_records_of_one_size_can_be_kept_decoded(tmp_path: Path) -> None:
         MemorySource.from_source(RecordSource(write_records(tmp_path / "mixed.rec", mixed)))
 
 
-def test_what_memory_cannot_do_goes_through_the_pipeline() -> None:
+def test_make_loader_uses_loader_for_other_augmentations() -> None:
     assert isinstance(make_loader(SOURCE, CONFIG, SAMPLING), MemoryLoader)
     for config in (replace(CONFIG, max_random_h=9), replace(CONFIG, shape=(3, 64, 64)), replace(CONFIG, resize=20)):
         with pytest.raises(UsageError, match=r"use Loader"):
@@ -108,7 +108,7 @@ def test_what_memory_cannot_do_goes_through_the_pipeline() -> None:
         assert epochs(other, 1)[0][0].shape[1:] == config.shape
 
 
-def test_digits_have_the_floats_they_always_had() -> None:
+def test_digits_have_fixed_float_values() -> None:
     digits = open_dataset("digits")
     (images, labels), (held_out, _) = load_float_digits()
     batch = next(iter(make_loader(digits.train, digits.augment, Sampling(len(images), len(images), shuffle=False))))
@@ -198,7 +198,7 @@ def test_synthetic_batches_repeat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         (
             "mnist",
@@ -210,8 +210,8 @@ def test_synthetic_batches_repeat() -> None:
         ("folder", r"no file train\.rec and no class folders in .*nowhere"),
     ],
 )
-def test_missing_data_says_what_where_and_how_to_get_it(tmp_path: Path, name: str, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_missing_data_errors_say_what_where_and_how_to_get_it(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         open_dataset(name, DataOptions(tmp_path / "nowhere"))
 
 

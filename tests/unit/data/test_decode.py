@@ -1,4 +1,4 @@
-"""Decoding: right pixels from every format, no more of them than asked for, and errors that say what is wrong."""
+"""Decoding: correct pixels from every format, only the requested region, and errors that say what is wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import simplejpeg
 from PIL import Image
-from pipeline_images import encoded, jpeg, picture
+from sample_images import encoded, jpeg, picture
 
 from echelon.data.images.decode import Decoder, ImageInfo, inspect
 from echelon.errors import DataError
@@ -17,7 +17,7 @@ PICTURE = picture(1, 70, 90)
 
 
 def rows(stop: int) -> tuple[int, int, int, int]:
-    """The box of the first rows."""
+    """Return the box of the first rows."""
     return 0, 0, 90, stop
 
 
@@ -34,7 +34,7 @@ def test_the_size_is_known_before_decoding(payload: bytes, expected: ImageInfo) 
     assert inspect(memoryview(payload)) == expected
 
 
-def test_an_exact_jpeg_is_what_the_library_decodes() -> None:
+def test_an_exact_jpeg_has_the_pixels_of_the_library() -> None:
     payload = jpeg(PICTURE)
     part = Decoder().decode_region(memoryview(payload), inspect(payload), 1, rows(5))
     assert np.array_equal(part.pixels, simplejpeg.decode_jpeg(payload))
@@ -42,7 +42,7 @@ def test_an_exact_jpeg_is_what_the_library_decodes() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 17, 32, 69, 70, 300])
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_fast_jpeg_has_the_rows_asked_for(num_rows: int, restarts: int) -> None:
+def test_a_fast_jpeg_has_the_requested_rows(num_rows: int, restarts: int) -> None:
     payload = encoded(PICTURE, "JPEG", quality=95, restart_marker_rows=restarts)
     whole = simplejpeg.decode_jpeg(payload, fastupsample=True)
     part = Decoder(fast=True).decode_region(payload, inspect(payload), 1, rows(num_rows))
@@ -68,13 +68,13 @@ def test_a_jpeg_is_decoded_at_a_fraction_of_its_size(shrink: int, fast: bool) ->
 
 
 @pytest.mark.parametrize(("shrink", "shape"), [(2, (35, 45, 3)), (4, (18, 23, 3)), (8, (9, 12, 3))])
-def test_a_fraction_of_a_pixel_counts_as_one(shrink: int, shape: tuple[int, ...]) -> None:
+def test_shrunk_sizes_are_rounded_up(shrink: int, shape: tuple[int, ...]) -> None:
     payload = jpeg(PICTURE)
     assert Decoder().decode(payload, inspect(payload), shrink).shape == shape
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_of_sixteen_bits_the_upper_ones_count(channels: int) -> None:
+def test_sixteen_bit_images_keep_their_upper_bits(channels: int) -> None:
     grey = (np.arange(64 * 64, dtype=np.uint16) * 16).reshape(64, 64)
     stream = io.BytesIO()
     Image.fromarray(grey).save(stream, "PNG")
@@ -83,7 +83,7 @@ def test_of_sixteen_bits_the_upper_ones_count(channels: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
-def test_lossless_formats_come_back_exactly(kind: str) -> None:
+def test_lossless_formats_are_decoded_exactly(kind: str) -> None:
     payload = encoded(PICTURE, kind, lossless=True)
     part = Decoder().decode_region(payload, inspect(payload), 2, rows(10))
     assert part.shrink == 1
@@ -106,7 +106,7 @@ def test_grey_colour_palette_and_cmyk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("payload", "said"),
+    ("payload", "message"),
     [
         (b"", "0 bytes"),
         (b"no image at all", "6e 6f 20 69"),
@@ -116,13 +116,13 @@ def test_grey_colour_palette_and_cmyk() -> None:
         (encoded(PICTURE, "PNG")[:20], "open"),
     ],
 )
-def test_what_is_no_image_is_an_error(payload: bytes, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_bytes_that_are_not_an_image_are_an_error(payload: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         inspect(payload)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_a_cut_off_image_is_an_error(kind: str) -> None:
+def test_a_truncated_image_is_an_error(kind: str) -> None:
     payload = encoded(PICTURE, kind)
     payload = payload[: len(payload) // 2]
     with pytest.raises(DataError, match=kind):
@@ -130,14 +130,14 @@ def test_a_cut_off_image_is_an_error(kind: str) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [80, 300])
-def test_a_cut_off_image_is_seen_when_fast(num_rows: int) -> None:
+def test_a_truncated_image_is_an_error_when_fast(num_rows: int) -> None:
     payload = jpeg(picture(2, 320, 240))
     cut = payload[: len(payload) // 2]
     with pytest.raises(DataError, match="Premature end"):
         Decoder(fast=True).decode_region(cut, inspect(cut), 1, (0, 0, 240, num_rows))
 
 
-def test_bytes_too_many_are_no_error() -> None:
+def test_extra_bytes_are_not_an_error() -> None:
     payload = jpeg(PICTURE)
     padded = payload[:-2] + b"some more" + payload[-2:]
     with pytest.raises(ValueError, match="extraneous"):

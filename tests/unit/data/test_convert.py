@@ -1,4 +1,4 @@
-"""CIFAR and MNIST files into records: every file_format gives the same pixels and labels, and damage is named."""
+"""Converting CIFAR and MNIST files: every format gives the same pixels and labels, and damage is reported."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def lay(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_pixels_and_labels_come_through(tmp_path: Path, name: str, threads: int) -> None:
+def test_pixels_and_labels_are_converted_exactly(tmp_path: Path, name: str, threads: int) -> None:
     found = find_format(lay(tmp_path / "in", name))
     assert found.file_format.name == name
     expected = GREY if name.startswith("mnist") else PLANES.transpose(0, 2, 3, 1)
@@ -83,13 +83,13 @@ def test_pixels_and_labels_come_through(tmp_path: Path, name: str, threads: int)
     ]
 
 
-def test_the_folder_above_will_do_and_so_will_one_part(tmp_path: Path) -> None:
+def test_the_parent_folder_or_a_single_split_can_be_converted(tmp_path: Path) -> None:
     lay(tmp_path / "cifar-100-binary", "cifar100 (binary)")
     (tmp_path / "cifar-100-binary" / "test.bin").unlink()
     assert list(find_format(tmp_path).splits) == ["train"]
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no known data set .*looked for\n.*data_batch_1\.bin"):
         find_format(tmp_path)
     folder = lay(tmp_path / "in", "cifar10 (binary)")
@@ -116,7 +116,9 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("name", "file", "keep", "message", "num_left"), DAMAGE)
-def test_a_cut_file(tmp_path: Path, name: str, file: str, keep: slice, message: str, num_left: int) -> None:
+def test_a_truncated_file_is_reported(
+    tmp_path: Path, name: str, file: str, keep: slice, message: str, num_left: int
+) -> None:
     folder = lay(tmp_path / "in", name)
     (folder / file).write_bytes((folder / file).read_bytes()[keep])
     found = find_format(folder)
@@ -129,7 +131,7 @@ def test_a_cut_file(tmp_path: Path, name: str, file: str, keep: slice, message: 
     assert len(bad) == 1
 
 
-def test_an_impossible_label(tmp_path: Path) -> None:
+def test_an_invalid_label_is_reported(tmp_path: Path) -> None:
     folder = lay(tmp_path / "in", "cifar10 (binary)")
     data = bytearray(cifar_rows(LABELS))
     data[3073 * 2] = 77
@@ -142,7 +144,7 @@ def test_an_impossible_label(tmp_path: Path) -> None:
     assert (done.num_records, len(bad)) == (NUM - 1, 1)
 
 
-def test_files_that_are_something_else(tmp_path: Path) -> None:
+def test_files_of_another_format_are_errors(tmp_path: Path) -> None:
     folder = lay(tmp_path / "in", "mnist (idx)")
     (folder / "t10k-labels-idx1-ubyte").write_bytes(idx(GREY))
     found = find_format(folder)

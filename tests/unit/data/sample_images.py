@@ -1,4 +1,4 @@
-"""Small images and record files for the tests of the pipeline."""
+"""Small images and record files for the tests of decoding and loading."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ NUM_RECORDS = 23
 
 
 def picture(seed: int, height: int = 60, width: int = 80) -> NDArray[np.uint8]:
-    """A smooth colour image that is different for each seed."""
+    """Return a smooth colour image that is different for each seed."""
     coarse = np.random.default_rng(seed).integers(0, 255, (height // 10 + 2, width // 10 + 2, 3), dtype=np.uint8)
     return np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
 
 
 def jpeg(pixels: NDArray[np.uint8], quality: int = 95) -> bytes:
-    """The image as a baseline JPEG with 4:2:0 chroma."""
+    """Return the image as a baseline JPEG with 4:2:0 chroma."""
     return bytes(simplejpeg.encode_jpeg(np.ascontiguousarray(pixels), quality, colorsubsampling="420"))
 
 
 def encoded(pixels: NDArray[np.uint8] | Image.Image, kind: str, **options: object) -> bytes:
-    """The image in any format of Pillow's."""
+    """Return the image in any format of Pillow."""
     stream = io.BytesIO()
     image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
     image.save(stream, kind, **options)
@@ -36,7 +36,7 @@ def encoded(pixels: NDArray[np.uint8] | Image.Image, kind: str, **options: objec
 
 
 def write_records(path: Path, payloads: Sequence[bytes], with_index: bool = True) -> Path:
-    """A record file whose record k has label k."""
+    """Write a record file whose record k has label k."""
     records = [pack(Header(float(number), number), payload) for number, payload in enumerate(payloads)]
     if with_index:
         with IndexedWriter(path) as indexed:
@@ -50,5 +50,5 @@ def write_records(path: Path, payloads: Sequence[bytes], with_index: bool = True
 
 
 def make_records(path: Path, count: int = NUM_RECORDS, make: Callable[[int], bytes] | None = None) -> Path:
-    """A record file of different JPEGs."""
+    """Write a record file of different JPEGs."""
     return write_records(path, [(make or (lambda seed: jpeg(picture(seed))))(seed) for seed in range(count)])

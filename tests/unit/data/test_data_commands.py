@@ -1,4 +1,4 @@
-"""`echelon data` as a user types it: what it prints, what it writes, and its exit status."""
+"""The commands of `echelon data`: what they print, what they write, and their exit status."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_im2rec_in_one_step(photos: Path, tmp_path: Path, capsys: pytest.Capture
     assert names == {"photos", "x_train.rec", "x_train.idx", "x_val.rec", "x_val.idx"}
 
 
-def test_im2rec_says_what_it_left_out(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_im2rec_reports_left_out_files(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (photos / "cat").mkdir()
     for number in range(3):
         Image.new("RGB", (8, 8)).save(photos / "cat" / f"{number}.webp")
@@ -65,12 +65,12 @@ def test_im2rec_says_what_it_left_out(photos: Path, tmp_path: Path, capsys: pyte
     echelon_data("im2rec", tmp_path / "x", photos)
     assert capsys.readouterr().err == "left out: 3 .webp, 1 without suffix; use --exts to pack other suffixes\n"
     echelon_data("im2rec", tmp_path / "y", photos, "--exts", ".png", ".webp")
-    said = capsys.readouterr()
-    assert "label 2: cat" in said.out
-    assert said.err == "left out: 1 without suffix; use --exts to pack other suffixes\n"
+    output = capsys.readouterr()
+    assert "label 2: cat" in output.out
+    assert output.err == "left out: 1 without suffix; use --exts to pack other suffixes\n"
 
 
-def test_im2rec_by_lists_gives_the_same_files(photos: Path, tmp_path: Path) -> None:
+def test_im2rec_with_lists_gives_the_same_files(photos: Path, tmp_path: Path) -> None:
     direct, listed = tmp_path / "a", tmp_path / "b"
     echelon_data("im2rec", direct, photos, "--train-ratio", "0.8")
     echelon_data("im2rec", "--list", listed, photos, "--train-ratio", "0.8")
@@ -83,7 +83,7 @@ def test_im2rec_by_lists_gives_the_same_files(photos: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("words", "count"), [([], 4), (["--restart-interval", "0"], 0), (["--pass-through"], 0)])
-def test_im2rec_puts_restart_markers_in_jpegs(tmp_path: Path, words: list[str], count: int) -> None:
+def test_im2rec_writes_restart_markers_into_jpegs(tmp_path: Path, words: list[str], count: int) -> None:
     folder = tmp_path / "wide"
     folder.mkdir()
     for number in range(4):
@@ -92,7 +92,7 @@ def test_im2rec_puts_restart_markers_in_jpegs(tmp_path: Path, words: list[str], 
     assert (tmp_path / "x.rec").read_bytes().count(b"\xff\xdd\x00\x04\x00\x05") == count
 
 
-def test_im2rec_packs_no_strangers_lists(photos: Path, tmp_path: Path) -> None:
+def test_im2rec_does_not_pack_lists_of_other_prefixes(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "xylophone.lst").write_text("nonsense")
     echelon_data("im2rec", tmp_path / "x", photos)
     assert not (tmp_path / "xylophone.rec").exists()
@@ -131,20 +131,20 @@ def test_info_of_plain_records(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    ("labels", "said"),
+    ("labels", "message"),
     [
         ([np.nan, 2, np.nan, 1, np.nan], "3 different, 1 ... 2 and NaN, 1 ... 3 records each; 1 per record"),
         ([np.nan, np.nan], "1 different, NaN, 2 ... 2 records each; 1 per record"),
     ],
 )
 def test_info_counts_nan_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], labels: list[float], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], labels: list[float], message: str
 ) -> None:
     with Writer(tmp_path / "nan.rec") as writer:
         for label in labels:
             writer.write(pack(Header(label), jpeg()))
     echelon_data("info", tmp_path / "nan.rec")
-    assert f"  labels  {said}\n" in capsys.readouterr().out
+    assert f"  labels  {message}\n" in capsys.readouterr().out
 
 
 def test_verify(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +201,7 @@ def test_rec2idx(packed: Path, tmp_path: Path) -> None:
     assert (tmp_path / "y.idx").read_text().split()[1::2] == offsets[:2] + offsets[3:]
 
 
-def test_rec2idx_writes_no_index_over_records(packed: Path, tmp_path: Path) -> None:
+def test_rec2idx_does_not_overwrite_records(packed: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.rec"
     other.write_bytes(packed.read_bytes())
     for words in [(packed, other), (packed, packed)]:
@@ -224,7 +224,7 @@ def test_extract_and_pack_again(packed: Path, tmp_path: Path) -> None:
 
 
 def rewritten(rec: Path, out: Path) -> list[tuple[int, list[float], bytes]]:
-    """What is in a record file after its images were extracted and packed again."""
+    """Return the contents of a record file after its images were extracted and packed again."""
     echelon_data("extract", rec, out)
     echelon_data("im2rec", out / "extract.lst", out, "--pass-through", "--pack-label")
     return contents(out / "extract.rec")
@@ -247,7 +247,7 @@ def test_extract_keeps_every_bit_of_the_labels(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "extract.rec").read_bytes() == (tmp_path / "m.rec").read_bytes()
 
 
-def test_extract_writes_labels_as_mxnet_does_where_that_is_exact(tmp_path: Path) -> None:
+def test_extract_writes_labels_as_mxnet_does_if_that_is_exact(tmp_path: Path) -> None:
     with Writer(tmp_path / "m.rec") as writer:
         writer.write(pack(Header([3, -1, 0.1, 1e6, 0.25, 1e-7, 0.123456789], 5), jpeg()))
     echelon_data("extract", tmp_path / "m.rec", tmp_path / "out")
@@ -255,9 +255,7 @@ def test_extract_writes_labels_as_mxnet_does_where_that_is_exact(tmp_path: Path)
     assert labels == ["3.000000", "-1.000000", "0.100000", "1000000.000000", "0.250000", "1e-07", "0.12345679"]
 
 
-def test_extract_gives_new_ids_where_several_records_have_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_extract_gives_new_ids_if_records_share_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Writer(tmp_path / "m.rec") as writer:
         for label, key in ((4, 0), (5, 0), (6, 9)):
             writer.write(pack(Header(label, key), jpeg()))
@@ -320,13 +318,13 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--exts", ".tiff"], r"\.tiff"),
     ],
 )
-def test_impossible_flags_write_nothing(photos: Path, tmp_path: Path, words: list[str], message: str) -> None:
+def test_invalid_flags_write_no_files(photos: Path, tmp_path: Path, words: list[str], message: str) -> None:
     with pytest.raises((UsageError, DataError), match=message):
         echelon_data("im2rec", tmp_path / "x", photos, *words)
     assert [path.name for path in tmp_path.iterdir()] == ["photos"]
 
 
-def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("im2rec", "convert", "rec2idx", "info", "verify", "extract"):
         with pytest.raises(SystemExit) as caught:
             echelon_data(command, "--help")
@@ -340,7 +338,7 @@ def write_list(path: Path, photos: Path, label: float) -> None:
     path.write_text("".join(lines))
 
 
-def test_im2rec_packs_every_list_of_its_prefix_and_says_so(
+def test_im2rec_packs_and_prints_every_list_of_its_prefix(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number, name in enumerate(("k.lst", "k_trainval.lst", "k_0_x.lst", "kitchen.lst", "k_.txt", "ak_train.lst")):
@@ -349,30 +347,30 @@ def test_im2rec_packs_every_list_of_its_prefix_and_says_so(
     assert {path.name for path in tmp_path.glob("*.rec")} == {"k.rec", "k_trainval.rec", "k_0_x.rec"}
     assert [labels for _, labels, _ in contents(tmp_path / "k_trainval.rec")] == [[11.0], [11.0]]
     listed = " ".join(str(tmp_path / name) for name in ("k.lst", "k_0_x.lst", "k_trainval.lst"))
-    said = capsys.readouterr()
-    assert said.out.startswith(f"packing {listed}\n")
-    assert said.err == (
+    output = capsys.readouterr()
+    assert output.out.startswith(f"packing {listed}\n")
+    assert output.err == (
         f"not packed: {tmp_path / 'kitchen.lst'}; PREFIX stands for k.lst and k_*.lst; "
         "to pack another list, give its full name\n"
     )
 
 
-def test_im2rec_of_a_folder_says_which_lists_it_left(
+def test_im2rec_of_a_folder_reports_lists_that_it_does_not_pack(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_list(tmp_path / "k1.lst", photos, 10)
     echelon_data("im2rec", tmp_path / "k", photos)
-    said = capsys.readouterr()
-    assert "k.rec and .idx: 10 records" in said.out
-    assert said.err.startswith(f"not packed: {tmp_path / 'k1.lst'}; ")
+    output = capsys.readouterr()
+    assert "k.rec and .idx: 10 records" in output.out
+    assert output.err.startswith(f"not packed: {tmp_path / 'k1.lst'}; ")
     echelon_data("im2rec", tmp_path / "k1.lst", photos)
-    said = capsys.readouterr()
-    assert said.out.startswith(f"packing {tmp_path / 'k1.lst'}\n")
-    assert said.err == ""
+    output = capsys.readouterr()
+    assert output.out.startswith(f"packing {tmp_path / 'k1.lst'}\n")
+    assert output.err == ""
 
 
 @pytest.mark.parametrize("prefix", ["out/", "out/.", "."])
-def test_a_prefix_that_is_a_folder_names_no_file(
+def test_a_prefix_that_is_a_folder_is_an_error(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -395,8 +393,8 @@ def test_im2rec_keeps_the_spaces_of_a_path(tmp_path: Path) -> None:
     assert sorted(labels for _, labels, _ in contents(tmp_path / "x.rec")) == [[0.0], [1.0], [2.0]]
 
 
-def test_extract_and_pack_again_changes_what_a_list_cannot_say(tmp_path: Path) -> None:
-    """As prepare-data.md says: images, labels and ids stay, a list of one label and a second id do not."""
+def test_extract_and_pack_again_loses_what_a_list_cannot_express(tmp_path: Path) -> None:
+    """As documented in prepare-data.md: images, labels and ids stay, a list of one label and a second id do not."""
     with Writer(tmp_path / "m.rec") as writer:
         for number, (label, id2) in enumerate((([4.0], 0), (5.0, 7), ([6.0, 1.0], 0))):
             writer.write(pack(Header(label, number, id2), jpeg()))
@@ -412,7 +410,7 @@ def write_records(path: Path, count: int) -> None:
             writer.write(number, pack(Header(number, number), jpeg() + bytes(count)))
 
 
-def test_verify_of_several_files_and_their_indices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_several_files_and_their_indexes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, count in (("a", 2), ("b", 5)):
         write_records(tmp_path / f"{name}.rec", count)
     recs, idxs = (f"{tmp_path / f'a{suffix}'};{tmp_path / f'b{suffix}'}" for suffix in (".rec", ".idx"))

@@ -1,4 +1,4 @@
-"""Which files a dataset is opened from, and what is said where flags and files do not go together."""
+"""Which files a data set is opened from, and the errors if flags and files do not match."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from pipeline_images import encoded, jpeg, picture, write_records
+from sample_images import encoded, jpeg, picture, write_records
 
 from echelon.data.loading.memory import MemorySource
 from echelon.data.loading.sources import FolderSource, RecordSource
@@ -27,7 +27,7 @@ def records(tmp_path: Path) -> Path:
     return write_records(tmp_path / "three.rec", [jpeg(picture(number)) for number in range(3)])
 
 
-def test_training_and_validation_may_lie_in_different_ways(tmp_path: Path, records: Path) -> None:
+def test_training_and_validation_may_have_different_kinds_of_files(tmp_path: Path, records: Path) -> None:
     folder = classes(tmp_path / "classes", "ape", "bee", "cat")
     for train, validation in ((records, folder), (folder, records)):
         opened = open_dataset("folder", DataOptions(tmp_path, data_train=str(train), data_val=str(validation)))
@@ -36,25 +36,25 @@ def test_training_and_validation_may_lie_in_different_ways(tmp_path: Path, recor
         assert opened.num_classes == 3
 
 
-def test_validation_that_is_not_there_is_not_forgotten(tmp_path: Path) -> None:
+def test_missing_validation_files_are_an_error(tmp_path: Path) -> None:
     folder = classes(tmp_path / "classes", "ape", "bee")
     with pytest.raises(DataError, match=r"no record file .*nowhere"):
         open_dataset("folder", DataOptions(data_train=str(folder), data_val=str(tmp_path / "nowhere")))
 
 
-def test_an_index_is_for_records(tmp_path: Path) -> None:
+def test_an_index_for_a_folder_is_an_error(tmp_path: Path) -> None:
     folder = classes(tmp_path / "classes", "ape", "bee")
     with pytest.raises(UsageError, match=r"the index a\.idx is for a \.rec, but .*classes is a folder of class"):
         open_dataset("folder", DataOptions(data_train=str(folder), data_train_idx="a.idx"))
 
 
-def test_sets_of_their_own_refuse_other_files() -> None:
+def test_sets_with_fixed_files_reject_other_files() -> None:
     for name in ("digits", "mnist", "fashion-mnist"):
         with pytest.raises(UsageError, match=rf"--data-val x\.rec cannot be used with {name}.*--data folder"):
             open_dataset(name, DataOptions(data_val="x.rec"))
 
 
-def test_a_label_that_is_no_class_is_named_with_its_place(tmp_path: Path, records: Path) -> None:
+def test_a_label_that_is_too_large_is_reported_with_its_place(tmp_path: Path, records: Path) -> None:
     opened = open_dataset("imagenet", DataOptions(data_train=str(records), num_classes=2))
     assert opened.train.read(1).label == 1
     with pytest.raises(
@@ -77,7 +77,7 @@ def labelled(path: Path, *labels: float | list[float]) -> str:
 
 @pytest.mark.parametrize("name", ["cifar10", "folder"])
 @pytest.mark.parametrize("label", [1.5, float("nan"), float("inf"), 3e9, [1.0, 2.0]])
-def test_a_label_that_no_class_can_have(tmp_path: Path, name: str, label: float | list[float]) -> None:
+def test_a_label_that_is_not_a_class_number_is_reported(tmp_path: Path, name: str, label: float | list[float]) -> None:
     path = labelled(tmp_path / "some.rec", 0, 1, label, 3)
     with pytest.raises(
         DataError, match=r"some\.rec: record 2 at byte \d+: (its label .* is not a class|it has 2 labels)"
@@ -86,7 +86,7 @@ def test_a_label_that_no_class_can_have(tmp_path: Path, name: str, label: float 
     assert open_dataset(name, DataOptions(data_train=path, skip_bad_records=True)).num_classes in (4, 10)
 
 
-def test_labels_are_looked_at_before_images_are_kept_decoded(tmp_path: Path) -> None:
+def test_labels_are_checked_before_images_are_decoded_into_memory(tmp_path: Path) -> None:
     path = labelled(tmp_path / "some.rec", 0, -1, 20, 3)
     with pytest.raises(
         DataError, match=r"record 1 at byte \d+: its label is -1, but --num-classes 10 allows 0 \.\.\. 9"
@@ -97,7 +97,7 @@ def test_labels_are_looked_at_before_images_are_kept_decoded(tmp_path: Path) -> 
     assert kept.labels.tolist() == [0, 3]
 
 
-def test_what_cannot_be_decoded_is_left_out_of_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_images_that_do_not_decode_are_left_out_of_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     payloads = [b"no image", *(jpeg(picture(number, 32, 32)) for number in range(1, 6)), b"none"]
     path = str(write_records(tmp_path / "cifar10_train.rec", payloads))
     with pytest.raises(DataError, match=r"record 0 at byte 0: 8 bytes .* are not an image"):
@@ -119,13 +119,13 @@ def test_damage_found_by_a_scan_is_counted(records: Path, caplog: pytest.LogCapt
     assert "bad records skipped while opening: 1, the first: " in caplog.text
 
 
-def test_a_file_without_a_good_image(tmp_path: Path) -> None:
+def test_a_file_without_a_good_image_is_an_error(tmp_path: Path) -> None:
     path = str(write_records(tmp_path / "bad.rec", [b"no", b"nothing"]))
     with pytest.raises(DataError, match=r"bad\.rec: record 0 .*neither this image nor any other"):
         open_dataset("cifar10", DataOptions(data_train=path, skip_bad_records=True))
 
 
-def test_a_recipe_needs_no_files() -> None:
+def test_default_augmentation_needs_no_files() -> None:
     assert default_augment("cifar10").random_crop
     assert default_augment("imagenet", (3, 32, 32), brightness=0.4).shape == (3, 32, 32)
     with pytest.raises(UsageError, match="cannot be combined with random_crop; use --random-crop 0"):
@@ -137,13 +137,13 @@ def test_a_recipe_needs_no_files() -> None:
 
 
 @pytest.mark.parametrize("has_index", [False, True])
-def test_a_list_is_no_record_file(tmp_path: Path, has_index: bool) -> None:
+def test_a_list_instead_of_a_record_file_is_an_error(tmp_path: Path, has_index: bool) -> None:
     path = tmp_path / "x.lst"
     path.write_text("0\t1.000000\tape/one.png\n1\t1.000000\tape/two.png\n")
     if has_index:
         path.with_suffix(".idx").write_text("0\t0\n1\t20\n")
-    said = r"x\.lst is a list of images, not a record file; pack it: echelon data im2rec .*x\.lst FOLDER .*x\.rec$"
+    message = r"x\.lst is a list of images, not a record file; pack it: echelon data im2rec .*x\.lst FOLDER .*x\.rec$"
     for option in ("data_train", "data_val"):
         images = classes(tmp_path / option, "ape")
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             open_dataset("folder", DataOptions(**{"data_train": str(images), option: str(path)}))

@@ -1,4 +1,4 @@
-"""RecordIO to the bit: the fact sheet's bytes, both ways, and what each kind of damage is called."""
+"""The bytes of RecordIO: golden frames and headers, and the error for each kind of damage."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_one_label_in_a_list_stays_a_list() -> None:
 
 
 @pytest.mark.parametrize("header", [Header([], 0), Header([[1.0]], 0), Header(1, -1), Header(1, 2**64)])
-def test_impossible_headers(header: Header) -> None:
+def test_invalid_headers_are_errors(header: Header) -> None:
     with pytest.raises(UsageError):
         pack(header, b"")
 
@@ -67,7 +67,7 @@ def test_record_longer_than_the_format_allows() -> None:
         frame.encode(bytes(2**29))
 
 
-def test_eight_byte_payloads_stand_sixteen_bytes_apart(tmp_path: Path) -> None:
+def test_eight_byte_payloads_are_sixteen_bytes_apart(tmp_path: Path) -> None:
     with Writer(tmp_path / "a.rec") as writer:
         assert [writer.write(b"8 bytes!") for _ in range(4)] == [0, 16, 32, 48]
     assert scan_offsets(tmp_path / "a.rec").tolist() == [0, 16, 32, 48]
@@ -121,7 +121,7 @@ def test_damage_in_the_second_of_three_records(
     assert str(scanned.value) == str(caught.value)
 
 
-def test_who_skips_bad_records_finds_a_length_that_swallows_the_next_one(tmp_path: Path) -> None:
+def test_a_length_that_covers_the_next_record_is_detected_when_skipping(tmp_path: Path) -> None:
     data = bytearray(frame.encode(b"8 bytes!") * 3)
     data[4] = 24
     path = tmp_path / "long.rec"
@@ -135,7 +135,7 @@ def test_who_skips_bad_records_finds_a_length_that_swallows_the_next_one(tmp_pat
     assert "record head at byte 16" in str(bad[0])
 
 
-def test_bad_records_are_handed_over_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_bad_records_are_passed_to_on_bad_and_the_rest_is_read(tmp_path: Path) -> None:
     payloads = [b"one", b"four" + MAGIC + b"four", b"three", b"last"]
     frames = [frame.encode(payload) for payload in payloads]
     data = bytearray(b"".join(frames))

@@ -1,4 +1,4 @@
-"""Record files: reading in order and at random, by many threads, several files as one, and what is left on an error."""
+"""Record files: reading in order, at random, by many threads, several files as one; and the files after an error."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def test_read_reset_and_end(tmp_path: Path) -> None:
         reader.reset()
         assert reader.read() == payload(0)
         assert len(list(reader)) == 3
-    assert first == payload(0)  # a view outlives its reader
+    assert first == payload(0)  # a view stays valid after its reader is closed
 
 
-def test_index_text(tmp_path: Path) -> None:
+def test_index_file_contents(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "a.rec", tmp_path / "b.idx") as writer:
         writer.write(7, b"8 bytes!")
         writer.write(2, b"")
     assert (tmp_path / "b.idx").read_bytes() == b"7\t0\n2\t16\n"
 
 
-def test_by_key_and_by_position(tmp_path: Path) -> None:
+def test_read_by_key_and_by_position(tmp_path: Path) -> None:
     with IndexedReader(write(tmp_path / "a.rec", 5, first_key=100)) as reader:
         assert (len(reader), reader.keys.tolist()) == (5, [100, 103, 106, 109, 112])
         assert reader.read(109) == reader[3] == payload(3)
@@ -52,7 +52,7 @@ def test_by_key_and_by_position(tmp_path: Path) -> None:
             reader[5]
 
 
-def test_without_an_index(tmp_path: Path) -> None:
+def test_read_without_an_index(tmp_path: Path) -> None:
     path = write(tmp_path / "a.rec", 9)
     with IndexedReader(path) as indexed, IndexedReader.from_scan(path) as scanned:
         assert scanned.offsets.tolist() == indexed.offsets.tolist()
@@ -75,7 +75,7 @@ def test_several_files_read_as_one(tmp_path: Path) -> None:
             reader.read(0)
 
 
-def test_a_file_of_no_records(tmp_path: Path) -> None:
+def test_a_file_without_records(tmp_path: Path) -> None:
     path = write(tmp_path / "none.rec", 0)
     assert path.read_bytes() == b""
     with Reader(path) as reader, IndexedReader(path) as indexed, IndexedReader.from_scan(path) as scanned:
@@ -102,8 +102,8 @@ def test_index_of_another_file(tmp_path: Path) -> None:
         IndexedReader(short, index_path(long))
     other = tmp_path / "other.idx"
     other.write_text("".join(f"{number}\t{4 * number}\n" for number in range(5)))
-    told = r"other\.idx does not belong to .*long\.rec: it lists a record at byte 4, but none begins there; .*rec2idx"
-    with pytest.raises(DataError, match=told):
+    message = r"other\.idx does not belong to .*long\.rec: it lists a record at byte 4, but none begins there; .*idx"
+    with pytest.raises(DataError, match=message):
         IndexedReader(long, other)
     with pytest.raises(DataError, match=rf"no index .*none\.idx; create it: echelon data rec2idx {long} .*none\.idx"):
         IndexedReader(long, tmp_path / "none.idx")
@@ -113,7 +113,7 @@ def test_index_of_another_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["x\t4", "1\t-4.5", "5", "1 2 3"])
-def test_bad_index_line_is_named(tmp_path: Path, line: str) -> None:
+def test_a_bad_index_line_is_named(tmp_path: Path, line: str) -> None:
     path = write(tmp_path / "a.rec", 2)
     index_path(path).write_text(f"0\t0\n{line}\n")
     with pytest.raises(DataError, match=r"a\.idx, line 2: expected `key<TAB>byte offset`"):
@@ -121,12 +121,12 @@ def test_bad_index_line_is_named(tmp_path: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["missing.rec", "no/folder.rec"])
-def test_missing_file_says_where_and_how(tmp_path: Path, name: str) -> None:
+def test_a_missing_file_error_says_where_and_how(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError, match=f"no record file .*{name}.*searched .*create one: echelon data im2rec"):
         Reader(tmp_path / name)
 
 
-def test_folder_or_nothing_for_a_file(tmp_path: Path) -> None:
+def test_a_folder_or_an_empty_name_instead_of_a_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a folder"):
         Reader(tmp_path)
     with pytest.raises(UsageError, match="expected a record file"):
@@ -160,11 +160,11 @@ def test_rewriting_a_file_in_use_does_not_disturb_its_reader(tmp_path: Path) -> 
         assert [bytes(reader[k]) for k in range(50)] == [payload(k) for k in range(50)]
 
 
-def test_an_old_index_never_stands_beside_new_records(tmp_path: Path) -> None:
+def test_an_old_index_is_never_beside_new_records(tmp_path: Path) -> None:
     path = write(tmp_path / "a.rec", 3)
     writer = IndexedWriter(path)
     writer.write(0, b"new")
-    next(tmp_path.glob(".a.idx*")).unlink()  # so that the index cannot take its place
+    next(tmp_path.glob(".a.idx*")).unlink()  # so that the index cannot be renamed into place
     with pytest.raises(FileNotFoundError):
         writer.close()
     assert [each.name for each in tmp_path.iterdir()] == ["a.rec"]

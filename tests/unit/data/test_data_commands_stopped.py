@@ -1,4 +1,4 @@
-"""`echelon data` stopped in the middle of its work: a status, a line, and nothing half-written."""
+"""`echelon data` stopped by a signal: exit status, message, and no partial files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def names(folder: Path) -> set[str]:
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """A list of one large image, so often that packing lasts; its first line is bad, and said when it is packed."""
+    """A folder with a list of many times the same large image; its bad first line is reported when packing starts."""
     noise = np.random.default_rng(0).integers(0, 256, (800, 800, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "large.png", compress_level=1)
     lines = [f"{number}\t0\tlarge.png\n" for number in range(1, NUM_LINES)]
@@ -56,17 +56,19 @@ def im2rec_at_work(work: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "said"), [(signal.SIGTERM, 143, "echelon: stopped by SIGTERM\n"), (signal.SIGINT, 130, "")]
+    ("number", "status", "message"), [(signal.SIGTERM, 143, "echelon: stopped by SIGTERM\n"), (signal.SIGINT, 130, "")]
 )
-def test_im2rec_ends_cleanly(work: Path, number: signal.Signals, status: int, said: str) -> None:
+def test_im2rec_stopped_by_a_signal_leaves_no_files(
+    work: Path, number: signal.Signals, status: int, message: str
+) -> None:
     with im2rec_at_work(work) as process:
         process.send_signal(number)
         assert process.stderr is not None
-        assert (process.stderr.read(), process.wait()) == (said, status)
+        assert (process.stderr.read(), process.wait()) == (message, status)
     assert names(work) == {"large.png", "p.lst"}
 
 
-def test_the_next_run_removes_what_a_killed_one_left(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_next_run_removes_the_partial_files_of_a_killed_one(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with im2rec_at_work(work) as process:
         process.kill()
         process.wait()
@@ -77,7 +79,7 @@ def test_the_next_run_removes_what_a_killed_one_left(work: Path, capsys: pytest.
 
 
 class Slow(BaseHTTPRequestHandler):
-    """Sends the beginning of a file, and no more."""
+    """Sends only the beginning of a file."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -86,7 +88,7 @@ class Slow(BaseHTTPRequestHandler):
         self.wfile.write(bytes(1000))
         self.server.has_begun.set()  # type: ignore[attr-defined]
         with suppress(ConnectionError):
-            self.rfile.read()  # until the other side is gone
+            self.rfile.read()  # until the client disconnects
 
     def log_message(self, *_: object) -> None:
         pass
@@ -114,21 +116,21 @@ def get_at_work(server: HTTPServer, folder: Path) -> Iterator[subprocess.Popen[s
         yield process
 
 
-def test_get_ends_cleanly(slow_server: HTTPServer, tmp_path: Path) -> None:
+def test_get_stopped_by_a_signal_leaves_no_files(slow_server: HTTPServer, tmp_path: Path) -> None:
     with get_at_work(slow_server, tmp_path) as process:
         process.kill()
         process.wait()
     assert len(names(tmp_path)) == 1
     with get_at_work(slow_server, tmp_path) as process:
-        assert len(names(tmp_path)) == 1, "what the killed one left is gone"
+        assert len(names(tmp_path)) == 1, "the partial files of the killed process are gone"
         process.terminate()
         assert process.stderr is not None
         assert (process.stderr.read().splitlines()[-1:], process.wait()) == (["echelon: stopped by SIGTERM"], 143)
     assert names(tmp_path) == set()
 
 
-def test_a_second_signal_does_not_cut_cleaning_up_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`timeout` sends SIGTERM to its command, and to the command's group, too."""
+def test_a_second_sigterm_does_not_interrupt_the_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`timeout` sends SIGTERM to its command, and then to the command's process group too."""
     cleaned: list[str] = []
 
     def run(args: argparse.Namespace) -> int:
@@ -140,20 +142,20 @@ def test_a_second_signal_does_not_cut_cleaning_up_short(monkeypatch: pytest.Monk
         return 0
 
     def fail(number: int, frame: object) -> None:
-        pytest.fail("nobody took SIGTERM")
+        pytest.fail("SIGTERM was not handled")
 
     monkeypatch.setattr(records, "run_info", run)
     before = signal.signal(signal.SIGTERM, fail)
     try:
         assert main(["data", "info", "x.rec"]) == 143
-        assert signal.getsignal(signal.SIGTERM) is fail, "it is the caller's again"
+        assert signal.getsignal(signal.SIGTERM) is fail, "the caller's handler is restored"
     finally:
         signal.signal(signal.SIGTERM, before)
     assert cleaned == ["x.rec"]
 
 
-def test_a_command_runs_in_any_thread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only the main thread can say what a signal does."""
+def test_a_command_runs_outside_the_main_thread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the main thread can set a signal handler."""
     (tmp_path / "x.rec").touch()
     statuses: list[int] = []
     thread = threading.Thread(target=lambda: statuses.append(main(["data", "rec2idx", str(tmp_path / "x.rec")])))

@@ -1,4 +1,4 @@
-"""Images into records: lists, encoding, order whatever the threads, bad files, and no half output."""
+"""Packing images: lists, encoding, order independent of threads, bad files, and no partial output."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_folders_are_classes_in_sorted_order(photos: Path) -> None:
     assert [entry.path for entry in lists.list_folder(photos / "dog", [".png"])] == ["01.png", "07.png"]
 
 
-def test_a_seed_fixes_the_shuffle(photos: Path) -> None:
+def test_the_shuffle_depends_on_the_seed(photos: Path) -> None:
     entries = lists.list_folder(photos)
     assert lists.shuffled(entries, 1) == lists.shuffled(entries, 1)
     assert lists.shuffled(entries, 1) != lists.shuffled(entries, 2)
@@ -64,7 +64,7 @@ def test_a_seed_fixes_the_shuffle(photos: Path) -> None:
         ((3, 1.0, 0.0), {"_0": range(4), "_1": range(4, 8), "_2": range(8, 10)}),
     ],
 )
-def test_cutting(arguments: tuple[int, float, float], expected: dict[str, range]) -> None:
+def test_split_entries(arguments: tuple[int, float, float], expected: dict[str, range]) -> None:
     entries = [Entry(number, (0.0,), "x") for number in range(10)]
     parts = lists.split_entries(entries, *arguments)
     assert {part.suffix: [entry.index for entry in part.entries] for part in parts} == {
@@ -73,7 +73,7 @@ def test_cutting(arguments: tuple[int, float, float], expected: dict[str, range]
 
 
 @pytest.mark.parametrize("arguments", [(0, 1.0, 0.0), (11, 1.0, 0.0), (1, 0.0, 0.0), (1, 1.2, 0.0), (1, 0.8, 0.3)])
-def test_impossible_cuts(arguments: tuple[int, float, float]) -> None:
+def test_invalid_splits_are_errors(arguments: tuple[int, float, float]) -> None:
     with pytest.raises(UsageError, match="expected"):
         lists.split_entries([Entry(number, (0.0,), "x") for number in range(10)], *arguments)
 
@@ -106,7 +106,7 @@ def test_bad_list_lines(tmp_path: Path, line: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_records_stand_in_the_lists_order(photos: Path, tmp_path: Path, threads: int) -> None:
+def test_records_are_in_list_order(photos: Path, tmp_path: Path, threads: int) -> None:
     entries = lists.shuffled(lists.list_folder(photos))
     rec = tmp_path / "x.rec"
     result = pack_list(entries, photos, rec, Encoding(pass_through=True), threads=threads)
@@ -143,7 +143,7 @@ def photo(size: tuple[int, int], mode: str = "RGB", kind: str = "PNG", **options
         ((10, 10), Encoding(resize=20), (20, 20)),
     ],
 )
-def test_sizes(size: tuple[int, int], encoding: Encoding, expected: tuple[int, int]) -> None:
+def test_resize_and_center_crop(size: tuple[int, int], encoding: Encoding, expected: tuple[int, int]) -> None:
     for kind in ("PNG", "JPEG"):
         image = decoded(encode_image(photo(size, kind=kind), encoding))
         assert (image.size, image.format, image.mode) == (expected, "JPEG", "RGB")
@@ -169,7 +169,7 @@ def test_a_restart_interval_divides_a_row(across: int, wanted: int, expected: in
 
 
 @pytest.mark.parametrize(("color", "expected"), [(im2rec.COLOUR, (160, 64)), (im2rec.GREY, (80, 56))])
-def test_jpegs_can_be_cut_and_are_the_same_pixels(color: int, expected: tuple[int, int]) -> None:
+def test_jpegs_with_restart_markers_have_the_same_pixels_and_can_be_cut(color: int, expected: tuple[int, int]) -> None:
     data = photo((400, 300))
     marked = encode_image(data, Encoding(color=color))
     plain = encode_image(data, Encoding(color=color, restart_interval=0))
@@ -182,7 +182,7 @@ def test_jpegs_can_be_cut_and_are_the_same_pixels(color: int, expected: tuple[in
 
 
 @pytest.mark.parametrize("color", [im2rec.COLOUR, im2rec.GREY, im2rec.AS_IS])
-def test_of_sixteen_bits_the_upper_ones_are_packed(color: int) -> None:
+def test_sixteen_bit_images_are_packed_with_their_upper_bits(color: int) -> None:
     grey = (np.arange(64 * 64, dtype=np.uint16) * 16).reshape(64, 64)
     stream = io.BytesIO()
     Image.fromarray(grey).save(stream, "PNG")
@@ -190,7 +190,7 @@ def test_of_sixteen_bits_the_upper_ones_are_packed(color: int) -> None:
     assert np.array_equal(np.asarray(packed.convert("L")), grey >> 8)
 
 
-def test_a_photograph_on_its_side_is_turned_upright() -> None:
+def test_a_photograph_is_packed_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     data = photo((60, 41), kind="JPEG", exif=exif)
@@ -199,7 +199,7 @@ def test_a_photograph_on_its_side_is_turned_upright() -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_every_orientation_is_undone(orientation: int) -> None:
+def test_every_exif_orientation_is_applied(orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     stream = io.BytesIO()
@@ -212,7 +212,7 @@ SHORT, ASCII = 3, 2
 
 
 def exif_of(*entries: tuple[int, int, int, bytes]) -> bytes:
-    """EXIF of entries (tag, type, count, value), which need not make sense."""
+    """Return EXIF with entries (tag, type, count, value), which may be invalid."""
     table = b"".join(struct.pack("<HHI4s", *entry) for entry in entries)
     return b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + table + bytes(4)
 
@@ -220,16 +220,16 @@ def exif_of(*entries: tuple[int, int, int, bytes]) -> bytes:
 @pytest.mark.parametrize(
     ("exif", "is_turned"),
     [
-        (exif_of((0x0112, SHORT, 1, b"\6"), (0x0123, ASCII, 2, b"x")), True),  # a curve of grey that is a text
+        (exif_of((0x0112, SHORT, 1, b"\6"), (0x0123, ASCII, 2, b"x")), True),  # a grey response curve that is text
         (exif_of((0x0112, ASCII, 2, b"6")), False),
-        (exif_of((0x0112, SHORT, 2, b"\6\0\7")), True),  # the first of two counts
+        (exif_of((0x0112, SHORT, 2, b"\6\0\7")), True),  # the first of two values is used
         (exif_of((0x0112, SHORT, 1, b"\x09")), False),
         (exif_of((0x0112, SHORT, 9, b"\xff\xff\xff")), False),
         (b"Exif\0\0II*\0\xff\xff\xff\xff", False),
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_odd_exif_costs_no_image(exif: bytes, is_turned: bool) -> None:
+def test_images_with_unusual_exif_are_packed(exif: bytes, is_turned: bool) -> None:
     data = photo((60, 41), kind="JPEG", exif=exif)
     assert decoded(encode_image(data, Encoding())).size == ((41, 60) if is_turned else (60, 41))
     assert decoded(encode_image(data, Encoding(resize=20))).size == ((20, 29) if is_turned else (29, 20))
@@ -248,7 +248,7 @@ def test_odd_exif_costs_no_image(exif: bytes, is_turned: bool) -> None:
         {"pass_through": True, "resize": 9},
     ],
 )
-def test_impossible_encodings(options: dict[str, object]) -> None:
+def test_invalid_encodings_are_errors(options: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         Encoding(**options)  # type: ignore[arg-type]
 
@@ -261,7 +261,7 @@ def broken_set(root: Path) -> list[Entry]:
     return [Entry(number, (0.0,), name) for number, name in enumerate(names)]
 
 
-def test_a_bad_image_stops_the_work_and_leaves_nothing(photos: Path, tmp_path: Path) -> None:
+def test_a_bad_image_is_raised_and_leaves_no_files(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(ImageError, match=r"empty\.jpg: not a readable image \(cannot identify image file\)"):
         pack_list(broken_set(photos), photos, tmp_path / "x.rec", Encoding(), threads=2)
     assert [each.name for each in tmp_path.iterdir()] == ["photos"]
@@ -279,7 +279,7 @@ def test_bad_images_are_skipped_on_request(photos: Path, tmp_path: Path) -> None
     assert not (tmp_path / "y.rec").exists()
 
 
-def test_an_interrupt_leaves_nothing(photos: Path, tmp_path: Path) -> None:
+def test_an_interrupt_leaves_no_files(photos: Path, tmp_path: Path) -> None:
     done: list[int] = []
 
     def interrupt(amount: int) -> None:
@@ -293,7 +293,7 @@ def test_an_interrupt_leaves_nothing(photos: Path, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["photos"]
 
 
-def test_a_folder_without_images(tmp_path: Path) -> None:
+def test_a_folder_without_images_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no image with suffix .*\.jpg.*--exts"):
         lists.list_folder(tmp_path)
     with pytest.raises(UsageError, match="is not a folder"):

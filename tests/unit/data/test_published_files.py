@@ -1,4 +1,4 @@
-"""The small sets as published: which files are taken for which set, and what is said of those that are not whole."""
+"""Published sets: which files belong to which set, and the errors for incomplete files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def label_file(labels: list[int]) -> bytes:
 
 
 def write_idx(folder: Path, labels: list[int], packed: bool = False) -> Path:
-    """Both parts of a set; training has the labels twice, so that the parts differ."""
+    """Write both splits of a set; training has the labels twice, so that the splits differ."""
     folder.mkdir(parents=True, exist_ok=True)
     for part, those in (("train", labels * 2), ("t10k", labels)):
         images = struct.pack(">IIII", 0x803, len(those), 28, 28) + bytes(len(those) * 784)
@@ -41,7 +41,7 @@ def write_idx(folder: Path, labels: list[int], packed: bool = False) -> Path:
 
 @pytest.fixture(autouse=True)
 def published(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets of a few images stand for the published ones."""
+    """Replace the published sets by sets of a few images."""
     for name in OTHER:
         digests = {
             f"{part}-labels-idx1-ubyte": hashlib.sha256(label_file(CLASSES[name] * times)).hexdigest()
@@ -57,7 +57,7 @@ def labels_of(name: str, folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("name", OTHER)
-def test_the_folder_of_one_set_is_none_of_the_other(tmp_path: Path, name: str) -> None:
+def test_each_set_has_its_own_folder(tmp_path: Path, name: str) -> None:
     for below in (HOME[name], f"{name}/{HOME[name]}", name):
         folder = tmp_path / below.replace("/", "-")
         write_idx(folder / below, CLASSES[name])
@@ -70,7 +70,7 @@ def test_the_folder_of_one_set_is_none_of_the_other(tmp_path: Path, name: str) -
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", OTHER)
-def test_one_set_is_not_taken_for_the_other_where_names_do_not_tell(tmp_path: Path, name: str, packed: bool) -> None:
+def test_sets_with_the_same_file_names_are_not_confused(tmp_path: Path, name: str, packed: bool) -> None:
     plain = write_idx(tmp_path / "plain", CLASSES[name], packed)
     named = write_idx(tmp_path / "named" / OTHER[name], CLASSES[name], packed).parent
     assert labels_of(name, plain) == CLASSES[name]
@@ -81,14 +81,14 @@ def test_one_set_is_not_taken_for_the_other_where_names_do_not_tell(tmp_path: Pa
     assert labels_of(OTHER[name], plain) == CLASSES[OTHER[name]]
 
 
-def test_a_validation_part_of_the_other_set_is_seen(tmp_path: Path) -> None:
+def test_validation_files_of_the_other_set_are_detected(tmp_path: Path) -> None:
     write_idx(tmp_path, CLASSES["mnist"])
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(label_file(CLASSES["fashion-mnist"]))
     with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte: this is fashion-mnist"):
         open_dataset("mnist", DataOptions(tmp_path))
 
 
-def test_files_of_ones_own_are_mnist_unless_their_folder_says_else(tmp_path: Path) -> None:
+def test_unknown_files_belong_to_mnist_unless_their_folder_is_named_after_another_set(tmp_path: Path) -> None:
     write_idx(tmp_path, CLASSES["mine"])
     assert labels_of("mnist", tmp_path) == [4]
     with pytest.raises(DataError, match=r"train-labels.* may belong to MNIST, .* your own files in .*/fashion-mnist"):
@@ -98,7 +98,7 @@ def test_files_of_ones_own_are_mnist_unless_their_folder_says_else(tmp_path: Pat
     assert labels_of("fashion-mnist", tmp_path / "fashion-mnist") == [4]
 
 
-def test_files_of_other_sets_beside_are_no_matter(tmp_path: Path) -> None:
+def test_files_of_other_sets_in_the_same_folder_are_ignored(tmp_path: Path) -> None:
     write_idx(tmp_path, CLASSES["mnist"])
     (tmp_path / "cifar-10-batches-bin").mkdir()
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
@@ -111,7 +111,7 @@ BATCHES = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.
 
 
 def write_zeros(folder: Path, counts: dict[str, int], record_bytes: int = 3073) -> Path:
-    """Record files of black images of class 0, which take no room on the disk."""
+    """Write CIFAR files of black images of class 0 as sparse files."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, count in counts.items():
         with open(folder / name, "wb") as file:
@@ -120,34 +120,34 @@ def write_zeros(folder: Path, counts: dict[str, int], record_bytes: int = 3073) 
 
 
 @pytest.mark.parametrize("name", ["data_batch_3.bin", "test_batch.bin"])
-def test_an_empty_batch_of_cifar10(tmp_path: Path, name: str) -> None:
+def test_an_empty_cifar10_batch_is_an_error(tmp_path: Path, name: str) -> None:
     write_zeros(tmp_path, dict.fromkeys(BATCHES, 4) | {name: 0})
     with pytest.raises(DataError, match=rf"{name}: record 0 at byte 0: the file ends here: it has 0 bytes; download"):
         open_dataset("cifar10", DataOptions(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("file_format", "names", "record_bytes", "name", "have", "said"),
+    ("file_format", "names", "record_bytes", "name", "have", "message"),
     [
         ("cifar10 (binary)", BATCHES, 3073, "data_batch_2.bin", 9_999, "30726927 bytes, .* 10000 records, 30730000"),
         ("cifar10 (binary)", BATCHES, 3073, "test_batch.bin", 1, "3073 bytes, and .* 10000 records, 30730000"),
         ("cifar100 (binary)", ["test.bin"], 3074, "train.bin", 3, "9222 bytes, and .* 50000 records, 153700000 bytes;"),
     ],
 )
-def test_cifar_cut_between_records_is_told_by_what_lies_beside(
-    tmp_path: Path, file_format: str, names: list[str], record_bytes: int, name: str, have: int, said: str
+def test_cifar_truncated_between_records_is_detected_by_the_other_files(
+    tmp_path: Path, file_format: str, names: list[str], record_bytes: int, name: str, have: int, message: str
 ) -> None:
     write_zeros(tmp_path, dict.fromkeys(names, 10_000) | {name: have}, record_bytes)
     of = FORMATS[file_format]
     at = rf"{name}: record {have} at byte {have * record_bytes}: the file ends here: it has "
-    with pytest.raises(RecordError, match=at + said):
+    with pytest.raises(RecordError, match=at + message):
         list(of.read([tmp_path / name], of.num_classes, None))
     bad: list[DataError] = []
     assert [len(block.labels) for block in of.read([tmp_path / name], of.num_classes, bad.append)] == [have]
     assert len(bad) == 1
 
 
-def test_a_whole_batch_beside_whole_ones_is_good(tmp_path: Path) -> None:
+def test_a_complete_batch_beside_complete_ones_is_good(tmp_path: Path) -> None:
     write_zeros(tmp_path, dict.fromkeys(["data_batch_1.bin", "test_batch.bin"], 10_000))
     of = FORMATS["cifar10 (binary)"]
     assert [len(block.labels) for block in of.read([tmp_path / "test_batch.bin"], 10, None)] == [10_000]
@@ -157,21 +157,23 @@ def test_a_whole_batch_beside_whole_ones_is_good(tmp_path: Path) -> None:
     ("sizes", "num_bytes"),
     [((0, 28, 28), 0), ((5, 0, 28), 80), ((5, 28, 0), 80), ((5, 28, 0xFFFFFFFF), 80), ((5, 28, 28), 783)],
 )
-def test_an_idx_file_whose_head_is_damaged(tmp_path: Path, sizes: tuple[int, int, int], num_bytes: int) -> None:
+def test_an_idx_file_with_a_damaged_header_is_an_error(
+    tmp_path: Path, sizes: tuple[int, int, int], num_bytes: int
+) -> None:
     folder = write_idx(tmp_path / "mnist", CLASSES["mine"])
     images = folder / "t10k-images-idx3-ubyte"
     images.write_bytes(struct.pack(">IIII", 0x803, *sizes) + bytes(num_bytes))
     text = " x ".join(map(str, sizes))
-    said = rf"t10k-images-idx3-ubyte: its header states {text} bytes, but {num_bytes} follow; download the file again"
-    with pytest.raises(DataError, match=said):
+    message = rf"t10k-images-.*: its header states {text} bytes, but {num_bytes} follow; download the file again"
+    with pytest.raises(DataError, match=message):
         open_dataset("mnist", DataOptions(tmp_path))
     of = FORMATS["mnist (idx)"]
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         list(of.read([images, folder / "t10k-labels-idx1-ubyte"], 10, lambda fault: None))
 
 
 @pytest.mark.parametrize("file_format", ["cifar10 (binary)", "cifar10 (python)", "mnist (idx)"])
-def test_nothing_is_no_record_file(tmp_path: Path, file_format: str) -> None:
+def test_empty_files_write_no_record_file(tmp_path: Path, file_format: str) -> None:
     of = FORMATS[file_format]
     files = [tmp_path / name for name in of.val]
     for file in files:
@@ -184,7 +186,7 @@ def test_nothing_is_no_record_file(tmp_path: Path, file_format: str) -> None:
     assert sorted(tmp_path.iterdir()) == sorted(files)
 
 
-def test_a_part_that_lies_about_hides_no_whole_set(tmp_path: Path) -> None:
+def test_an_incomplete_set_does_not_hide_a_complete_one(tmp_path: Path) -> None:
     write_zeros(tmp_path, {"data_batch_2.bin": 1, "test_batch.bin": 1})
     write_zeros(tmp_path / "cifar-10-batches-bin", dict.fromkeys(BATCHES, 2))
     train = open_dataset("cifar10", DataOptions(tmp_path)).train
