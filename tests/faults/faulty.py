@@ -1,6 +1,6 @@
-"""A transport that loses, repeats and delays the messages it is told to, and keeps a list of those it did.
+"""A wrapper around any transport that loses, repeats and delays chosen messages.
 
-Wraps any transport. A fault is addressed by worker, kind of request and clock, and fires once; `fired` proves it.
+A fault is addressed by worker, kind of request and clock. It fires once, and `fired` records it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from echelon.transport.interface import Buffer, Endpoint, Peer, Transport
 
 LOSE = "lose"  # the request never arrives
 REPEAT = "repeat"  # it arrives twice
-REPEAT_LATE = "repeat late"  # once more after the worker's next request of that kind
+REPEAT_LATE = "repeat late"  # it arrives again after the worker's next request of that kind
 LOSE_ANSWER = "lose answer"
 REPEAT_ANSWER = "repeat answer"
-WHILE_WAITING = "while waiting"  # nothing happens to the message: `on_fire` is called when the wait for it wakes
+WHILE_WAITING = "while waiting"  # the message is not changed; `on_fire` is called when its wait returns
 
 
 @dataclass(frozen=True, slots=True)
 class MessageFault:
-    """What happens to a worker's request. `clock` counts steps: that of a pull is the push's before it."""
+    """A fault of a worker's request. `clock` counts steps: a pull has the clock of the push before it."""
 
     rank: int
     kind: str
@@ -31,7 +31,7 @@ class MessageFault:
 
 
 class FaultyTransport:
-    """A transport with faults; everything else is the inner one's."""
+    """A transport with faults; everything else is passed to the inner transport."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class FaultyTransport:
         self._on_fire = on_fire
 
     def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
-        """A worker's endpoint, whose messages the faults meet."""
+        """Return a worker's endpoint, to whose messages the faults apply."""
         return _FaultyEndpoint(self, self._inner.connect(name, addresses), int(name.removeprefix("worker-")))
 
     def take(self, rank: int, kind: str, clock: int | None, actions: Sequence[str]) -> str | None:
-        """The action of a fault that is due."""
+        """Return the action of a matching fault, and record that it fired."""
         for fault in self._left:
             if (fault.rank, fault.kind) == (rank, kind) and fault.clock in (None, clock) and fault.action in actions:
                 self._left.remove(fault)

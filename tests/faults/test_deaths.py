@@ -1,4 +1,4 @@
-"""kill -9 of every role, addressed by role, rank and clock: who lives goes on or stops, and nothing is left."""
+"""kill -9 of every role, addressed by role, rank and clock: the others continue or stop, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ DEATHS = [
     Fault("worker", 2, 4, AFTER_PUSH),
     Fault("worker", 1, 6, IN_PULL),
 ]
-# One after the other; and worker 0 holds back, so that the second dies before its push is answered and the third while
-# its pull is held.
+# They die one after the other. Worker 0 waits, so that the second dies before its push is answered and the third
+# while its pull is held.
 HOLD_BACK = [Gate(2, 4, gone=3), Gate(1, 6, gone=2), Gate(0, 4, gone=2), Gate(0, 6, gone=1)]
 
 
@@ -45,16 +45,16 @@ def test_killed_workers_leave_the_view_and_the_last_one_finishes(
         assert job.wait() == 137, job.out
     deaths = job.fired()
     assert [(row["rank"], row["clock"], row["point"]) for row in deaths] == [(f.rank, f.clock, f.point) for f in DEATHS]
-    told = [f"echelon: worker {row['rank']} (pid {row['pid']}) was killed by signal 9\n" for row in deaths]
-    assert job.err in told  # the first that the launcher saw: on a busy machine it sees two at once
+    lines = [f"echelon: worker {row['rank']} (pid {row['pid']}) was killed by signal 9\n" for row in deaths]
+    assert job.err in lines  # the first that the launcher noticed: on a busy machine it may notice two at once
     views = job.events("view")
     assert [view["workers"] for view in views] == [[0, 1, 2], [0, 1], [0], []]
     for death, view in zip(deaths, views, strict=False):
         reason = f"worker {death['rank']} (pid {death['pid']} on 127.0.0.1) died: "
         assert view["reason"].startswith(reason)
         assert 0 <= view["at"] - death["at"] < VIEW_WITHIN_S
-        told = f"[scheduler 0] view {view['number']}: {view['reason']}; {len(view['workers'])} workers continue\n"
-        assert told in job.out
+        line = f"[scheduler 0] view {view['number']}: {view['reason']}; {len(view['workers'])} workers continue\n"
+        assert line in job.out
     assert {row["released"] for row in job.events("left")} > {RELEASED_NOTHING} or "async" in plan.store
     (result,) = job.results().values()
     assert (result["rank"], result["workers"], result["shared"]) == (0, [0], not options)
@@ -91,7 +91,7 @@ def check_applied_once(plan: Plan, result: Row) -> None:
     ],
 )
 def test_the_job_stops_when_a_server_or_the_scheduler_is_killed(tmp_path: Path, fault: Fault, num_servers: int) -> None:
-    busy = Gate(1, 2, opened="never")  # one worker is not looking: the launcher ends it
+    busy = Gate(1, 2, opened="never")  # one worker does not notice: the launcher ends it
     with Job(tmp_path, Plan("dist_sync", 2, faults=[fault], gates=[busy]), num_servers=num_servers) as job:
         status = job.wait()
         ended = (tmp_path / "err").stat().st_mtime
@@ -103,7 +103,7 @@ def test_the_job_stops_when_a_server_or_the_scheduler_is_killed(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("victim", ["server", "scheduler"])
-def test_without_a_launcher_the_others_stop_by_themselves(tmp_path: Path, victim: str) -> None:
+def test_without_a_launcher_the_others_stop_too(tmp_path: Path, victim: str) -> None:
     plan = json.dumps(asdict(Plan("dist_sync", 1, faults=[Fault(victim, 0, 2)])))
     servers = ["server", "server 1"] if victim == "server" else ["server"]
     with ByHand(tmp_path, 1, len(servers), {"ECHELON_RANK": "0", "ECHELON_RUN_DIR": str(tmp_path)}) as job:
@@ -117,15 +117,15 @@ def test_without_a_launcher_the_others_stop_by_themselves(tmp_path: Path, victim
     assert death["pid"] == dead
     assert statuses.pop(victim) == -9
     assert set(statuses.values()) == {1}
-    # When each said why it stops: to be gone then takes a process with torch another second of a core's time.
-    said = [(tmp_path / name).stat().st_mtime - death["at"] for name in statuses]
-    assert max(said) < STOP_WITHIN_S
+    # The time of the last output: a process with torch needs another second of CPU time to exit.
+    ended = [(tmp_path / name).stat().st_mtime - death["at"] for name in statuses]
+    assert max(ended) < STOP_WITHIN_S
     if victim == "server":
         why = rf"server 0 \(pid {dead} on 127\.0\.0\.1\) died: its connection closed\n"
         assert re.fullmatch(f"job stopped: {why}", job.out("scheduler"))
         assert re.fullmatch(f"server 1 stops: {why}", job.out("server 1"))
     else:
-        why = r"the scheduler is gone: (its connection closed|\[Errno \d+\] .*)\n"  # what a kernel says of it varies
+        why = r"the scheduler is gone: (its connection closed|\[Errno \d+\] .*)\n"  # the kernel's error varies
         assert re.fullmatch(f"server 0 stops: {why}", job.out("server"))
     assert re.search(rf"JobError: worker 0: the job is broken: {why}\Z", job.out("worker"))
 

@@ -1,4 +1,4 @@
-"""Messages lost, repeated and late, on every scheme: each gradient is applied once, and nobody waits for ever."""
+"""Lost, repeated and late messages, for every scheme: each gradient is applied once, and no worker waits forever."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STORES = [
 
 
 def program(kv: KVStore) -> list[list[float]]:
-    """A table of what was applied how often, as in jobs.py."""
+    """Return a table of how often each gradient was applied, as in jobs.py."""
     weights = [torch.zeros(CLOCKS, WORKERS), torch.zeros(CLOCKS, WORKERS, 2048)]
     kv.init(["narrow", "wide"], weights)
     kv.set_optimizer("sgd", lr=1.0)
@@ -46,7 +46,7 @@ def program(kv: KVStore) -> list[list[float]]:
 
 
 def faults(action: str) -> list[MessageFault]:
-    """One of every kind of request, on one worker or the other."""
+    """Return one fault for every kind of request, on either worker."""
     setup = [MessageFault(0, kind, action) for kind in SETUP]
     steps = [
         MessageFault(0, "Push", action, 2),

@@ -1,4 +1,4 @@
-"""What is late, silent or nonsense: named, declared dead or refused, and the rest goes on."""
+"""Late workers are reported, silent ones are declared dead, invalid messages are rejected; the others continue."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AT_THE_GATE = (
 )
 
 
-def test_a_stopped_worker_is_declared_dead_and_says_so_when_it_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_worker_is_declared_dead_and_reports_it_when_it_continues(tmp_path: Path) -> None:
     plan = Plan(
         "dist_sync",
         2,
@@ -32,7 +32,7 @@ def test_a_stopped_worker_is_declared_dead_and_says_so_when_it_goes_on(tmp_path:
         gates=[Gate(0, 6, opened="open")],
     )
     with Job(tmp_path, plan, environment={"PS_HEARTBEAT_TIMEOUT": "2"}) as job:
-        until(lambda: job.at_clock(0, 6), "worker 0 goes on alone")
+        until(lambda: job.at_clock(0, 6), "worker 0 continues alone")
         (stopped,) = job.fired()
         (view,) = until(lambda: job.events("view"), "a view without worker 1")
         os.kill(stopped["pid"], signal.SIGCONT)
@@ -42,14 +42,14 @@ def test_a_stopped_worker_is_declared_dead_and_says_so_when_it_goes_on(tmp_path:
     assert re.fullmatch(
         rf"worker 1 \(pid {stopped['pid']} on 127\.0\.0\.1\) died: no message for [2-4]\.\d s", view["reason"]
     )
-    said = (
+    line = (
         r"JobError: worker 1: the job is broken: the scheduler declared this process dead: no message for [2-4]\.\d s\n"
     )
-    assert re.search(said, job.out)
+    assert re.search(line, job.out)
     assert job.results()[0]["table"] == plan.table(), "what it pushed afterwards was not applied"
 
 
-def test_a_stall_is_reported_and_nonsense_on_the_ports_harms_nobody(tmp_path: Path) -> None:
+def test_a_stall_is_reported_and_invalid_messages_do_no_harm(tmp_path: Path) -> None:
     plan = Plan("dist_sync", 2, gates=[Gate(1, 2, opened="open")])
     with Job(tmp_path, plan, options=("--stall-seconds", "1")) as job:
         until(lambda: job.at_clock(1, 2), "worker 1 at its gate")
@@ -76,12 +76,14 @@ def test_a_stall_is_reported_and_nonsense_on_the_ports_harms_nobody(tmp_path: Pa
     assert float(found[1]) == pytest.approx(stall["seconds"], abs=0.06)
     assert stall["seconds"] > 1
     assert all("left: it finished" in view["reason"] for view in job.events("view"))
-    assert all(row["halted"] is None for row in job.results().values()), "a stranger cannot halt the workers"
+    assert all(row["halted"] is None for row in job.results().values()), (
+        "a process outside the job cannot halt the workers"
+    )
     assert {rank: row["table"] for rank, row in job.results().items()} == {0: plan.table(), 1: plan.table()}
 
 
 def stalls_at_the_gate(job: Job) -> list[Row]:
-    """On a busy machine a worker may be late before its gate, too, and that is reported as well."""
+    """Return the reports of the gate. On a busy machine a worker may also be late earlier."""
     return [row for row in job.events("stall") if re.fullmatch(AT_THE_GATE, row["waiting"])]
 
 
@@ -90,7 +92,7 @@ def malformed(job: Job, who: str) -> list[Row]:
 
 
 def disturb_server(port: int) -> None:
-    """Bytes that are no protocol, messages that are none, and a good one from somebody who is nobody."""
+    """Send bytes of another protocol, invalid messages, and a valid one from a process that is not in the job."""
     with socket.create_connection(("127.0.0.1", port)) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)))
     stranger = TcpTransport().connect("stranger", [f"tcp://127.0.0.1:{port}"])
@@ -99,15 +101,15 @@ def disturb_server(port: int) -> None:
         stranger.send(0, [b""])
         stranger.send(0, [encode(Push(7, 0, [0, 1], None, [], True, False))])
         received = stranger.recv(10)
-        assert received is not None, "a stranger gets an answer"
+        assert received is not None, "a process outside the job gets an answer"
         answer = decode_response(received[1][0])
     assert isinstance(answer, Failed)
     assert "not in the view" in answer.reason
 
 
 def disturb_scheduler(port: int) -> None:
-    """Bytes of the wrong protocol, a length beyond the limit, a body that is none, half a frame, and orders."""
-    nonsense = [b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", MAX_FRAME + 1), struct.pack("!I", 3) + b"\xff\xff\xff"]
-    for data in [*nonsense, struct.pack("!I", 100) + b"half", frame(Halt("stop")) + frame(Barrier(99))]:
+    """Send bytes of another protocol, a length beyond the limit, an invalid body, half a frame, and commands."""
+    invalid = [b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", MAX_FRAME + 1), struct.pack("!I", 3) + b"\xff\xff\xff"]
+    for data in [*invalid, struct.pack("!I", 100) + b"half", frame(Halt("stop")) + frame(Barrier(99))]:
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(data)

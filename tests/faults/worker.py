@@ -1,4 +1,4 @@
-"""A worker of a job with faults: pushes what jobs.py says, and at its clocks sends the signals that the plan names."""
+"""A worker of a job with faults: it pushes the gradients of jobs.py and sends the signals that the plan names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jobs import AFTER_PUSH, BEFORE_PUSH, IN_PULL, MARK, Fault, Gate, Plan, pid_
 from leaks import marked_processes, segments_of
 
 WIDE = 4096
-# What set_optimizer("sgd", lr=1.0) sends; making torch's own optimizer would import torch._dynamo, 2 s a worker.
+# What set_optimizer("sgd", lr=1.0) sends. Creating torch's own optimizer would import torch._dynamo: 2 s per worker.
 SGD = OptimizerSpec(
     "sgd",
     [
@@ -86,7 +86,7 @@ def step(kv: KVStore, plan: Plan, clock: int, mine: list[Fault], weights: dict[s
         gradient[clock, kv.rank] = 1
     kv.push(list(weights), gradients)
     if any(fault.clock == clock for fault in mine):
-        kv.use_optimizer(SGD)  # answered after what went before it: the push is with the servers now
+        kv.use_optimizer(SGD)  # answered after the push, which has then arrived at the servers
     for fault in mine:
         if (fault.clock, fault.point) == (clock, AFTER_PUSH):
             fire(fault, run)
@@ -102,7 +102,7 @@ def pass_gate(gate: Gate, kv: KVStore, run: Path) -> None:
 
 
 def fire(fault: Fault, run: Path) -> None:
-    """Write down that it happens, then let it happen."""
+    """Record the fault, then send its signal."""
     pid = os.getpid() if fault.role == "worker" else pid_of(fault.role, fault.rank, of_this_job())
     line = {"role": fault.role, "rank": fault.rank, "clock": fault.clock, "point": fault.point, "pid": pid}
     with (run / "faults.jsonl").open("a") as file:

@@ -1,7 +1,6 @@
-"""The schemes written a second time, naively: after every event look at everything again, remember all of history.
+"""A naive second implementation of the schemes, as a model for tests: it checks everything again after every event.
 
-Nothing here is shared with `echelon.schemes` but the names of its actions. A group is a set of workers; the model is
-told by a function which group a worker belongs to, not by `Rules`.
+It shares only the types of actions with `echelon.schemes`. A function, not `Rules`, gives the group of a worker.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ Action = Apply | Reply
 
 @dataclass
 class KeyModel:
-    """One key: what came in, what was applied, who waits, who read what."""
+    """One key: what was pushed and applied, which pulls are held, and which version each worker read."""
 
     version: int = 0
     done: dict[Hashable, int] = field(default_factory=dict)  # group -> rounds finished
-    last: dict[Hashable, int] = field(default_factory=dict)  # group -> version its last update made
-    first: dict[int, int] = field(default_factory=dict)  # worker -> first clock it takes part in
+    last: dict[Hashable, int] = field(default_factory=dict)  # group -> version after its last update
+    first: dict[int, int] = field(default_factory=dict)  # worker -> the first clock that it takes part in
     pending: dict[tuple[int, int], float] = field(default_factory=dict)  # (worker, clock) -> samples
     held: set[tuple[int, int]] = field(default_factory=set)
     read: dict[int, int] = field(default_factory=dict)
@@ -29,13 +28,13 @@ class KeyModel:
 
 
 class Model:
-    """`group` of a worker, `bound` in clocks or None, `weighted`: the dials."""
+    """The dials are `group` of a worker, `bound` in clocks or None, and `weighted`."""
 
     def __init__(
         self, group: Callable[[int], Hashable], bound: int | None, weighted: bool, workers: set[int], keys: range
     ) -> None:
         self.group, self.bound, self.weighted = group, bound, weighted
-        self.living = set(workers)
+        self.active = set(workers)
         self.keys: dict[int, KeyModel] = {}
         for key in keys:
             self.add_key(key)
@@ -44,33 +43,33 @@ class Model:
         self.keys[key] = KeyModel()
 
     def done(self, key: int, worker: int) -> int:
-        """Rounds that a worker's group has finished."""
+        """Return the number of rounds that a worker's group has finished."""
         return self.keys[key].done.get(self.group(worker), 0)
 
     def next_clock(self, key: int, worker: int) -> int:
-        """The first clock that a worker may still push."""
+        """Return the first clock that a worker may still push."""
         clock = max(self.done(key, worker), self.keys[key].first.get(worker, 0))
         while (worker, clock) in self.keys[key].pending:
             clock += 1
         return clock
 
     def slowest(self, key: int) -> int:
-        return min(self.done(key, worker) for worker in self.living)
+        return min(self.done(key, worker) for worker in self.active)
 
     def may_answer(self, key: int, worker: int, clock: int) -> bool:
         ahead = clock - self.slowest(key)
         return self.done(key, worker) >= clock and (self.bound is None or ahead <= self.bound)
 
     def owed(self, key: int, group: Hashable) -> set[int]:
-        """Living members whose push the group's present round still lacks."""
+        """Return the active members whose push the present round of the group still needs."""
         state = self.keys[key]
         now = state.done.get(group, 0)
-        members = {worker for worker in self.living if self.group(worker) == group}
+        members = {worker for worker in self.active if self.group(worker) == group}
         return {w for w in members if state.first.get(w, 0) <= now and (w, now) not in state.pending}
 
     def push(self, worker: int, key: int, clock: int, samples: float) -> list[Action]:
         state = self.keys[key]
-        if worker not in self.living or clock < max(self.done(key, worker), state.first.get(worker, 0)):
+        if worker not in self.active or clock < max(self.done(key, worker), state.first.get(worker, 0)):
             return []
         if (worker, clock) in state.pending:
             return []
@@ -78,23 +77,23 @@ class Model:
         return self.settle()
 
     def pull(self, worker: int, key: int, clock: int) -> list[Action]:
-        if worker not in self.living:
+        if worker not in self.active:
             return [Reply(key, worker, clock, self.keys[key].version)]
         self.keys[key].held.add((worker, clock))
         return self.settle()
 
     def leave(self, worker: int) -> list[Action]:
-        self.living.discard(worker)
+        self.active.discard(worker)
         for state in self.keys.values():
             state.held = {pull for pull in state.held if pull[0] != worker}
         return self.settle()
 
     def join(self, worker: int) -> dict[int, int]:
         group = self.group(worker)
-        alone = not any(self.group(other) == group for other in self.living)
+        alone = not any(self.group(other) == group for other in self.active)
         for key, state in self.keys.items():
             if alone:
-                others = [self.slowest(key)] if self.living else list(state.done.values())
+                others = [self.slowest(key)] if self.active else list(state.done.values())
                 state.done[group] = max([state.done.get(group, 0), *others])
                 state.last[group] = state.version
                 state.pending = {p: s for p, s in state.pending.items() if self.group(p[0]) != group}
@@ -102,14 +101,14 @@ class Model:
             else:
                 state.first[worker] = self.done(key, worker) + 1
             state.read[worker] = state.version
-        self.living.add(worker)
+        self.active.add(worker)
         return {key: state.first[worker] for key, state in self.keys.items()}
 
     def settle(self) -> list[Action]:
-        """Everything that may happen now, key by key: updates, then answers."""
+        """Do everything that is possible now, key by key: first updates, then answers."""
         actions: list[Action] = []
         for key, state in self.keys.items():
-            for group in sorted({self.group(worker) for worker in self.living}, key=str):
+            for group in sorted({self.group(worker) for worker in self.active}, key=str):
                 actions += self.finish_rounds(key, state, group)
             for worker, clock in sorted(state.held):
                 if self.may_answer(key, worker, clock):
@@ -121,7 +120,7 @@ class Model:
     def finish_rounds(self, key: int, state: KeyModel, group: Hashable) -> list[Action]:
         actions: list[Action] = []
         while True:
-            if self.owed(key, group):  # sooner or later somebody is: a living member's first clock comes
+            if self.owed(key, group):  # this ends: every active member has a first clock
                 return actions
             now = state.done.get(group, 0)
             parts = []

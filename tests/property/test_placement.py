@@ -1,4 +1,4 @@
-"""Where keys live, for any keys, placed in any number of calls, on any number of servers."""
+"""Placement of any keys, in any number of calls, on any number of servers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from echelon.cluster.placement import (
 )
 from echelon.errors import UsageError
 
-# lengths of every kind: empty, within one ALIGN, about a stripe, many stripes, more than a small segment
+# empty, within one ALIGN, about a stripe, many stripes, more than a small segment
 LENGTHS = st.one_of(
     st.integers(0, 200),
     st.integers(MIN_STRIPE - 70, MIN_STRIPE + 70),
@@ -40,7 +40,7 @@ SERVERS = st.integers(1, 5)
 
 @st.composite
 def calls(draw: st.DrawFn) -> list[list[KeySpec]]:
-    """Calls of place(), names unique over all of them."""
+    """Calls of place() with unique names."""
     sizes = draw(st.lists(st.lists(st.tuples(LENGTHS, DTYPES), min_size=1, max_size=6), min_size=1, max_size=5))
     named: list[list[KeySpec]] = []
     count = 0
@@ -66,7 +66,7 @@ def spans(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
 
 
 def is_partition(parts: Iterable[tuple[int, int]], start: int, stop: int) -> bool:
-    """Whether non-empty ranges are exactly [start, stop)."""
+    """Return whether non-empty ranges cover [start, stop) without overlap."""
     ordered = sorted(part for part in parts if part[0] != part[1])
     if not ordered:
         return start == stop
@@ -106,7 +106,7 @@ def test_neighbours_in_a_call_are_neighbours_in_memory(sequence: list[list[KeySp
 
 
 @given(calls(), SERVERS)
-def test_placing_again_or_more_moves_nothing(sequence: list[list[KeySpec]], servers: int) -> None:
+def test_placing_keys_moves_no_existing_key(sequence: list[list[KeySpec]], servers: int) -> None:
     layout = Layout(servers)
     for specs in sequence:
         before = state(layout)
@@ -121,7 +121,7 @@ def test_placing_again_or_more_moves_nothing(sequence: list[list[KeySpec]], serv
 
 
 def order(sequence: list[list[KeySpec]]) -> list[KeySpec]:
-    """Specs as they are numbered: call by call, within a call dtype by dtype."""
+    """Return the specs in the order of their key numbers: by call, then by dtype."""
     numbered: list[KeySpec] = []
     for specs in sequence:
         for dtype in dict.fromkeys(spec.dtype for spec in specs):
@@ -151,7 +151,7 @@ def test_a_server_stores_its_parts_packed(sequence: list[list[KeySpec]], servers
         for server in range(servers):
             whole = cut(segment, 0, segment.capacity, server, servers)
             local = [(piece.local, piece.local + piece.stop - piece.start) for piece in whole]
-            assert is_partition(local, 0, stored[server])  # dense: no hole, no overlap
+            assert is_partition(local, 0, stored[server])  # no gap, no overlap
             for slot in (slot for slot in layout.slots.values() if slot.segment == segment.index):
                 for piece in layout.pieces(slot, server):
                     home = next(p for p in whole if p.start <= piece.start and piece.stop <= p.stop)
@@ -161,7 +161,7 @@ def test_a_server_stores_its_parts_packed(sequence: list[list[KeySpec]], servers
 
 @given(st.lists(st.tuples(LENGTHS, st.just("float32")), min_size=1, max_size=12), SERVERS, st.integers(0, 10))
 def test_a_call_is_spread_evenly(sizes: list[tuple[int, str]], servers: int, before: int) -> None:
-    """Whatever was placed before, each server's part of a call is the even share within one stripe."""
+    """The part of a call on each server differs from an even share by at most one stripe."""
     layout = Layout(servers)
     for number in range(before):
         layout.place([KeySpec(f"before {number}", (5000,), "float32")])
@@ -171,7 +171,7 @@ def test_a_call_is_spread_evenly(sizes: list[tuple[int, str]], servers: int, bef
     for server in range(servers):
         share = sum(piece.stop - piece.start for slot in slots for piece in layout.pieces(slot, server))
         assert abs(share - total / servers) <= stripe
-        if total >= 64 * MIN_STRIPE * servers:  # and then a stripe is small beside the share
+        if total >= 64 * MIN_STRIPE * servers:  # here a stripe is small compared with the share
             assert share >= total / servers * 0.4
 
 
@@ -180,7 +180,7 @@ def test_stripes_are_powers_of_two_within_limits(total: int, servers: int) -> No
     stripe = stripe_for(total, servers)
     assert MIN_STRIPE <= stripe <= MAX_STRIPE
     assert stripe & (stripe - 1) == 0
-    assert stripe == MIN_STRIPE or stripe * servers * 2 <= total + 8 * servers  # at least two stripes a server
+    assert stripe == MIN_STRIPE or stripe * servers * 2 <= total + 8 * servers  # at least two stripes per server
 
 
 @given(calls(), SERVERS)
@@ -201,7 +201,7 @@ def follows(one: Piece, other: Piece) -> bool:
 
 
 def apart(joined: list[Piece], like: list[Piece]) -> Iterator[Piece]:
-    """Joined pieces cut again at the borders of the pieces they came from."""
+    """Cut joined pieces again at the boundaries of the original pieces."""
     lengths = iter(piece.stop - piece.start for piece in like)
     for segment, start, stop, local in joined:
         at = start
@@ -213,7 +213,7 @@ def apart(joined: list[Piece], like: list[Piece]) -> Iterator[Piece]:
 
 @given(calls(), SERVERS)
 def test_adopting_gives_the_same_layout(sequence: list[list[KeySpec]], servers: int) -> None:
-    """Another process that is told the segments and slots, call by call and more than once, sees the same pieces."""
+    """A process that receives the segments and slots, even repeatedly, computes the same pieces."""
     mine, theirs = Layout(servers), Layout(servers)
     for specs in sequence:
         slots = mine.place(specs)
@@ -229,7 +229,7 @@ def test_adopting_gives_the_same_layout(sequence: list[list[KeySpec]], servers: 
 
 
 @given(calls(), SERVERS, st.data())
-def test_a_spec_that_differs_is_refused_and_changes_nothing(
+def test_a_different_spec_is_rejected_and_changes_nothing(
     sequence: list[list[KeySpec]], servers: int, data: st.DataObject
 ) -> None:
     layout = placed(sequence, servers)
@@ -261,13 +261,13 @@ def test_a_name_twice_in_a_call_is_one_key() -> None:
     assert len(layout.slots) == 1
 
 
-def test_a_string_and_a_number_are_different_names() -> None:
+def test_a_string_and_an_integer_are_different_names() -> None:
     layout = Layout(1)
     one, other = layout.place([KeySpec("1", (3,), "float32"), KeySpec(1, (4,), "float32")])
     assert (one.key, other.key) == (0, 1)
 
 
-def test_an_unknown_dtype_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_dtype_is_rejected_with_the_known_ones() -> None:
     layout = Layout(1)
     with pytest.raises(UsageError, match="key 'a': dtype complex64 cannot be stored; use one of float32"):
         layout.place([KeySpec("b", (1,), "float32"), KeySpec("a", (3,), "complex64")])
@@ -281,14 +281,14 @@ def test_every_dtype_has_segments_of_its_own(dtype: str) -> None:
     assert [segment.dtype for segment in layout.segments] == list(dict.fromkeys(["float32", dtype]))
 
 
-def test_keys_that_come_one_by_one_share_a_segment() -> None:
+def test_keys_that_are_added_one_by_one_share_a_segment() -> None:
     layout = Layout(2)
     for number in range(100):
         layout.place([KeySpec(number, (1000,), "float32")])
     assert len(layout.segments) == 1
 
 
-def test_small_segments_do_not_all_begin_on_one_server() -> None:
+def test_small_segments_do_not_all_start_on_one_server() -> None:
     layout = Layout(2)
     slots = layout.place([KeySpec(dtype, (5,), dtype) for dtype in ("float32", "float16", "int64")])
     assert [[bool(layout.pieces(slot, server)) for server in range(2)] for slot in slots] == [
@@ -308,7 +308,7 @@ def test_pad(length: int, padded: int) -> None:
     assert pad(length) == padded
 
 
-def test_a_spec_reads_as_shape_and_dtype() -> None:
+def test_the_text_of_a_spec_is_its_shape_and_dtype() -> None:
     assert str(KeySpec("a", (64, 3, 7, 7), "float16")) == "64x3x7x7 float16"
     assert str(KeySpec("a", (), "float32")) == "scalar float32"
     assert KeySpec("a", (), "float32").length == 1

@@ -1,7 +1,7 @@
-"""The identities between schemes, and the dials' own checks, on the engine alone.
+"""Identities between schemes, and the checks of the dials, on the engine alone.
 
-A job is any interleaving of steps (push, then pull, of one worker); two engines that must be the same are given the
-same job and compared action by action.
+A job is any interleaving of steps (push, then pull, of one worker). Two engines that must be equivalent get the same
+job, and their actions are compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Event = tuple[str, int, float]
 
 
 class Driver:
-    """Turns (what, who, samples) into calls, with the clocks that an ordinary worker would use."""
+    """Turns (action, worker, samples) into calls, with the clocks of an ordinary worker."""
 
     def __init__(self, rules: Rules, workers: int = WORKERS, keys: tuple[int, ...] = (0,)) -> None:
         self.engine = Engine(rules, range(workers))
@@ -56,7 +56,7 @@ class Driver:
 
 
 def without_gamma(decisions: list[Decision]) -> list[Decision]:
-    """The same decisions with the steps undivided."""
+    """Return the same decisions with gamma 1."""
     return [
         Decision(tuple(a._replace(gamma=1) if isinstance(a, Apply) else a for a in d.actions), d.reason)
         for d in decisions
@@ -67,7 +67,7 @@ def without_gamma(decisions: list[Decision]) -> list[Decision]:
 def test_gsp_of_one_group_is_bsp(events: list[Event]) -> None:
     one, other = Driver(gsp([range(WORKERS)])), Driver(bsp())
     for event in events:
-        assert one.do(*event) == other.do(*event)  # gamma too: nobody else ever updates
+        assert one.do(*event) == other.do(*event)  # gamma too: no other group updates
 
 
 @given(EVENTS)
@@ -76,10 +76,10 @@ def test_gsp_of_singletons_is_asp_with_gamma(events: list[Event]) -> None:
     last = dict.fromkeys(range(WORKERS), 0)
     for event in events:
         version = one.engine.version(0)
-        newcomer = event[0] == "join" and event[1] not in one.engine.workers
+        joins = event[0] == "join" and event[1] not in one.engine.workers
         weighted, plain = one.do(*event), other.do(*event)
         assert without_gamma(weighted) == plain
-        if newcomer:
+        if joins:
             last[event[1]] = version
         for action in (action for decision in weighted for action in decision.actions if isinstance(action, Apply)):
             (part,) = action.contributions
@@ -88,7 +88,7 @@ def test_gsp_of_singletons_is_asp_with_gamma(events: list[Event]) -> None:
 
 
 @given(EVENTS, st.one_of(st.none(), st.integers(100, 10**12)))
-def test_a_bound_that_is_never_reached_is_no_bound(events: list[Event], bound: int | None) -> None:
+def test_a_bound_that_is_never_reached_has_no_effect(events: list[Event], bound: int | None) -> None:
     pairs = [[0, 1], [2, 3]]
     free, bounded = (asp(), ssp(10**9)) if bound is None else (gsp(pairs), gsp(pairs, bound))
     one, other = Driver(free), Driver(bounded)
@@ -96,9 +96,9 @@ def test_a_bound_that_is_never_reached_is_no_bound(events: list[Event], bound: i
         assert one.do(*event) == other.do(*event)
 
 
-@given(NO_JOIN)  # a newcomer joins at the present clock in one, at the next in the other
-def test_ssp_0_keeps_the_pace_of_lock_step(events: list[Event]) -> None:
-    """Who is answered when, as in BSP; only the updates are made one by one."""
+@given(NO_JOIN)  # a new worker joins at the present clock in SSP, at the next one in BSP
+def test_ssp_0_answers_like_lock_step(events: list[Event]) -> None:
+    """Pulls are answered at the same times as in BSP; only the updates are separate."""
     one, other = Driver(ssp(0)), Driver(bsp())
     for event in events:
         mine, theirs = (
@@ -144,7 +144,7 @@ def of_key(decisions: list[Decision], key: int) -> list[object]:
 
 @pytest.mark.parametrize("rules", [bsp(), ssp(1), gsp([[0, 1], [2, 3]], 1)], ids=lambda rules: rules.name)
 @given(before=EVENTS, after=EVENTS)
-def test_keys_that_are_one_for_a_while_fare_as_if_they_never_were(
+def test_keys_that_share_a_state_for_a_while_behave_like_separate_keys(
     rules: Rules, before: list[Event], after: list[Event]
 ) -> None:
     apart, united = Driver(rules, keys=(0, 1)), Driver(rules, keys=(0, 1))
@@ -164,20 +164,20 @@ def test_keys_that_are_one_for_a_while_fare_as_if_they_never_were(
         assert [of_key(done, key) for key in (0, 1)] == [of_key(expected, key) for key in (0, 1)]
 
 
-def test_keys_of_before_and_after_a_newcomer_are_not_the_same() -> None:
+def test_keys_added_before_and_after_a_worker_joins_differ() -> None:
     engine = Engine(bsp(), [0])
     engine.add_key(0)
     assert engine.untouched(0)
-    assert engine.join(1) == {0: 1}  # not expected in round 0 of key 0
-    engine.add_key(1)  # but in round 0 of key 1
+    assert engine.join(1) == {0: 1}  # it is not expected in round 0 of key 0
+    engine.add_key(1)  # but it is in round 0 of key 1
     assert engine.untouched(1)
     assert not engine.untouched(0)
 
 
-# --- deaths and latecomers, by hand
+# --- workers that leave or join, examples
 
 
-def test_a_death_releases_at_once_what_it_blocked() -> None:
+def test_a_death_releases_the_pulls_that_it_blocked() -> None:
     engine = Engine(ssp(0), range(3))
     engine.add_key(0)
     for worker in (1, 2):
@@ -187,7 +187,7 @@ def test_a_death_releases_at_once_what_it_blocked() -> None:
     assert engine.leave(0).actions == (Reply(0, 1, 1, 2), Reply(0, 2, 1, 2))
 
 
-def test_what_a_dead_worker_pushed_counts() -> None:
+def test_the_push_of_a_dead_worker_counts() -> None:
     engine = Engine(bsp(), range(2))
     engine.add_key(0)
     engine.push(1, 0, 0, 3.0)
@@ -196,7 +196,7 @@ def test_what_a_dead_worker_pushed_counts() -> None:
     assert applied == Apply(0, 0, (Contribution(0, 5.0, 0), Contribution(1, 3.0, 0)), 1, 1)
 
 
-def test_a_round_of_nothing_is_complete_and_changes_nothing() -> None:
+def test_a_round_without_samples_is_complete_and_changes_nothing() -> None:
     engine = Engine(bsp(), range(2))
     engine.add_key(0)
     engine.push(0, 0, 0, 0.0)
@@ -204,18 +204,18 @@ def test_a_round_of_nothing_is_complete_and_changes_nothing() -> None:
     assert (done.actions, done.reason, engine.version(0), engine.clock(0, 0)) == ((), "the round is complete", 0, 1)
 
 
-def test_who_comes_back_never_repeats_a_clock() -> None:
+def test_a_worker_that_returns_never_repeats_a_clock() -> None:
     engine = Engine(asp(), range(2))
     engine.add_key(0)
     for clock in range(3):
         engine.push(1, 0, clock, 1.0)
     engine.leave(1)
     assert engine.join(1) == {0: 3}
-    assert engine.push(1, 0, 2, 1.0).actions == ()  # a late copy of what was applied in its first life
+    assert engine.push(1, 0, 2, 1.0).actions == ()  # a late copy of a push that was applied before it left
     assert engine.version(0) == 3
 
 
-def test_who_comes_late_is_not_waited_for_before_its_first_clock() -> None:
+def test_nobody_waits_for_a_late_worker_before_its_first_clock() -> None:
     engine = Engine(gsp([[0, 1], [2]], 0), [0, 2])
     engine.add_key(0)
     assert engine.join(1) == {0: 1}
@@ -225,7 +225,7 @@ def test_who_comes_late_is_not_waited_for_before_its_first_clock() -> None:
     assert [type(action) for action in engine.push(0, 0, 0, 1.0).actions] == [Apply, Reply]
 
 
-def test_questions_about_the_gone_have_an_answer() -> None:
+def test_queries_about_a_worker_that_left_are_answered() -> None:
     engine = Engine(asp(), range(2))
     engine.leave(1)
     engine.add_key(0)
@@ -271,7 +271,7 @@ def test_rules_of_a_store(store: str, staleness: int | None, groups: list[list[i
         ),
     ],
 )
-def test_a_dial_that_does_not_fit_is_refused(
+def test_a_setting_that_does_not_fit_the_store_is_rejected(
     store: str, staleness: int | None, groups: list[list[int]] | None, message: str
 ) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):

@@ -1,8 +1,9 @@
-"""The engine driven by anything that can happen, beside a naive model and beside workers that behave.
+"""The engine under arbitrary events, compared with a naive model and checked from the workers' point of view.
 
-`Anything` sends what it likes: pushes far ahead, pulls of clocks never reached, messages of the dead and of strangers,
-each message again and again. The engine must do what the model does, action by action.
-`Workers` push, then pull, over a network that reorders and repeats. The promises are checked on what they see.
+`Anything` sends arbitrary messages: pushes far ahead, pulls of clocks that were never reached, messages of dead and
+unknown workers, each message repeatedly. The engine must take the same actions as the model.
+`Workers` push, then pull, over a network that reorders and repeats messages. The guarantees are checked on what the
+workers observe.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from echelon.schemes.engine import (
 )
 
 WORKERS = 4
-STRANGER = 6  # listed in no group, there only if it joins
+STRANGER = 6  # in no listed group, and absent unless it joins
 GROUPS = ((0, 2), (1, 3))
 
 
 class Case(NamedTuple):
-    """A scheme as the engine is told it, and as the model is."""
+    """A scheme as the engine gets it, and as the model gets it."""
 
     rules: Rules
     group: Callable[[int], Hashable]
@@ -69,7 +70,7 @@ amounts = st.sampled_from([1.0, 32.0, 7.5, 0.0])
 
 
 def ordered(actions: list[Action] | tuple[Action, ...], key: int) -> tuple[list[Apply], list[Reply]]:
-    """A key's updates as they come, and its answers, which must all come after them, in any order."""
+    """Return the updates of a key in order, and its answers, which must follow them in any order."""
     mine = [action for action in actions if action.key == key]
     applies = [action for action in mine if isinstance(action, Apply)]
     replies = [action for action in mine if isinstance(action, Reply)]
@@ -78,7 +79,7 @@ def ordered(actions: list[Action] | tuple[Action, ...], key: int) -> tuple[list[
 
 
 class Anything(RuleBasedStateMachine):
-    """The engine and the model get the same events and must do the same."""
+    """The engine and the model get the same events and must take the same actions."""
 
     case: Case
 
@@ -108,19 +109,19 @@ class Anything(RuleBasedStateMachine):
                 self.counted.update((rank, action.key, action.clock) for rank in ranks)
 
     def expect(self, kind: str, worker: int, key: int = 0, clock: int = 0, *rest: float) -> tuple[list[Action], str]:
-        """What the model does, and the sentence that goes with it."""
-        model, living, before = self.model, worker in self.model.living, self.model.done(key, worker)
+        """Return the actions of the model and the expected reason."""
+        model, active, before = self.model, worker in self.model.active, self.model.done(key, worker)
         if kind == "leave":
             actions = model.leave(worker)
-            return actions, NOT_A_MEMBER if not living else RELEASED if actions else RELEASED_NOTHING
+            return actions, NOT_A_MEMBER if not active else RELEASED if actions else RELEASED_NOTHING
         if kind == "pull":
             actions = model.pull(worker, key, clock)
             held = HELD_FOR_MEMBERS if before < clock else HELD_FOR_BOUND
-            return actions, OBSERVER if not living else ANSWERED if actions else held
+            return actions, OBSERVER if not active else ANSWERED if actions else held
         seen = clock < model.next_clock(key, worker) or (worker, clock) in model.keys[key].pending
         actions = model.push(worker, key, clock, *rest)
         new = APPLIED if model.done(key, worker) > before else HELD_FOR_MEMBERS
-        return actions, NOT_A_MEMBER if not living else DUPLICATE if seen else new
+        return actions, NOT_A_MEMBER if not active else DUPLICATE if seen else new
 
     def send(self, *message: object) -> None:
         self.sent.append(message)
@@ -157,7 +158,7 @@ class Anything(RuleBasedStateMachine):
 
     @rule(worker=who)
     def join(self, worker: int) -> None:
-        if worker not in self.model.living:
+        if worker not in self.model.active:
             assert self.engine.join(worker) == self.model.join(worker)
 
     @precondition(lambda self: len(self.model.keys) < 3)
@@ -178,27 +179,27 @@ class Anything(RuleBasedStateMachine):
             assert [apply.version for apply in state.applied] == [n + 1 for n in range(len(state.applied))]
 
     @invariant()
-    def the_living_are_known(self) -> None:
-        assert self.engine.workers == self.model.living
+    def active_workers_and_clocks_agree(self) -> None:
+        assert self.engine.workers == self.model.active
         for key in self.model.keys:
             for worker in [*range(WORKERS), STRANGER]:
                 assert self.engine.clock(worker, key) == self.model.done(key, worker)
 
     @invariant()
-    def whoever_waits_can_say_for_whom(self) -> None:
+    def missing_names_the_workers_that_a_pull_waits_for(self) -> None:
         for key, state in self.model.keys.items():
-            for worker in self.model.living:
-                done = self.model.done(key, worker)  # and as a question about a pull that would be answered
+            for worker in self.model.active:
+                done = self.model.done(key, worker)  # also for a pull that would be answered
                 for clock in {done, *(c for w, c in state.held if w == worker)}:
                     missing = self.engine.missing(worker, key, clock)
                     assert bool(missing) == (not self.model.may_answer(key, worker, clock))
-                    for other, lacks in missing.items():
-                        assert lacks == self.model.done(key, other)
+                    for other, needed in missing.items():
+                        assert needed == self.model.done(key, other)
                         assert other in self.model.owed(key, self.case.group(other))
 
 
 class Workers(RuleBasedStateMachine):
-    """Workers that push all keys and then pull all keys; the network delivers in any order, and some things twice."""
+    """Workers push all keys, then pull all keys. The network delivers in any order, and some messages twice."""
 
     case: Case
 
@@ -208,7 +209,7 @@ class Workers(RuleBasedStateMachine):
         self.engine = Engine(self.case.rules, range(count))
         for key in self.keys:
             self.engine.add_key(key)
-        self.clock = {worker: dict.fromkeys(self.keys, 0) for worker in range(count)}  # of the living
+        self.clock = {worker: dict.fromkeys(self.keys, 0) for worker in range(count)}  # of active workers
         self.wants: dict[int, set[int]] = {worker: set() for worker in range(count)}  # keys not answered yet
         self.network: list[tuple[Any, ...]] = []
         self.delivered: list[tuple[Any, ...]] = []
@@ -218,7 +219,7 @@ class Workers(RuleBasedStateMachine):
         self.updates: dict[int, list[Hashable]] = {key: [] for key in self.keys}  # the group of each update
         self.read: dict[tuple[int, int], int] = {}
 
-    # --- what workers do
+    # --- actions of the workers
 
     def ready(self) -> list[int]:
         return [worker for worker in self.clock if not self.wants[worker]]
@@ -244,7 +245,7 @@ class Workers(RuleBasedStateMachine):
         self.act(self.engine.leave(worker).actions)
 
     @rule(worker=who)
-    def come(self, worker: int) -> None:
+    def join(self, worker: int) -> None:
         if worker not in self.clock:
             self.network = [message for message in self.network if message[1] != worker]
             self.delivered = [message for message in self.delivered if message[1] != worker]
@@ -254,7 +255,7 @@ class Workers(RuleBasedStateMachine):
                 self.read[worker, key] = self.engine.version(key)
             self.ask(worker)
 
-    # --- what the network does
+    # --- actions of the network
 
     @precondition(lambda self: self.network)
     @rule(choice=st.integers(0, 1000))
@@ -280,28 +281,28 @@ class Workers(RuleBasedStateMachine):
             self.arrived.setdefault((worker, key), set()).add(clock)
         self.act(getattr(self.engine, kind)(*message[1:]).actions)
 
-    # --- what they see
+    # --- what the workers observe
 
     def act(self, actions: tuple[Action, ...]) -> None:
         for action in actions:
             if isinstance(action, Apply):
-                self.see_update(action)
+                self.check_update(action)
             elif action.worker in self.clock:
-                self.see_answer(action)
+                self.check_answer(action)
 
-    def see_update(self, action: Apply) -> None:
+    def check_update(self, action: Apply) -> None:
         group = self.case.group(action.contributions[0].worker)
         assert (group, action.key, action.clock) not in self.rounds, "a group's clock was applied twice"
         self.rounds.add((group, action.key, action.clock))
         members = {w for w in self.clock if self.case.group(w) == group}
-        for worker in members:  # nobody who lives and takes part was left out of the round
+        for worker in members:  # no active member was left out of the round
             first = self.base.get((worker, action.key), 0)
             assert first > action.clock or action.clock in self.arrived[worker, action.key]
         before = self.updates[action.key]
         since = len(before) - 1 - max((n for n, g in enumerate(before) if g == group), default=-1)
         if not self.case.weighted:
             assert action.gamma == 1
-        elif not self.base:  # nobody ever joined: V_g is the count at the group's last update
+        elif not self.base:  # no worker ever joined: V_g is the count at the group's last update
             assert action.gamma == since + 1
         for part in action.contributions:
             assert self.case.group(part.worker) == group
@@ -310,7 +311,7 @@ class Workers(RuleBasedStateMachine):
         before.append(group)
         assert action.version == len(before)
 
-    def see_answer(self, reply: Reply) -> None:
+    def check_answer(self, reply: Reply) -> None:
         assert reply.version == len(self.updates[reply.key])
         self.read[reply.worker, reply.key] = reply.version
         if reply.clock == self.clock[reply.worker][reply.key]:
@@ -318,32 +319,32 @@ class Workers(RuleBasedStateMachine):
         if self.case.bound is not None:
             assert reply.clock - self.slowest(reply.key) <= self.case.bound
         for clock in range(self.base.get((reply.worker, reply.key), 0), reply.clock):
-            assert clock in self.arrived[reply.worker, reply.key], "answered before its own push was in"
+            assert clock in self.arrived[reply.worker, reply.key], "answered before its own push was applied"
 
     def pushed(self, worker: int, key: int) -> int:
-        """Clocks that a worker has behind it, by what has been delivered without a hole."""
+        """Return the number of clocks of a worker that were delivered without a gap."""
         clock = self.base.get((worker, key), 0)
         while clock in self.arrived.get((worker, key), ()):
             clock += 1
         return clock
 
     def slowest(self, key: int) -> int:
-        """The slowest living group; a group is where the slowest of its members is that takes part already."""
+        """Return the clock of the slowest active group, which is that of its slowest member."""
         return min(self.pushed(worker, key) for worker in self.clock)
 
     @invariant()
-    def somebody_can_go_on(self) -> None:
+    def some_worker_can_continue(self) -> None:
         if self.clock and not self.network:
             assert self.ready(), f"all of {sorted(self.clock)} are held: {self.wants}"
 
     def teardown(self) -> None:
-        """Whatever happened: when everything is delivered and all go on, all get everywhere."""
+        """After any history: when everything is delivered and all workers continue, all reach every clock."""
         if not getattr(self, "clock", None):
             return
         goal = 3 + max(clock for clocks in self.clock.values() for clock in clocks.values())
         for _ in range(goal * len(self.clock) * 2 + 10):
             self.deliver_all()
-            self.somebody_can_go_on()
+            self.some_worker_can_continue()
             behind = [w for w in self.ready() if min(self.clock[w].values()) < goal]
             if not behind:
                 break

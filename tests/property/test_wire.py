@@ -1,4 +1,4 @@
-"""Messages come back as they were written, over any chunking; anything else is Malformed and nothing worse."""
+"""Messages survive encoding and any chunking of the bytes; other bytes raise Malformed and nothing else."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OPTIONS = st.dictionaries(TEXT, st.one_of(FLOATS, INTS, st.booleans(), st.lists(
 
 @cache
 def strategy(kind: Any) -> st.SearchStrategy[Any]:
-    """Any value that a field of this type may have."""
+    """Return a strategy for all values of a type."""
     basic: dict[Any, st.SearchStrategy[Any]] = {
         int: INTS,
         float: FLOATS,
@@ -84,21 +84,21 @@ ANY_MESSAGE = st.one_of(*(strategy(kind) for family, _ in FAMILIES for kind in g
 @pytest.mark.parametrize(("kind", "decode"), KINDS)
 @settings(max_examples=25)
 @given(data=st.data())
-def test_every_kind_comes_back(kind: type, decode: Decode, data: st.DataObject) -> None:
+def test_every_kind_survives_encoding(kind: type, decode: Decode, data: st.DataObject) -> None:
     message = data.draw(strategy(kind))
     written = encode(message)
     assert decode(written) == message
     assert type(decode(written)) is kind
-    assert decode(memoryview(written)) == message  # as a transport hands it over
+    assert decode(memoryview(written)) == message  # as a transport delivers it
 
 
-def test_every_kind_has_a_tag_of_its_own() -> None:
+def test_tags_are_unique() -> None:
     tags = [kind.__struct_config__.tag for family, _ in FAMILIES for kind in get_args(family)]
     assert len(set(tags)) == len(tags)
 
 
 def only_malformed(decode: Decode, data: bytes) -> None:
-    """Decoding gives a message or Malformed."""
+    """Check that decoding returns a message or raises Malformed."""
     try:
         decode(data)
     except Malformed:
@@ -129,19 +129,19 @@ def test_a_damaged_message_is_a_message_or_malformed(decode: Decode, message: An
 
 
 @pytest.mark.parametrize(
-    ("decode", "strange"), [(decode_control, Request), (decode_request, Response), (decode_response, ControlMessage)]
+    ("decode", "other"), [(decode_control, Request), (decode_request, Response), (decode_response, ControlMessage)]
 )
 @settings(max_examples=20)
 @given(data=st.data())
-def test_a_message_of_another_family_is_malformed(decode: Decode, strange: Any, data: st.DataObject) -> None:
-    message = data.draw(st.one_of(*map(strategy, get_args(strange))))
+def test_a_message_of_another_family_is_malformed(decode: Decode, other: Any, data: st.DataObject) -> None:
+    message = data.draw(st.one_of(*map(strategy, get_args(other))))
     with pytest.raises(Malformed):
         decode(encode(message))
 
 
 @DECODERS
 @given(data=st.binary(min_size=1, max_size=8))
-def test_bytes_behind_a_message_are_malformed(decode: Decode, data: bytes) -> None:
+def test_bytes_after_a_message_are_malformed(decode: Decode, data: bytes) -> None:
     family = next(family for family, known in FAMILIES if known is decode)
     kind = next(kind for kind in get_args(family) if kind.__name__ in ("Heartbeat", "Retire", "Placed"))
     empty = {"Heartbeat": (), "Retire": (1,), "Placed": (1, [], [])}[kind.__name__]
@@ -158,7 +158,7 @@ def chunks(data: bytes, cuts: list[int]) -> list[bytes]:
 
 
 @given(st.lists(CONTROL, max_size=6), st.lists(st.integers(0, 10**6), max_size=20))
-def test_frames_come_back_over_any_chunking(messages: list[Any], cuts: list[int]) -> None:
+def test_frames_survive_any_chunking(messages: list[Any], cuts: list[int]) -> None:
     reader = FrameReader()
     stream = b"".join(map(frame, messages))
     assert [message for chunk in chunks(stream, cuts) for message in reader.feed(chunk)] == messages
@@ -166,14 +166,14 @@ def test_frames_come_back_over_any_chunking(messages: list[Any], cuts: list[int]
 
 @settings(max_examples=20)
 @given(st.lists(CONTROL, max_size=4))
-def test_frames_come_back_byte_by_byte(messages: list[Any]) -> None:
+def test_frames_can_be_read_byte_by_byte(messages: list[Any]) -> None:
     reader = FrameReader()
     stream = b"".join(map(frame, messages))
     assert [message for byte in stream for message in reader.feed(bytes([byte]))] == messages
 
 
 @given(CONTROL, CONTROL)
-def test_a_message_is_given_as_soon_as_its_last_byte_is_there(first: Any, second: Any) -> None:
+def test_a_message_is_returned_when_its_last_byte_arrives(first: Any, second: Any) -> None:
     reader = FrameReader()
     stream = frame(first) + frame(second)
     assert list(reader.feed(stream[:-1])) == [first]
@@ -181,8 +181,8 @@ def test_a_message_is_given_as_soon_as_its_last_byte_is_there(first: Any, second
 
 
 @given(st.lists(CONTROL, max_size=3), st.binary(min_size=1, max_size=20), st.lists(st.integers(0, 10**6), max_size=5))
-def test_a_bad_frame_comes_after_the_good_ones(messages: list[Any], garbage: bytes, cuts: list[int]) -> None:
-    bad = b"\xc1" + garbage  # a byte that no MessagePack has
+def test_messages_before_a_bad_frame_are_returned(messages: list[Any], garbage: bytes, cuts: list[int]) -> None:
+    bad = b"\xc1" + garbage  # a byte that MessagePack never uses
     stream = b"".join(map(frame, messages)) + struct.pack("!I", len(bad)) + bad
     reader, seen = FrameReader(), []
 
@@ -196,7 +196,7 @@ def test_a_bad_frame_comes_after_the_good_ones(messages: list[Any], garbage: byt
 
 
 @given(st.integers(MAX_FRAME + 1, 2**32 - 1))
-def test_a_frame_too_long_is_refused_before_it_is_read(length: int) -> None:
+def test_a_frame_that_is_too_long_is_rejected_before_it_is_read(length: int) -> None:
     with pytest.raises(Malformed, match=f"{length} bytes; at most {MAX_FRAME}"):
         list(FrameReader().feed(struct.pack("!I", length)))
 
@@ -209,21 +209,21 @@ def test_the_longest_frame_is_read() -> None:
     assert list(FrameReader().feed(written)) == [message]
 
 
-# --- what people read
+# --- text and values
 
 
-def test_a_member_reads_as_role_rank_and_process() -> None:
+def test_the_text_of_a_member_is_its_role_rank_and_process() -> None:
     assert str(Member("worker", 3, "10.0.0.7", 4711, "tcp://10.0.0.7:9")) == "worker 3 (pid 4711 on 10.0.0.7)"
 
 
 @pytest.mark.parametrize("message", [Halt("target"), Abort("server 0 died")])
-def test_messages_are_values(message: Any) -> None:
+def test_messages_are_immutable(message: Any) -> None:
     assert message == decode_control(encode(message))
     with pytest.raises(AttributeError):
         message.reason = "another"
 
 
-def test_placement_travels_in_messages() -> None:
+def test_slots_and_segments_can_be_encoded() -> None:
     slot = Slot(3, KeySpec(7, (2, 3), "float16"), 0, 64, 6, 64)
     written = msgspec.msgpack.encode([slot, Segment(0, "float16", 4096, 4096)])
     assert msgspec.msgpack.decode(written, type=tuple[Slot, Segment]) == (slot, Segment(0, "float16", 4096, 4096))

@@ -1,4 +1,4 @@
-"""The scheduler's decisions: who is in, who goes, what everybody is told. Connections are 100, 101, … here."""
+"""The scheduler's state machine: registration, views, barriers. Workers have connections 100, 101, … here."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def gathered(workers: int, servers: int) -> Membership:
     return membership
 
 
-def told(sends: list[Send], kind: type[ControlMessage]) -> dict[int, ControlMessage]:
-    """Who is told a message of this kind, and which."""
+def sent(sends: list[Send], kind: type[ControlMessage]) -> dict[int, ControlMessage]:
+    """Return the messages of one kind by connection."""
     return {send.to: send.message for send in sends if isinstance(send.message, kind)}
 
 
@@ -62,20 +62,20 @@ def test_ranks_by_order_of_arrival() -> None:
     assert membership.running
 
 
-def test_ranks_by_the_launcher_in_any_order() -> None:
+def test_ranks_given_by_the_launcher_in_any_order() -> None:
     membership = Membership(3, 0)
     ranks = [membership.register(connection, worker(rank))[0].message for connection, rank in ((1, 2), (2, 0), (3, 1))]
     assert ranks == [Registered(2), Registered(0), Registered(1)]
 
 
-def test_whoever_has_no_rank_gets_one_that_is_free() -> None:
+def test_a_process_without_a_rank_gets_the_lowest_free_one() -> None:
     membership = Membership(3, 0)
     membership.register(1, worker(0))
     membership.register(2, worker(2))
     assert membership.register(3, worker())[0] == Send(3, Registered(1))
 
 
-def test_the_roster_goes_to_all_when_the_last_one_is_there() -> None:
+def test_all_get_the_roster_when_the_last_process_has_registered() -> None:
     membership = Membership(2, 1)
     membership.register(1, worker(1, pid=11))
     membership.register(2, server(0, pid=12))
@@ -105,26 +105,26 @@ def test_the_roster_goes_to_all_when_the_last_one_is_there() -> None:
         ),
     ],
 )
-def test_refusals_say_why_and_change_nothing(request_: Register, reason: str) -> None:
+def test_a_rejected_registration_has_a_reason_and_changes_nothing(request_: Register, reason: str) -> None:
     membership = Membership(2, 1)
     membership.register(1, worker(0))
     membership.register(2, server(0))
     assert membership.register(3, request_) == [Send(3, Refused(reason))]
     assert membership.member(3) is None
     assert membership.waiting_for() == "worker 1"
-    assert membership.lost(3, "closed") == []  # a refused process is nobody's death
+    assert membership.lost(3, "closed") == []  # it never was a member
     assert not membership.over
     assert membership.register(4, worker(1))[0] == Send(4, Registered(1))
     assert membership.running
 
 
-def test_no_latecomers() -> None:
+def test_nobody_can_register_after_the_start() -> None:
     membership = gathered(1, 1)
     (send,) = membership.register(9, worker())
     assert send == Send(9, Refused("the job has already started, and processes cannot join it later"))
 
 
-def test_registering_again_is_answered_again_and_counts_once() -> None:
+def test_a_repeated_registration_gets_the_same_answer_and_counts_once() -> None:
     membership = Membership(2, 0)
     assert membership.register(1, worker()) == [Send(1, Registered(0))]
     assert membership.register(1, worker()) == [Send(1, Registered(0))]
@@ -133,7 +133,7 @@ def test_registering_again_is_answered_again_and_counts_once() -> None:
     assert membership.register(2, worker()) == [Send(2, Registered(1))]
 
 
-def test_who_is_waited_for() -> None:
+def test_waiting_for_lists_the_missing_processes() -> None:
     membership = Membership(3, 2)
     assert membership.waiting_for() == "worker 0, 1, 2 and server 0, 1"
     membership.register(1, worker(1))
@@ -142,7 +142,7 @@ def test_who_is_waited_for() -> None:
     assert membership.waiting_for() == "worker 0, 2"
 
 
-# --- going
+# --- leaving
 
 
 def test_a_worker_that_dies_shrinks_the_view() -> None:
@@ -154,14 +154,14 @@ def test_a_worker_that_dies_shrinks_the_view() -> None:
     assert not membership.over
 
 
-def test_a_worker_that_leaves_shrinks_the_view_too() -> None:
+def test_a_worker_that_leaves_shrinks_the_view() -> None:
     membership = gathered(2, 0)
     view = View(2, [1], "worker 0 (pid 1 on host) left: done", Departure.LEFT)
     assert membership.leave(100, Leave("done")) == [Send(101, view)]
-    assert membership.lost(100, "its connection closed") == []  # afterwards: no death
+    assert membership.lost(100, "its connection closed") == []  # expected after Leave
 
 
-def test_a_worker_that_leaves_because_of_an_error_is_told_apart() -> None:
+def test_a_worker_that_leaves_because_of_an_error_has_failed() -> None:
     membership = gathered(2, 0)
     view = View(2, [1], "worker 0 (pid 1 on host) failed: a device is gone", Departure.FAILED)
     assert membership.leave(100, Leave("a device is gone", failed=True)) == [Send(101, view)]
@@ -169,18 +169,18 @@ def test_a_worker_that_leaves_because_of_an_error_is_told_apart() -> None:
 
 def test_views_are_numbered() -> None:
     membership = gathered(4, 1)
-    seen = [told(membership.lost(100 + rank, "x"), View)[200] for rank in (2, 0, 3)]
+    seen = [sent(membership.lost(100 + rank, "x"), View)[200] for rank in (2, 0, 3)]
     assert [(view.number, view.workers) for view in seen] == [(2, [0, 1, 3]), (3, [1, 3]), (4, [1])]
 
 
-def test_when_the_last_worker_goes_the_servers_may_go() -> None:
+def test_servers_finish_when_the_last_worker_has_left() -> None:
     membership = gathered(2, 2)
     membership.leave(100, Leave("done"))
     sends = membership.leave(101, Leave("done"))
-    assert told(sends, Finish) == {200: Finish(), 201: Finish()}
+    assert sent(sends, Finish) == {200: Finish(), 201: Finish()}
     assert (membership.over, membership.failure) == (True, None)
     assert membership.leave(200, Leave("finished")) == []
-    assert membership.lost(201, "its connection closed") == []  # after the end nobody dies
+    assert membership.lost(201, "its connection closed") == []  # expected after the end
     assert membership.failure is None
 
 
@@ -195,7 +195,7 @@ def test_a_server_that_dies_ends_the_job() -> None:
 
 
 @pytest.mark.parametrize(("connection", "name"), [(1, "worker 0 (pid 1 on host)"), (2, "server 0 (pid 2 on host)")])
-def test_a_death_before_the_beginning_ends_the_job(connection: int, name: str) -> None:
+def test_a_death_before_the_start_ends_the_job(connection: int, name: str) -> None:
     membership = Membership(2, 1)
     membership.register(1, worker(0))
     membership.register(2, server(0))
@@ -207,26 +207,26 @@ def test_a_death_before_the_beginning_ends_the_job(connection: int, name: str) -
 
 
 @pytest.mark.parametrize("connection", [1, 2])
-def test_leaving_before_the_beginning_ends_the_job(connection: int) -> None:
-    """The job that everybody waits for can never begin."""
+def test_leaving_before_the_start_ends_the_job(connection: int) -> None:
+    """The job that the others wait for can never start."""
     membership = Membership(2, 1)
     membership.register(1, worker(0))
     membership.register(2, server(0))
     sends = membership.leave(connection, Leave("a bad argument"))
-    assert told(sends, Abort).keys() == {3 - connection}
+    assert sent(sends, Abort).keys() == {3 - connection}
     assert membership.over
     assert membership.failure is not None
     assert "left before the job started: a bad argument" in membership.failure
 
 
 def test_a_server_that_leaves_a_running_job_ends_it() -> None:
-    """Its part of the weights is gone, whatever the manner."""
+    """Its part of the weights is lost, even if it left in order."""
     membership = gathered(1, 2)
-    assert told(membership.leave(200, Leave("interrupted")), Abort).keys() == {100, 201}
+    assert sent(membership.leave(200, Leave("interrupted")), Abort).keys() == {100, 201}
     assert membership.failure == "server 0 (pid 2 on host) left: interrupted"
 
 
-def test_strangers_and_the_gone_are_ignored() -> None:
+def test_unknown_and_removed_connections_are_ignored() -> None:
     membership = gathered(2, 1)
     assert membership.member(999) is None
     assert membership.lost(999, "x") == membership.leave(999, Leave("x")) == membership.barrier(999, 1) == []
@@ -235,16 +235,16 @@ def test_strangers_and_the_gone_are_ignored() -> None:
     assert membership.view == 2
 
 
-def test_members_are_known_by_their_connection() -> None:
+def test_member_returns_the_process_of_a_connection() -> None:
     membership = gathered(1, 1)
     assert membership.member(100) == Member("worker", 0, "host", 1, "")
     assert membership.member(200) == Member("server", 0, "host", 2, "tcp://host:1")
 
 
-# --- workers that end before they join
+# --- workers that exit before they register
 
 
-def test_a_worker_that_failed_before_it_joined_ends_the_job() -> None:
+def test_a_worker_that_fails_before_it_registers_ends_the_job() -> None:
     membership = Membership(2, 1)
     membership.register(1, server(0))
     sends = membership.worker_exited(WorkerExited(1, "exited with status 2", failed=True))
@@ -252,21 +252,21 @@ def test_a_worker_that_failed_before_it_joined_ends_the_job() -> None:
     assert membership.failure == "worker 1 exited with status 2 before it joined the job"
 
 
-def test_a_worker_that_others_wait_for_ends_the_job_however_it_ended() -> None:
+def test_a_worker_that_others_wait_for_ends_the_job_even_if_it_exits_successfully() -> None:
     membership = Membership(2, 0)
     membership.register(1, worker(0))
-    assert told(membership.worker_exited(WorkerExited(1, "ended", failed=False)), Abort).keys() == {1}
+    assert sent(membership.worker_exited(WorkerExited(1, "ended", failed=False)), Abort).keys() == {1}
     assert membership.over
 
 
-def test_who_comes_after_a_worker_that_never_will_is_refused() -> None:
+def test_no_worker_can_register_after_another_exited() -> None:
     membership = Membership(2, 0)
     assert membership.worker_exited(WorkerExited(1, "ended", failed=False)) == []
     assert membership.register(1, worker(0)) == [Send(1, Refused("worker 1 ended before it joined the job"))]
 
 
 @pytest.mark.parametrize("server_first", [True, False])
-def test_when_no_worker_needs_the_servers_they_may_go(server_first: bool) -> None:
+def test_servers_finish_if_no_worker_needs_them(server_first: bool) -> None:
     membership = Membership(2, 1)
     events = [
         lambda: membership.register(1, server(0)),
@@ -274,11 +274,11 @@ def test_when_no_worker_needs_the_servers_they_may_go(server_first: bool) -> Non
         lambda: membership.worker_exited(WorkerExited(1, "ended", failed=False)),
     ]
     sends = [send for event in (events if server_first else events[::-1]) for send in event()]
-    assert told(sends, Finish) == {1: Finish()}
+    assert sent(sends, Finish) == {1: Finish()}
     assert (membership.over, membership.failure) == (True, None)
 
 
-def test_the_end_of_a_worker_that_is_in_is_seen_by_its_connection() -> None:
+def test_the_exit_of_a_registered_worker_is_left_to_its_connection() -> None:
     gathering = Membership(2, 0)
     gathering.register(1, worker(0))
     assert gathering.worker_exited(WorkerExited(0, "ended", failed=True)) == []
@@ -300,28 +300,28 @@ def test_barriers_follow_each_other() -> None:
     membership = gathered(2, 0)
     for sequence in (1, 2, 3):
         assert membership.barrier(100, sequence) == []
-        assert told(membership.barrier(101, sequence), BarrierDone) == dict.fromkeys((100, 101), BarrierDone(sequence))
+        assert sent(membership.barrier(101, sequence), BarrierDone) == dict.fromkeys((100, 101), BarrierDone(sequence))
 
 
-def test_a_barrier_does_not_wait_for_the_dead() -> None:
+def test_a_barrier_does_not_wait_for_a_dead_worker() -> None:
     membership = gathered(3, 1)
     membership.barrier(100, 1)
     membership.barrier(101, 1)
-    assert told(membership.lost(102, "x"), BarrierDone) == dict.fromkeys((100, 101), BarrierDone(1))
+    assert sent(membership.lost(102, "x"), BarrierDone) == dict.fromkeys((100, 101), BarrierDone(1))
 
 
-def test_a_barrier_does_not_wait_for_those_who_left() -> None:
+def test_a_barrier_does_not_wait_for_a_worker_that_left() -> None:
     membership = gathered(2, 1)
     membership.barrier(100, 1)
-    assert told(membership.leave(101, Leave("done")), BarrierDone) == {100: BarrierDone(1)}
+    assert sent(membership.leave(101, Leave("done")), BarrierDone) == {100: BarrierDone(1)}
 
 
 def test_a_dead_worker_that_had_reached_the_barrier_changes_nothing() -> None:
     membership = gathered(3, 0)
     membership.barrier(100, 1)
-    assert told(membership.lost(100, "x"), BarrierDone) == {}
+    assert sent(membership.lost(100, "x"), BarrierDone) == {}
     membership.barrier(101, 1)
-    assert told(membership.barrier(102, 1), BarrierDone).keys() == {101, 102}
+    assert sent(membership.barrier(102, 1), BarrierDone).keys() == {101, 102}
 
 
 def test_a_worker_ahead_waits_at_its_own_barrier() -> None:
@@ -329,22 +329,22 @@ def test_a_worker_ahead_waits_at_its_own_barrier() -> None:
     membership.barrier(100, 1)
     membership.barrier(101, 1)
     membership.barrier(100, 2)
-    assert told(membership.lost(101, "x"), BarrierDone) == {100: BarrierDone(2)}
+    assert sent(membership.lost(101, "x"), BarrierDone) == {100: BarrierDone(2)}
 
 
-def test_a_barrier_waits_for_workers_that_are_still_to_come() -> None:
+def test_a_barrier_waits_for_workers_that_have_not_registered() -> None:
     membership = Membership(2, 0)
     membership.register(1, worker(0))
     assert membership.barrier(1, 1) == []
     membership.register(2, worker(1))
-    assert told(membership.barrier(2, 1), BarrierDone).keys() == {1, 2}
+    assert sent(membership.barrier(2, 1), BarrierDone).keys() == {1, 2}
 
 
-def test_a_server_is_no_worker_at_a_barrier() -> None:
+def test_a_server_does_not_count_at_a_barrier() -> None:
     membership = gathered(2, 1)
     assert membership.barrier(200, 1) == []
-    assert membership.barrier(101, 1) == []  # worker 0 is not there: server 0 does not stand in for it
-    assert told(membership.barrier(100, 1), BarrierDone).keys() == {100, 101}
+    assert membership.barrier(101, 1) == []  # worker 0 is missing, and server 0 does not replace it
+    assert sent(membership.barrier(100, 1), BarrierDone).keys() == {100, 101}
 
 
 # --- halt

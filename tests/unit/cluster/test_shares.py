@@ -1,4 +1,4 @@
-"""The groups and data_sharding files: as seed 001 writes them, as ranks, and every way to get them wrong."""
+"""The groups and data_sharding files: the examples of seed 001, ranks, and every kind of error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def refused(message: str) -> pytest.RaisesExc[UsageError]:
 # --- groups
 
 
-def test_groups_as_the_seed_writes_them() -> None:
+def test_groups_of_the_seed() -> None:
     assert parse_groups(SEED_GROUPS, SEED_HOSTS) == ((0,), (1, 2), (3, 4, 5))
 
 
@@ -38,7 +38,7 @@ def test_groups_follow_ranks_not_addresses() -> None:
         ("3 0\n1\n2", ((0, 3), (1,), (2,))),
         ("a\nb", ((0, 1), (2, 3))),
         ("a b", ((0, 1, 2, 3),)),
-        ("a b\na b", ((0, 2), (1, 3))),  # named as often as it has workers: one worker each time
+        ("a b\na b", ((0, 2), (1, 3))),  # each mention is one worker
         ("a\nb\na\nb\n", ((0,), (2,), (1,), (3,))),
         ("a a\nb", ((0, 1), (2, 3))),
         ("a\n2 3", ((0, 1), (2, 3))),
@@ -63,15 +63,15 @@ def test_groups_by_hosts_and_ranks(text: str, groups: tuple[tuple[int, ...], ...
         ("0 1\n3", "my file: worker 2 (b) is in no group; every worker must be in one"),
         ("a", "my file: worker 2 (b), 3 (b) is in no group"),
         ("a -1\nb", "my file line 1: no worker runs on '-1'"),
-        ("a b ²", "my file line 1: no worker runs on '²'"),  # a digit to str.isdigit, no number to int
+        ("a b ²", "my file line 1: no worker runs on '²'"),  # str.isdigit accepts it, int does not
     ],
 )
-def test_a_wrong_groups_file_is_refused_with_its_line(text: str, message: str) -> None:
+def test_an_error_in_a_groups_file_names_the_line(text: str, message: str) -> None:
     with refused(message):
         parse_groups(text, TWO_HOSTS, "my file")
 
 
-def test_a_host_with_more_workers_than_mentions_leaves_a_worker_over() -> None:
+def test_a_host_named_less_often_than_it_has_workers_is_an_error() -> None:
     with refused("groups: worker 2 (a) is in no group"):
         parse_groups("a\na", {0: "a", 1: "a", 2: "a"})
 
@@ -91,11 +91,11 @@ def test_a_host_with_more_workers_than_mentions_leaves_a_worker_over() -> None:
         (" / ", None),
     ],
 )
-def test_groups_in_the_argument_itself(text: str, lines: str | None) -> None:
+def test_groups_given_inline(text: str, lines: str | None) -> None:
     assert inline_groups(text) == lines
 
 
-def test_an_argument_is_parsed_like_a_file() -> None:
+def test_inline_groups_are_parsed_like_a_file() -> None:
     lines = inline_groups("0 1 2 / 3")
     assert lines is not None
     assert parse_groups(lines, TWO_HOSTS) == ((0, 1, 2), (3,))
@@ -104,7 +104,7 @@ def test_an_argument_is_parsed_like_a_file() -> None:
 # --- data_sharding
 
 
-def test_shares_as_the_seed_writes_them() -> None:
+def test_shares_of_the_seed() -> None:
     assert parse_shares(SEED_SHARES, 2) == [(0.0, 0.3), (0.3, 1.0)]
 
 
@@ -112,7 +112,7 @@ def test_shares_as_the_seed_writes_them() -> None:
     ("text", "shares"),
     [
         ("0 1", [(0.0, 1.0)]),
-        ("0.5 1\n0 .5", [(0.5, 1.0), (0.0, 0.5)]),  # line r + 1 is rank r's, in any order
+        ("0.5 1\n0 .5", [(0.5, 1.0), (0.0, 0.5)]),  # line r + 1 belongs to rank r; shares may have any order
         ("0 0.1\n\n0.1 0.2\r\n  0.2\t1  \n", [(0.0, 0.1), (0.1, 0.2), (0.2, 1.0)]),
         ("0 0.333333333333\n0.3333333333333 1", [(0.0, 0.333333333333), (0.3333333333333, 1.0)]),
         ("0 1e-1\n1e-1 1.0", [(0.0, 0.1), (0.1, 1.0)]),
@@ -139,7 +139,7 @@ def test_ten_tenths_cover_everything() -> None:
         ("0 0.5\n0 0.5", 2, "f line 2: the share from 0 to 0.5 overlaps the share that ends at 0.5"),
         ("0 1\n0.2 0.3", 2, "f line 2: the share from 0.2 to 0.3 overlaps the share that ends at 1"),
         ("0 0.3\n0.3 0.9", 2, "f line 2: the shares end at 0.9; they must cover the data up to 1"),
-        ("0.3 0.9\n0 0.3", 2, "f line 1: the shares end at 0.9"),  # the line that ends, not the last one
+        ("0.3 0.9\n0 0.3", 2, "f line 1: the shares end at 0.9"),  # the line with the last share, not the last line
         ("0 0.3\n0.3", 2, "f line 2: '0.3' is not two numbers; write 'start end', for example '0 0.3'"),
         ("0 0.3 1\n0.3 1", 2, "f line 1: '0 0.3 1' is not two numbers"),
         ("0 0.3\n0.3 all", 2, "f line 2: '0.3 all' is not two numbers"),
@@ -152,12 +152,12 @@ def test_ten_tenths_cover_everything() -> None:
         ("0 inf\n0 1", 2, "f line 1: start 0 and end inf must satisfy"),
     ],
 )
-def test_a_wrong_sharding_is_refused_with_its_line(text: str, workers: int, message: str) -> None:
+def test_an_error_in_a_data_sharding_file_names_the_line(text: str, workers: int, message: str) -> None:
     with refused(message):
         parse_shares(text, workers, "f")
 
 
-def test_shares_from_elsewhere_are_checked_under_their_own_names() -> None:
+def test_check_shares_uses_the_given_names() -> None:
     check_shares([(0.5, 1.0), (0.0, 0.5)], ["fast", "slow"])
     with refused("slow: the share from 0.1 to 0.5 leaves a gap after the share that ends at 0"):
         check_shares([(0.5, 1.0), (0.1, 0.5)], ["fast", "slow"])

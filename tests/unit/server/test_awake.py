@@ -1,4 +1,4 @@
-"""A server stays awake between the pushes of a step where the machine has cores to spare, and only there."""
+"""A server polls between the pushes of a step if the machine has spare cores, and sleeps otherwise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from echelon.transport.interface import Buffer, Peer, Placer
 
 
 class Scripted:
-    """An endpoint with messages from worker 0 in it; it notes how long the server would have waited for each."""
+    """An endpoint with given messages from worker 0. It records the timeout of each receive."""
 
     placer: Placer | None = None
     address = ""
@@ -67,7 +67,7 @@ def with_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     ("cores", "hosts", "spare"),
     [(4, ("a", "a"), True), (3, ("a", "a"), False), (3, ("a", "b", "c"), True), (16, ("a", *"aaaaaaaa"), False)],
 )
-def test_two_cores_for_every_process_of_the_machine(
+def test_spare_cores_means_two_cores_per_process_of_the_machine(
     monkeypatch: pytest.MonkeyPatch, cores: int, hosts: tuple[str, ...], spare: bool
 ) -> None:
     with_cores(monkeypatch, cores)
@@ -75,9 +75,9 @@ def test_two_cores_for_every_process_of_the_machine(
 
 
 @pytest.mark.parametrize("cores", [4, 2])
-def test_it_sleeps_unless_more_pushes_are_about_to_come(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+def test_the_server_sleeps_unless_more_pushes_follow(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     with_cores(monkeypatch, cores)
-    monkeypatch.setattr(serve, "AWAKE_S", 60.0)  # longer than any test is held up
+    monkeypatch.setattr(serve, "AWAKE_S", 60.0)  # longer than any delay of a test
     inbox: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
     pushes = [Push(2 + i, 0, [i], 1.0, [], True, False, more=i < 2) for i in range(3)]
     endpoint = Scripted([Configure(1, 0, "dist_sync", None, None), *pushes], inbox)

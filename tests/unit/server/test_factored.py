@@ -1,4 +1,4 @@
-"""A gradient in factors gives the same elements as the gradient, to the bit, wherever it is cut."""
+"""A factored gradient has the same bits as the gradient, wherever it is cut."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from echelon.server.factored import Factored, factors_length
 
 
 def slot_of(shape: tuple[int, ...], dtype: str = "float32") -> Slot:
-    """The second key of its segment, so that it begins at a place other than 0."""
+    """Return the second key of a segment, which does not start at 0."""
     return Layout(2).place([KeySpec("first", (70,), dtype), KeySpec("weight", shape, dtype)])[1]
 
 
@@ -23,7 +23,7 @@ def slot_of(shape: tuple[int, ...], dtype: str = "float32") -> Slot:
     places=st.tuples(st.integers(0, 200), st.integers(1, 200)),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_part_is_that_part_of_the_product_and_the_padding_is_zero(
+def test_every_range_equals_the_product_and_the_padding_is_zero(
     shape: tuple[int, int], rank: int, places: tuple[int, int]
 ) -> None:
     slot = slot_of(shape)
@@ -38,7 +38,7 @@ def test_every_part_is_that_part_of_the_product_and_the_padding_is_zero(
     assert window.seams(slot.segment, slot.start, slot.start + slot.padded) == ()
 
 
-def test_large_products_have_the_bits_of_the_gradient_that_autograd_computes() -> None:
+def test_large_products_have_the_bits_of_one_product() -> None:
     slot = slot_of((700, 1100))
     generator = torch.Generator().manual_seed(3)
     left, right = (torch.randn(16, size, generator=generator) for size in (700, 1100))
@@ -52,7 +52,7 @@ def test_large_products_have_the_bits_of_the_gradient_that_autograd_computes() -
 
 @pytest.mark.parametrize("rank", [2, 32, 200])
 def test_parts_of_a_row_and_sums_of_high_rank_have_these_bits_too(rank: int) -> None:
-    """The last part of a key may be 64 elements, and a product of one row is summed in another order."""
+    """The last range of a key may have 64 elements, and BLAS sums a product of one row in another order."""
     rows, columns = 1024, 1100
     slot = slot_of((rows, columns))
     generator = torch.Generator().manual_seed(4)
@@ -75,7 +75,7 @@ def test_parts_of_a_row_and_sums_of_high_rank_have_these_bits_too(rank: int) -> 
         ((8, 8), "float32", -1, "factors of rank -1 have -16 elements"),
     ],
 )
-def test_what_cannot_be_factors_is_refused(shape: tuple[int, ...], dtype: str, rank: int, said: str) -> None:
+def test_invalid_factors_are_rejected(shape: tuple[int, ...], dtype: str, rank: int, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         factors_length(slot_of(shape, dtype), rank)
     assert factors_length(slot_of((8, 8)), 4) == 64

@@ -1,4 +1,4 @@
-"""Keys pushed together are one lane until a request parts them."""
+"""Keys that are pushed together are one lane until a request names only some of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_first_push_unites_its_keys_even_after_they_were_pulled() -> None:
     assert lanes.keys(-1) == (0, 1, 2)
 
 
-def test_a_request_for_some_of_the_keys_parts_the_lane_in_two() -> None:
+def test_a_request_for_some_of_the_keys_splits_the_lane() -> None:
     lanes, splits = make(4)
     (lane,) = lanes.resolve([0, 1, 2, 3], pushed=True)
     (part,) = lanes.resolve([1, 2], pushed=False)
@@ -33,7 +33,7 @@ def test_a_request_for_some_of_the_keys_parts_the_lane_in_two() -> None:
     assert lanes.resolve([0, 1, 2, 3], pushed=True) == [other, part]
 
 
-def test_a_key_alone_is_its_own_lane() -> None:
+def test_a_single_key_is_a_lane_with_its_own_number() -> None:
     lanes, _ = make(2)
     assert lanes.resolve([1], pushed=True) == [1]
     assert lanes.resolve([0], pushed=True) == [0]

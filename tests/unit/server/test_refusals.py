@@ -1,4 +1,4 @@
-"""What a server refuses is answered, changes nothing, and leaves the server at work."""
+"""A server answers an invalid request with Failed, changes nothing and continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHAPE = (8, 8)
 
 
 class Server:
-    """A shard with one worker, whose answers are looked at."""
+    """A shard with one worker; its answers are recorded."""
 
     def __init__(self) -> None:
         self._answers: list[tuple[Response, Sequence[memoryview]]] = []
@@ -30,20 +30,20 @@ class Server:
         assert self.ask(Init(3, placed.segments, placed.slots, True), values) == (Done(3), ())
 
     def ask(self, request: Request, frame: Tensor | None = None) -> tuple[Response, Sequence[memoryview]]:
-        """The answer to a request with one frame, or none."""
+        """Return the answer to a request with at most one frame."""
         frames = [] if frame is None else [frame.view(torch.uint8).numpy().data]
         self._shard.handle(0, request, frames)
         return self._answers.pop()
 
     def values(self, key: int = 0) -> Tensor:
-        """What is stored."""
+        """Return the stored values of a key."""
         answer, frames = self.ask(Pull(99, 0, [key], True))
         assert isinstance(answer, Done)
         return torch.frombuffer(bytearray(frames[0]), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
-    ("request_", "length", "said"),
+    ("request_", "length", "reason"),
     [
         (Push(7, 0, [0], None, [], True, False), None, "memory for key 'a' is not attached; send frames"),
         (
@@ -68,14 +68,16 @@ class Server:
         (Push(7, 0, [5], None, [], True, True, factor_rank=1), 16, "key number 5 is not initialised"),
     ],
 )
-def test_a_bad_request_is_refused_and_the_next_one_served(request_: Request, length: int | None, said: str) -> None:
+def test_an_invalid_request_is_rejected_and_the_next_one_carried_out(
+    request_: Request, length: int | None, reason: str
+) -> None:
     server = Server()
     answer, _ = server.ask(request_, None if length is None else torch.ones(length))
     assert isinstance(answer, Failed)
-    assert said in answer.reason
+    assert reason in answer.reason
     assert torch.equal(server.values(), torch.arange(64.0))
     left, right = torch.arange(8.0), torch.arange(1.0, 9.0)
     answer, frames = server.ask(Push(8, 0, [0], None, [], True, True, factor_rank=1), torch.cat([left, right]))
     assert isinstance(answer, Done)
     product = torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).view(SHAPE)
-    assert torch.equal(product, torch.outer(left, right)), "without an optimizer, the sum takes the value's place"
+    assert torch.equal(product, torch.outer(left, right)), "without an optimizer, the sum replaces the value"

@@ -1,4 +1,4 @@
-"""`python -m echelon.server` and `python -m echelon.scheduler` with variables that cannot be: a line, and status 2."""
+"""`python -m echelon.server` and `python -m echelon.scheduler` print one line and exit with 2 for bad variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JOB = {"DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_PS_ROOT_PORT": "1", "DMLC_NUM_WORK
 
 
 def outcome(role: str, **variables: str) -> tuple[int, str, str]:
-    """Exit status and what it said."""
+    """Return the exit status, stdout and stderr."""
     done = subprocess.run(
         [sys.executable, "-m", f"echelon.{role}"],
         env={**os.environ, "DMLC_ROLE": role, **JOB, **variables},
@@ -27,13 +27,13 @@ def outcome(role: str, **variables: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("role", ["server", "scheduler"])
-def test_a_variable_that_cannot_be_is_a_line(role: str) -> None:
+def test_an_invalid_variable_prints_one_line(role: str) -> None:
     said = "echelon: DMLC_NUM_WORKER is 'two'; it must be a whole number\n"
     assert outcome(role, DMLC_NUM_WORKER="two") == (2, "", said)
 
 
-def test_so_is_one_that_only_joining_can_find_wrong() -> None:
-    """The scheduler's address is needed before this server's own is looked for."""
+def test_an_interface_that_does_not_exist_prints_one_line() -> None:
+    """The server connects to the scheduler before it looks up its own address."""
     with pytest.raises(ValueError) as expected:
         interface_address("nowhere0")
     with socket.create_server(("127.0.0.1", 0)) as scheduler:
@@ -49,11 +49,11 @@ def test_so_is_one_that_only_joining_can_find_wrong() -> None:
         ("server", "the server has no address of a scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"),
     ],
 )
-def test_a_role_without_a_job_does_not_wait_for_one(role: str, said: str) -> None:
+def test_a_role_without_a_job_fails_at_once(role: str, said: str) -> None:
     assert outcome(role, DMLC_PS_ROOT_PORT="") == (2, "", f"echelon: {said}\n")
 
 
-def test_a_port_that_another_has_is_named() -> None:
+def test_a_port_in_use_is_named() -> None:
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         status, out, said = outcome("scheduler", DMLC_PS_ROOT_PORT=str(port))
