@@ -1,4 +1,4 @@
-"""What tests run as the process of a device: it does as its first argument says."""
+"""The program that tests run as the process of a device. Its first argument says what it does."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from echelon.environment import Job
 
 
 def say(text: str) -> None:
-    """In one write: under torchrun all processes have one output."""
+    """Print a line in one write, because under torchrun all processes share one output."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
-def meet(how: str, store: str) -> None:
-    """Sum with the others; the last may die or leave when all have said what came out."""
+def sum_with_others(how: str, store: str) -> None:
+    """Sum with the other devices. Then the last rank may kill itself (die) or exit (leave)."""
     import torch
 
     from echelon import kvstore
@@ -32,7 +32,7 @@ def meet(how: str, store: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "leave" and kv.rank == kv.num_workers - 1:
         sys.exit("enough of this")
-    kv.barrier()  # and no close: a script may end as it likes
+    kv.barrier()  # without close(): a script may end without it
 
 
 def main() -> None:
@@ -46,10 +46,10 @@ def main() -> None:
         if how == "wait":
             Path(what, f"at work {job.device_index}").touch()
         else:
-            Path(what).write_text("a device has its reasons")  # a pipe: the other ends when it has read this
-        time.sleep(60)  # until a signal comes
+            Path(what).write_text("a device has its reasons")  # a pipe: the other device exits when it has read this
+        time.sleep(60)  # until a signal arrives
     else:
-        meet(how, what)
+        sum_with_others(how, what)
 
 
 if __name__ == "__main__":

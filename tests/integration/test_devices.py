@@ -1,4 +1,4 @@
-"""One process a device: who they are, what is printed, and what the end of one is to the others."""
+"""One process per device: their ranks, what is printed, and what happens to the others when one ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ sys.exit(run_devices([sys.executable, *sys.argv[2:]], int(sys.argv[1])))
 
 
 def starter(num_devices: int, how: str, what: str) -> list[str]:
-    """A worker's command that starts its devices."""
+    """Return the command of a worker that starts its devices."""
     return [sys.executable, "-c", STARTER, str(num_devices), SCRIPT, how, what]
 
 
@@ -31,7 +31,7 @@ def run(num_devices: int, how: str, what: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
 
 
-def test_device_0_speaks_for_all() -> None:
+def test_only_the_output_of_device_0_is_printed() -> None:
     done = run(2, "well", "nccl")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "device 0 of 2\nrank 0 of 2: [3.0, 3.0]\n"
@@ -53,7 +53,7 @@ def test_a_failing_device_shows_its_last_lines_and_ends_the_others(tmp_path: Pat
     assert re.search(told + r"    device 1 of 2\n    a device has its reasons\n", done.stderr)
 
 
-def test_signals_go_on_to_all_devices(tmp_path: Path) -> None:
+def test_signals_are_forwarded_to_all_devices(tmp_path: Path) -> None:
     with subprocess.Popen(starter(3, "wait", str(tmp_path)), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
         until(lambda: len(list(tmp_path.iterdir())) == 3, "all devices at work")
         worker.send_signal(signal.SIGTERM)
@@ -64,7 +64,7 @@ def test_signals_go_on_to_all_devices(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_devices_of_several_workers_without_servers(tmp_path: Path) -> None:
-    """`echelon launch -n 2 -s 0` around a program that starts two devices: ranks 0 to 3 in one group."""
+    """`echelon launch -n 2 -s 0` with a program that starts two devices gives ranks 0 to 3 in one process group."""
     with Job(tmp_path, num_workers=2, num_servers=0, command=starter(2, "well", "dist_device_sync")) as job:
         assert job.wait() == 0
     assert job.err == ""
@@ -77,8 +77,8 @@ def test_devices_of_several_workers_without_servers(tmp_path: Path) -> None:
     ]
 
 
-def test_a_worker_that_leaves_ends_a_job_without_servers_and_is_named(tmp_path: Path) -> None:
-    """Not the others, whose sums break off: they hear of it when it is gone."""
+def test_a_worker_that_exits_ends_a_job_without_servers_and_is_named(tmp_path: Path) -> None:
+    """The error does not name the others, whose collectives fail afterwards."""
     command = [sys.executable, SCRIPT, "leave", "dist_sync"]
     with Job(tmp_path, num_workers=2, num_servers=0, command=command) as job:
         assert job.wait() == 1

@@ -1,4 +1,4 @@
-"""`echelon launch`, and the roles started by hand, as a user meets them."""
+"""`echelon launch`, and the roles started by hand, as a user runs them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def launch(folder: Path, mode: str, *options: str, num_workers: int = 2) -> Job:
 
 
 def lines(text: str, name: str) -> list[str]:
-    """A process's lines of a job's output."""
+    """Return the lines of one process in the output of a job."""
     return [line.removeprefix(f"[{name}] ") for line in text.splitlines() if line.startswith(f"[{name}] ")]
 
 
-def test_a_failing_worker_gives_its_status_and_last_lines_and_the_other_goes_on(tmp_path: Path) -> None:
+def test_a_failing_worker_gives_its_status_and_last_lines_and_the_other_continues(tmp_path: Path) -> None:
     with launch(tmp_path, "exit") as job:
         assert job.wait() == 3
     assert lines(job.out, "worker 0") == ["imported", "rank 0 of 2", "result [1.0, 1.0]"]
@@ -36,7 +36,7 @@ def test_a_failing_worker_gives_its_status_and_last_lines_and_the_other_goes_on(
     assert re.fullmatch(told + r"    imported\n    rank 1 of 2\n    no newline at the end\n", job.err)
 
 
-def test_ctrl_c_is_passed_on_and_ends_everything(tmp_path: Path) -> None:
+def test_ctrl_c_is_forwarded_and_ends_everything(tmp_path: Path) -> None:
     with launch(tmp_path, "wait") as job:
         until(lambda: job.out.count("at work") == 2, "both workers at work")
         job.launcher.send_signal(signal.SIGINT)
@@ -46,11 +46,11 @@ def test_ctrl_c_is_passed_on_and_ends_everything(tmp_path: Path) -> None:
     assert lines(job.out, "server 0") == [], "servers are not interrupted: they end with the workers"
 
 
-def test_a_second_ctrl_c_ends_who_has_not_ended_and_names_them(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_kills_the_remaining_workers_and_names_them(tmp_path: Path) -> None:
     with launch(tmp_path, "deaf") as job:
         until(lambda: job.out.count("at work") == 2, "both workers at work")
         job.launcher.send_signal(signal.SIGINT)
-        until(lambda: job.out.count("noted") == 2, "both workers heard of it")
+        until(lambda: job.out.count("noted") == 2, "both workers got the signal")
         job.launcher.send_signal(signal.SIGINT)
         assert job.wait(10.0) == 130
     killed = "".join(rf"; worker {rank} \(pid \d+\) had not ended and was killed" for rank in (0, 1))
@@ -67,7 +67,7 @@ def test_a_wrong_shape_is_the_error_of_the_worker_that_gave_it(tmp_path: Path) -
     assert job.err.startswith("echelon: worker 1 (pid ")
 
 
-def test_an_unknown_store_ends_the_job_with_the_names_that_there_are(tmp_path: Path) -> None:
+def test_an_unknown_store_ends_the_job_and_lists_the_known_names(tmp_path: Path) -> None:
     with launch(tmp_path, "unknown store") as job:
         assert job.wait() == 1
     said = "unknown store 'dist_snyc'; did you mean 'dist_sync'? Choose one of local, device, nccl_allreduce, "
@@ -78,13 +78,13 @@ def test_an_unknown_store_ends_the_job_with_the_names_that_there_are(tmp_path: P
 
 @pytest.fixture
 def by_hand(tmp_path: Path) -> Iterator[ByHand]:
-    """Two workers and a server."""
+    """A job of two workers and a server."""
     with ByHand(tmp_path, 2, 1, {"PS_VERBOSE": "2", "DMLC_INTERFACE": "lo"}) as job:
         yield job
 
 
-def spoken(output: str) -> list[str]:
-    """What the script itself said, without PS_VERBOSE's lines."""
+def script_lines(output: str) -> list[str]:
+    """Return the lines of the script itself, without those of PS_VERBOSE."""
     return [line for line in output.splitlines() if " received " not in line and " joined the job of " not in line]
 
 
@@ -94,9 +94,9 @@ def test_one_script_in_every_role_started_by_hand_in_any_order(by_hand: ByHand) 
         by_hand.start(name, command)
     assert by_hand.statuses() == {"worker late": 0, "worker early": 0, "server": 0, "scheduler": 0}
     assert by_hand.out("scheduler") == "imported\n", "it serves from create() and ends there"
-    assert spoken(by_hand.out("server")) == ["imported"], "it serves from create() and ends there"
+    assert script_lines(by_hand.out("server")) == ["imported"], "it serves from create() and ends there"
     assert "received Finish()" in by_hand.out("server")
-    said = [spoken(by_hand.out(name)) for name in ("worker late", "worker early")]
+    said = [script_lines(by_hand.out(name)) for name in ("worker late", "worker early")]
     assert sorted(text[1] for text in said) == ["rank 0 of 2", "rank 1 of 2"]
     assert [text[2] for text in said] == ["result [3.0, 3.0]"] * 2
 
@@ -143,7 +143,7 @@ print(threading.active_count(), any(os.readlink(path).startswith("socket:") for 
         (["-n", "1", "nosuchprogram"], "cannot run 'nosuchprogram': No such file or directory"),
     ],
 )
-def test_what_cannot_be_launched_is_said_in_a_line(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_an_invalid_command_line_gives_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
     command = [sys.executable, "-m", "echelon.cli.main", "launch", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
@@ -152,7 +152,7 @@ def test_what_cannot_be_launched_is_said_in_a_line(tmp_path: Path, arguments: li
     assert said in done.stderr
 
 
-def test_commands_without_a_store_and_what_they_leave_running(tmp_path: Path) -> None:
+def test_processes_that_a_command_leaves_running_are_killed(tmp_path: Path) -> None:
     leave = ["sh", "-c", "sleep 1000 & echo started"]
     with Job(tmp_path, num_workers=2, num_servers=0, command=leave) as job:
         assert job.wait() == 0
@@ -162,7 +162,14 @@ def test_commands_without_a_store_and_what_they_leave_running(tmp_path: Path) ->
     )
 
 
-def test_servers_that_nobody_needs_end_well(tmp_path: Path) -> None:
+def test_unused_servers_end_normally(tmp_path: Path) -> None:
     with Job(tmp_path, num_workers=1, num_servers=1, command=["echo", "hello"]) as job:
         assert job.wait() == 0
     assert (job.out, job.err) == ("[worker 0] hello\n", "")
+
+
+def test_valid_flags_start_the_command(tmp_path: Path) -> None:
+    flags = "-n 2 -s 0 -i lo --stall-seconds 3 --staleness 0 --run-dir here --groups 0,1"
+    command = [sys.executable, "-m", "echelon.cli.main", "launch", *flags.split(), "touch", "started"]
+    assert subprocess.run(command, cwd=tmp_path, timeout=60).returncode == 0
+    assert (tmp_path / "started").exists()

@@ -1,4 +1,4 @@
-"""Several processes that go on from checkpoints: all from the same point, whichever rank's file is bad."""
+"""Several processes resume from checkpoints: all from the same epoch, whichever rank's file is damaged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from echelon.train.loop.fit import fit
 from echelon.train.recipe.options import TrainOptions
 from forked import Fork
 
-# A network with BatchNorm: every process has statistics of its own.
+# A network with BatchNorm, so that every process has its own statistics.
 OPTIONS = TrainOptions(
     network="resnet",
     num_layers=8,
@@ -35,7 +35,7 @@ OPTIONS = TrainOptions(
 )
 
 
-def on_a_group(program: Callable[[], Any], size: int) -> list[Any]:
+def run_on_devices(program: Callable[[], Any], size: int) -> list[Any]:
     """Run `program` on the devices of one worker, without servers."""
 
     def work(index: int, port: int, *listener: socket.socket) -> Any:
@@ -53,7 +53,7 @@ def on_a_group(program: Callable[[], Any], size: int) -> list[Any]:
 
 
 def trained(options: TrainOptions, num_workers: int) -> list[Any]:
-    """What every process came to: its status and the warnings it gave, or the error it ended by."""
+    """Return, for every process, its status and its warnings, or the error that ended it."""
 
     def program() -> tuple[int, list[str]]:
         warned: list[str] = []
@@ -63,7 +63,7 @@ def trained(options: TrainOptions, num_workers: int) -> list[Any]:
         return fit(options), warned
 
     if options.kv_store == "device":
-        return on_a_group(program, len(options.devices))
+        return run_on_devices(program, len(options.devices))
     return run_as_launched(program, (num_workers, len(options.devices), 1))
 
 
@@ -76,7 +76,7 @@ def damage(path: Path) -> None:
 @pytest.mark.parametrize(
     ("store", "num_workers", "num_devices"), [("device", 1, 2), ("dist_sync", 2, 1), ("dist_sync", 2, 2)]
 )
-def test_all_go_on_from_the_newest_point_that_is_good_for_all(
+def test_all_resume_from_the_newest_epoch_that_is_intact_on_all(
     tmp_path: Path, store: str, num_workers: int, num_devices: int
 ) -> None:
     prefix, size = tmp_path / "m", num_workers * num_devices
@@ -96,7 +96,7 @@ def test_all_go_on_from_the_newest_point_that_is_good_for_all(
         assert_same_bits(load(path_for(prefix, rank, 3)).weights, whole[rank].weights)
 
 
-def test_a_point_that_was_asked_for_is_refused_by_all_alike(tmp_path: Path) -> None:
+def test_a_damaged_epoch_that_was_requested_is_rejected_by_all(tmp_path: Path) -> None:
     options = replace(OPTIONS, kv_store="device", devices=("cpu", "cpu"), model_prefix=str(tmp_path / "m"))
     trained(replace(options, num_epochs=1), 1)
     damage(path_for(tmp_path / "m", 1, 1))

@@ -1,4 +1,4 @@
-"""The shapes in which callers give keys and values, brought into one: a list of keys, for each a list of tensors."""
+"""Normalisation of arguments: callers give one key or many; stores use a list of keys and a list of tensors per key."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Values = Value | Sequence[Value]
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """A tensor's dtype as the layout writes it."""
+    """Return a tensor's dtype as `KeySpec` names it, for example float32."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def spec_of_value(name: Key, value: Tensor) -> KeySpec:
-    """What a value says its key is."""
+    """Return the key's name with the shape and dtype of a value."""
     return KeySpec(name, tuple(value.shape), dtype_name(value))
 
 
 def as_keys(keys: Keys) -> list[Key]:
-    """One key or many, as a list."""
+    """Return one key or many as a list."""
     if isinstance(keys, Sequence) and not isinstance(keys, str):
         return list(keys)
-    return [keys]  # of whatever type: the store says which it takes
+    return [keys]  # of any type: the store checks it
 
 
 def as_values(keys: Keys, values: Values) -> list[list[Tensor]]:
-    """For each key its tensors, one per device."""
+    """Return the tensors of each key, one per device."""
     if not isinstance(keys, Sequence) or isinstance(keys, str):
         return [_per_device(keys, values)]
     if isinstance(values, Tensor) or len(values) != len(keys):
@@ -43,8 +43,8 @@ def as_values(keys: Keys, values: Values) -> list[list[Tensor]]:
     return [_per_device(key, value) for key, value in zip(keys, values, strict=True)]
 
 
-def reduced(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum over devices, on the first one's device."""
+def sum_over_devices(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum over devices, on the device of the first tensor."""
     total = tensors[0].detach()
     if len(tensors) > 1:
         total = total.clone()
@@ -54,7 +54,7 @@ def reduced(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def is_finite(value: Tensor) -> bool:
-    """Whether no element is NaN or infinite."""
+    """Return whether no element is NaN or infinite."""
     return not value.is_floating_point() or bool(torch.isfinite(value).all())
 
 
@@ -72,10 +72,10 @@ def _per_device(key: Key, value: Values) -> list[Tensor]:
 
 
 def _check_dense(key: Key, tensor: Tensor) -> None:
-    """Found out later, it would be in the middle of a call, with others waiting for the rest of it."""
+    """Reject sparse and meta tensors now. Later it would fail in the middle of a call that other workers wait for."""
     if tensor.layout is not torch.strided:
         raise UsageError(
-            f"key {key!r}: a value of layout {tensor.layout} cannot be kept or sent; make it dense (to_dense())"
+            f"key {key!r}: a value of layout {tensor.layout} cannot be stored or sent; make it dense (to_dense())"
         )
     if tensor.is_meta:
-        raise UsageError(f"key {key!r}: a value on device meta has no elements to keep or send")
+        raise UsageError(f"key {key!r}: a value on device meta has no elements to store or send")

@@ -1,4 +1,4 @@
-"""Optimizers as name and numbers: what is sent to the servers in place of a pickled object."""
+"""Optimizers as a name and numbers, which are sent to the servers instead of a pickled object."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _CLASSES: dict[str, type[Optimizer]] = {
     "rmsprop": RMSprop,
     **RULES,
 }
-_LEFT_OUT = {"foreach", "capturable", "differentiable", "decoupled_weight_decay"}
-_REFUSED = ("capturable", "differentiable")
+_NOT_SENT = {"foreach", "capturable", "differentiable", "decoupled_weight_decay"}
+_REJECTED = ("capturable", "differentiable")
 
 
 def spec_of(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
-    """A torch optimizer's class and settings; `names` maps id(parameter) to its key."""
+    """Return a torch optimizer's class and settings. `names` maps id(parameter) to the parameter's key."""
     name = next((name for name, kind in _CLASSES.items() if type(optimizer) is kind), None)
     if name is None:
         raise UsageError(
@@ -44,33 +44,33 @@ def spec_of(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
 
 
 def spec_by_name(name: str, settings: Mapping[str, Any]) -> OptimizerSpec:
-    """An optimizer by name, with torch.optim's own names and defaults for its settings."""
+    """Return the spec of an optimizer by name, with torch.optim's names and defaults for its settings."""
     if not isinstance(name, str):
-        raise _no_optimizer(name)
+        raise _not_an_optimizer(name)
     kind = _CLASSES.get(name.lower())
     if kind is None:
         raise unknown_name("optimizer", name, _CLASSES)
     try:
-        made = kind([torch.nn.Parameter(torch.zeros(1))], **settings)
+        optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **settings)
     except (TypeError, ValueError) as error:
         raise UsageError(f"optimizer {name!r}: {error}") from error
-    return spec_of(made, {})
+    return spec_of(optimizer, {})
 
 
 def make_optimizer(spec: OptimizerSpec, parameter: torch.nn.Parameter) -> Optimizer:
-    """The torch optimizer that a spec describes, for one key."""
+    """Return the torch optimizer that a spec describes, for one key."""
     options: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in spec.groups[0].items()}
     kind: Any = _CLASSES[spec.name]
-    made: Optimizer = kind([parameter], **options)
-    return made
+    optimizer: Optimizer = kind([parameter], **options)
+    return optimizer
 
 
 def learning_rates(optimizer: Optimizer) -> list[float]:
-    """The rates of all groups now, as a schedule has set them."""
+    """Return the current learning rates of all parameter groups, as a schedule has set them."""
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def _no_optimizer(given: object) -> UsageError:
+def _not_an_optimizer(given: object) -> UsageError:
     what = f"the class {given.__name__}" if isinstance(given, type) else repr(given)
     return UsageError(
         "set_optimizer takes an optimizer's name and settings ('sgd', lr=0.1), or an instance of one of torch.optim or "
@@ -79,7 +79,7 @@ def _no_optimizer(given: object) -> UsageError:
 
 
 def _adam_or_adamw(optimizer: Optimizer) -> str:
-    """torch's Adam with decoupled_weight_decay is AdamW under another name."""
+    """Return adamw for torch's Adam with decoupled_weight_decay, which is the same optimizer."""
     decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
     if len(decoupled) > 1:
         raise UsageError("the servers run one optimizer: decoupled_weight_decay must be the same in all groups")
@@ -87,13 +87,13 @@ def _adam_or_adamw(optimizer: Optimizer) -> str:
 
 
 def _options(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, float | int | bool | list[float] | None]:
-    """A group's settings; it may have names and more of the user's own besides, and what schedules note."""
-    for name in _REFUSED:
+    """Return a parameter group's settings, without entries that users or schedules have added."""
+    for name in _REJECTED:
         if group.get(name):
             raise UsageError(f"an optimizer with {name}=True cannot run on the servers")
     options: dict[str, float | int | bool | list[float] | None] = {}
     for name in optimizer.defaults:
-        if name not in _LEFT_OUT and name in group:
+        if name not in _NOT_SENT and name in group:
             value = group[name]
             options[name] = [float(v) for v in value] if isinstance(value, tuple) else _plain(value)
     return options

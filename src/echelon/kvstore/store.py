@@ -1,12 +1,13 @@
-"""The KVStore: what a worker calls, be it servers (`server_store.py`), collectives (`collective.py`) or both behind it.
+"""The KVStore: the calls of a worker, whether servers (`servers/`), collectives (`collective/`) or both execute them.
 
     kv = echelon.kvstore.create("dist_sync")
     kv.init("w", torch.zeros(3))
     kv.set_optimizer("sgd", lr=0.1)
     kv.push("w", gradient)          # summed over workers; with an optimizer the sum is the gradient, without, the value
-    kv.pull("w", out=weights)       # waits as the scheme says
+    kv.pull("w", out=weights)       # waits as the scheme requires
 
-This module owns the calls and their checks: a mistake is an error on the worker that makes it, before anything moves.
+This module owns the calls and their checks: a mistake raises an error on the worker that makes it, before any data is
+sent.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ from echelon.kvstore.arguments import (
     as_values,
     dtype_name,
     is_finite,
-    reduced,
     spec_of_value,
+    sum_over_devices,
 )
 from echelon.kvstore.optimizer_spec import spec_by_name, spec_of
 from echelon.observe.events import EventLog
 from echelon.server.optimization import INTEGER_KEY
 
-CLOSED = "this store is closed, and nothing can be asked of it any more; close it after the last call"
+CLOSED = "this store is closed; close it after the last call"
 
 
 class KVStore(ABC):
-    """Made by `echelon.kvstore.create`."""
+    """Created by `echelon.kvstore.create`."""
 
     def __init__(self, name: str, events: EventLog, *, check_finite: bool, sums_replace: bool) -> None:
         self.type = name
@@ -51,109 +52,111 @@ class KVStore(ABC):
         self.optimizer_spec: OptimizerSpec | None = None
         self._closed = False
         self._check_finite = check_finite
-        self._sums_replace = sums_replace  # a push without an optimizer: its sum is the new value
+        self._sums_replace = sums_replace  # without an optimizer, the sum of a push becomes the value
 
-    # --- who and where
+    # --- ranks and workers
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """This worker's number."""
+        """This worker's rank."""
 
     @property
     def worker_rank(self) -> int:
-        """The number of the worker in the scheme: `rank`, but for a worker of several devices with servers."""
+        """The worker's rank in the scheme. It differs from `rank` if a worker has servers and several devices."""
         return self.rank
 
     @property
     @abstractmethod
     def workers(self) -> list[int]:
-        """The ranks that live, in order."""
+        """The ranks of the living workers, in order."""
 
     @property
     def num_workers(self) -> int:
-        """How many workers live."""
+        """The number of living workers."""
         return len(self.workers)
 
     @property
     @abstractmethod
     def halted(self) -> str | None:
-        """Why a worker asked everybody to stop training, or None."""
+        """The reason why a worker asked all workers to stop training, or None."""
 
     # --- the classic calls
 
     def init(self, key: Keys, value: Values) -> None:
-        """Make keys known, with rank 0's values; all workers call it, and it returns when all have."""
+        """Add keys with rank 0's values. All workers call this, and it returns when all have called it."""
         self._check_open()
         names = as_keys(key)
         values = [tensors[0].detach() for tensors in as_values(key, value)]
         self._check_names(names)
         for name in names:
             if self._find(name) is not None:
-                raise UsageError(f"worker {self.rank}: key {name!r} is initialised already")
+                raise UsageError(f"worker {self.rank}: key {name!r} is already initialised")
         specs = [spec_of_value(name, tensor) for name, tensor in zip(names, values, strict=True)]
         self._init(specs, values)
 
     @abstractmethod
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
-        """Send values on their way."""
+        """Send values to be summed over all workers."""
 
     @abstractmethod
     def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
-        """Wait until the scheme lets this worker go on, then copy the weights into `out` (every tensor of a list)."""
+        """Wait until the scheme answers, then copy the weights into `out` (into every tensor of a list)."""
 
     @abstractmethod
     def pushpull(self, key: Keys, value: Values, out: Values | None = None, priority: int = 0) -> None:
-        """Push and pull in one; without `out`, the weights replace the pushed values."""
+        """Push, then pull. Without `out`, the weights replace the pushed values."""
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
-        """`init`, then `pull`: afterwards every worker has rank 0's values."""
+        """Call `init`, then `pull`, so that every worker has rank 0's values."""
         self.init(key, value)
         self.pull(key, out, priority)
 
     def set_optimizer(self, optimizer: str | Optimizer, **settings: Any) -> None:
-        """Update the stored values by an optimizer: by name with torch.optim's settings, or as an instance has them."""
+        """Update the stored values with an optimizer: a name and torch.optim's settings, or an instance."""
         if isinstance(optimizer, Optimizer):
             if settings:
-                raise UsageError("settings go with an optimizer's name; an instance has its own")
+                raise UsageError("an optimizer instance has its own settings; give settings only with a name")
             if (groups := len(optimizer.param_groups)) > 1:
-                raise UsageError(f"which keys are in which of {groups} parameter groups? Only the Trainer knows that")
+                raise UsageError(
+                    f"the optimizer has {groups} parameter groups, but a store cannot assign keys to them; use Trainer"
+                )
             spec = spec_of(optimizer, {})
         else:
             spec = spec_by_name(optimizer, settings)
         self.use_optimizer(spec)
 
     def use_optimizer(self, spec: OptimizerSpec) -> None:
-        """Update the stored values by this optimizer."""
+        """Update the stored values with this optimizer."""
         self._check_open()
         self._use_optimizer(spec)
 
     def retire(self) -> None:
-        """Push no more: from now on nobody waits for this worker, which may still pull and meet the others."""
+        """Stop pushing: other workers no longer wait for this one. It may still call `pull` and `barrier`."""
         self._check_open()
         self._retire()
 
     def barrier(self) -> None:
-        """Wait until all living workers are here."""
+        """Wait until all living workers have called this."""
         self._check_open()
         self._barrier()
 
     def halt(self, reason: str) -> None:
-        """Ask every worker to stop training (`halted` tells)."""
+        """Ask all workers to stop training. `halted` then gives the reason."""
         self._check_open()
         self._halt(reason)
 
     @abstractmethod
     def save_optimizer_states(self, path: str | Path) -> None:
-        """Write the optimizer's state to a safetensors file, whole or not at all."""
+        """Write the optimizer state to a safetensors file, completely or not at all."""
 
     @abstractmethod
     def load_optimizer_states(self, path: str | Path) -> None:
-        """Take up the state that `save_optimizer_states` wrote."""
+        """Restore the optimizer state that `save_optimizer_states` wrote."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is under way, say goodbye, let go. Harmless when done twice."""
+        """Wait for requests in flight and leave the job. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -163,27 +166,27 @@ class KVStore(ABC):
     ) -> None:
         self.close()
 
-    # --- what a kind of store has to say
+    # --- implemented by each kind of store
 
     @abstractmethod
     def _names(self) -> Iterable[Key]:
-        """The keys that there are."""
+        """Return all keys."""
 
     @abstractmethod
     def _find(self, key: Key) -> KeySpec | None:
-        """What a key is, if it is known."""
+        """Return the shape and dtype of a key, or None if it is not initialised."""
 
     @abstractmethod
     def _init(self, specs: Sequence[KeySpec], values: Sequence[Tensor]) -> None:
-        """Take up keys that are new, and wait for all workers."""
+        """Add new keys, and wait for all workers."""
 
     @abstractmethod
     def _use_optimizer(self, spec: OptimizerSpec) -> None:
-        """Update by this optimizer from now on."""
+        """Update the stored values with this optimizer from now on."""
 
     @abstractmethod
     def _retire(self) -> None:
-        """Push no more."""
+        """Stop pushing."""
 
     @abstractmethod
     def _barrier(self) -> None:
@@ -191,12 +194,12 @@ class KVStore(ABC):
 
     @abstractmethod
     def _halt(self, reason: str) -> None:
-        """Ask every worker to stop training."""
+        """Ask all workers to stop training."""
 
     # --- checks
 
     def _checked(self, key: Keys, value: Values) -> list[Tensor]:
-        """What is pushed for each key: summed over this worker's devices, and of the right kind."""
+        """Check pushed values and return one tensor per key, summed over this worker's devices."""
         if self.optimizer_spec is None and not self._sums_replace:
             raise UsageError(
                 f"worker {self.rank}: {self.type} needs an optimizer on the servers: call set_optimizer, on every "
@@ -208,16 +211,14 @@ class KVStore(ABC):
                 self._check_fit(spec, tensor, "pushed")
             if self.optimizer_spec is not None and not tensors[0].is_floating_point():
                 raise UsageError(f"worker {self.rank}: key {spec.name!r} is {spec}: {INTEGER_KEY}")
-            total = reduced(tensors)
+            total = sum_over_devices(tensors)
             if self._check_finite and not is_finite(total):
-                raise UsageError(
-                    f"worker {self.rank}: the value pushed for key {spec.name!r} has NaN or infinity in it"
-                )
+                raise UsageError(f"worker {self.rank}: the value pushed for key {spec.name!r} contains NaN or infinity")
             values.append(total)
         return values
 
     def _targets(self, key: Keys, out: Values) -> list[list[Tensor]]:
-        """Where each key's weights are to be copied."""
+        """Check the tensors that the weights of each key are copied to, and return them."""
         outs = as_values(key, out)
         for spec, tensors in zip(self._specs(key), outs, strict=True):
             for tensor in tensors:
@@ -248,7 +249,7 @@ class KVStore(ABC):
         return spec
 
     def _check_names(self, names: Sequence[Key]) -> None:
-        """Ints or strings, not both: 3 and '3' would be two keys."""
+        """Check that keys are all ints or all strings, because 3 and '3' would be two keys."""
         kinds: set[type] = {type(name) for name in itertools.islice(self._names(), 1)}
         for name in names:
             if not isinstance(name, str | int) or isinstance(name, bool):
@@ -256,13 +257,13 @@ class KVStore(ABC):
             kinds.add(type(name))
         if len(kinds) > 1:
             raise UsageError(
-                f"worker {self.rank}: keys of one store are all ints or all strings; {names[0]!r} mixes them"
+                f"worker {self.rank}: the keys of a store must be all ints or all strings; {names[0]!r} mixes them"
             )
         if len(set(names)) != len(names):
-            raise UsageError(f"worker {self.rank}: a key stands twice in {names!r}")
+            raise UsageError(f"worker {self.rank}: a key appears twice in {names!r}")
 
     def _optimizer(self) -> OptimizerSpec:
         self._check_open()
         if self.optimizer_spec is None:
-            raise UsageError(f"worker {self.rank}: there is no optimizer on the servers; call set_optimizer first")
+            raise UsageError(f"worker {self.rank}: the store has no optimizer; call set_optimizer first")
         return self.optimizer_spec

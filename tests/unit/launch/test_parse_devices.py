@@ -1,4 +1,4 @@
-"""--gpus and --devices: what they mean, and what is said of those that cannot be."""
+"""--gpus and --devices: the devices they mean, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.launch.devices import parse_devices, run_devices
 
 @pytest.fixture
 def six_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of GPUs is the machine's matter."""
+    """Pretend that this machine has six GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
 
 
@@ -49,7 +49,7 @@ def test_devices(six_gpus: None, gpus: str | None, devices: str | None, found: l
         (None, "cpu,cuda:0", "is neither cpu:COUNT nor a list"),
     ],
 )
-def test_devices_that_cannot_be(six_gpus: None, gpus: str | None, devices: str | None, said: str) -> None:
+def test_invalid_devices(six_gpus: None, gpus: str | None, devices: str | None, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         parse_devices(gpus, devices)
 
@@ -60,6 +60,6 @@ def test_a_machine_without_gpus_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         parse_devices("0", None)
 
 
-def test_no_device_at_all() -> None:
+def test_a_worker_needs_a_device() -> None:
     with pytest.raises(UsageError, match="at least one device, not 0"):
         run_devices(["true"], 0)

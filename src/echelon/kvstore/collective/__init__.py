@@ -1,1 +1,4 @@
-"""A store without servers: torch.distributed between the processes. Read `store`, `process_group`, `rendezvous`."""
+"""The store without servers, on torch.distributed.
+
+Read in this order: `store` (the calls), `process_group` (the collectives), `rendezvous` (how members find each other).
+"""
