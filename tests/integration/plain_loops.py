@@ -1,4 +1,4 @@
-"""The same training loop twice: in plain PyTorch, and with a Trainer on the workers of a job in this process."""
+"""The same training loops in plain PyTorch and with a Trainer, on the workers of a job in this process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import echelon
@@ -29,10 +29,12 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 Batch = tuple[Tensor, Tensor]
 State = dict[str, Tensor]
+Step = Callable[[nn.Module, Optimizer, echelon.Trainer | None, Batch], None]
+STEPS = 4  # of most loops
 
 
 class Net(nn.Module):
-    """Convolution, strided and odd sizes, one key (30,003 elements) that is cut over the servers."""
+    """Has a strided convolution, odd sizes, and one key (30,003 elements) that is divided between servers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,13 +49,13 @@ class Net(nn.Module):
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """A model with known first weights; threads share torch's generator, so make it before they start."""
+    """Return a model with fixed first weights. Call it before threads start: they share torch's generator."""
     torch.manual_seed(seed)
     return make()
 
 
 def batches(count: int, size: int = 6, seed: int = 1, dtype: torch.dtype = torch.float32) -> list[Batch]:
-    """Images and labels."""
+    """Return batches of random images and labels."""
     generator = torch.Generator().manual_seed(seed)
     return [
         (
@@ -65,21 +67,21 @@ def batches(count: int, size: int = 6, seed: int = 1, dtype: torch.dtype = torch
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean over the batch."""
+    """Return the mean loss over the batch."""
     images, labels = batch
     return nn.functional.cross_entropy(model(images), labels)
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What to train and how."""
+    """A model, its optimizer and its schedule."""
 
     model: nn.Module
     optimizer: MakeOptimizer
     schedule: MakeSchedule | None = None
 
     def plain(self, data: Sequence[Batch]) -> State:
-        """The weights that plain PyTorch ends with."""
+        """Train with plain PyTorch and return the last weights."""
         model = copy.deepcopy(self.model)
         optimizer = self.optimizer(model)
         schedule = self.schedule(optimizer) if self.schedule else None
@@ -92,8 +94,8 @@ class Loop:
         return snapshot(model)
 
     def worker(self, kv: KVStore, data: Sequence[Batch], **options: Any) -> State:
-        """The weights that a worker with a Trainer ends with."""
-        torch.set_num_threads(1)  # a new thread's first convolution would use all cores, and sum in another order
+        """Train with a Trainer as one worker and return the last weights."""
+        torch.set_num_threads(1)  # otherwise a new thread's first convolution uses all cores and sums in another order
         model = copy.deepcopy(self.model)
         optimizer = self.optimizer(model)
         schedule = self.schedule(optimizer) if self.schedule else None
@@ -110,12 +112,12 @@ class Loop:
 
 
 def snapshot(model: nn.Module) -> State:
-    """A copy of everything a model has."""
+    """Return a copy of a model's parameters and buffers."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def on_one_worker(program: Callable[[KVStore], Any], store: str, **options: Any) -> Any:
-    """Run a program on the only worker of a store."""
+    """Run a program on the only worker of a store, and return its result."""
     if store in ("local", "device"):
         with create(store) as kv:
             return program(kv)
@@ -123,18 +125,66 @@ def on_one_worker(program: Callable[[KVStore], Any], store: str, **options: Any)
 
 
 def assert_same_bits(actual: State, expected: State) -> None:
-    """Every tensor of one is every tensor of the other, to the bit."""
+    """Check that both states have the same tensors, bit for bit."""
     assert actual.keys() == expected.keys()
     for name, value in actual.items():
         assert torch.equal(value, expected[name]), f"{name} differs by up to {(value - expected[name]).abs().max()}"
 
 
 def assert_close(actual: State, expected: State, tolerance: float) -> None:
-    """Every element within a tolerance, absolute and relative."""
+    """Check that elements differ by at most a tolerance, absolute and relative."""
     for name, value in actual.items():
         torch.testing.assert_close(value, expected[name], rtol=tolerance, atol=tolerance)
 
 
 def differs(one: State, other: State) -> bool:
-    """Whether any tensor does."""
+    """Return whether any tensor differs."""
     return any(not torch.equal(value, other[name]) for name, value in one.items())
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    """Return SGD with momentum and weight decay for the parameters that require a gradient."""
+    return SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def end_step(optimizer: Optimizer, trainer: echelon.Trainer | None, samples: int | None = None) -> None:
+    """End a step of a loop with a Trainer, or without one."""
+    if trainer is None:
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        trainer.step(samples)
+
+
+def plain_step(model: nn.Module, optimizer: Optimizer, trainer: echelon.Trainer | None, batch: Batch) -> None:
+    """Make a step of the simplest loop."""
+    loss_of(model, batch).backward()
+    end_step(optimizer, trainer)
+
+
+def with_and_without_trainer(
+    model: nn.Module,
+    step: Step,
+    optimizer: MakeOptimizer = momentum,
+    store: str = "dist_sync",
+    data: list[Batch] | None = None,
+    **options: Any,
+) -> tuple[State, State]:
+    """Return the weights after a loop of `step` with a Trainer on one worker, and without one."""
+    chosen = batches(STEPS) if data is None else data
+
+    def with_trainer(kv: KVStore) -> State:
+        torch.set_num_threads(1)
+        mine = copy.deepcopy(model)
+        made = optimizer(mine)
+        with echelon.Trainer(mine, made, kv, **options) as trainer:
+            for batch in chosen:
+                step(mine, made, trainer, batch)
+            return snapshot(mine)
+
+    plain = copy.deepcopy(model)
+    made = optimizer(plain)
+    for batch in chosen:
+        step(plain, made, None, batch)
+    assert differs(snapshot(plain), snapshot(model)), "the loop trains nothing"
+    return on_one_worker(with_trainer, store), snapshot(plain)

@@ -1,4 +1,4 @@
-"""The Trainer against plain PyTorch: one worker to the bit, several within a tolerance, and the schemes' identities."""
+"""The Trainer against plain PyTorch: one worker bit for bit, several workers within a tolerance; and the schemes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 
 def two_groups(model: nn.Module) -> Optimizer:
-    """Rates and decay by layer, the middle of the model in the second group."""
+    """Return an optimizer with other settings for biases, which alternate with the weights."""
     groups: list[dict[str, Any]] = [
         {"params": [p for name, p in model.named_parameters() if "bias" not in name]},
         {"params": [p for name, p in model.named_parameters() if "bias" in name], "lr": 0.5, "weight_decay": 0.0},
@@ -83,7 +83,7 @@ def two_groups(model: nn.Module) -> Optimizer:
     return SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
-# --- one worker is plain PyTorch, to the bit
+# --- one worker gives plain PyTorch's weights, bit for bit
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -116,11 +116,11 @@ def test_one_worker_is_plain_pytorch_over(transport: Any, optimizer: str) -> Non
     ids=["step", "cosine", "lambda"],
 )
 @pytest.mark.parametrize("optimizer", [OPTIMIZERS["sgd-momentum"], OPTIMIZERS["adamw"], two_groups])
-def test_the_schedule_travels_with_the_push(optimizer: MakeOptimizer, schedule: Any) -> None:
+def test_servers_follow_the_learning_rate_schedule(optimizer: MakeOptimizer, schedule: Any) -> None:
     loop = Loop(seeded(Net), optimizer, schedule)
     data = batches(STEPS)
     expected = loop.plain(data)
-    assert differs(expected, Loop(loop.model, optimizer).plain(data)), "the schedule makes no difference"
+    assert differs(expected, Loop(loop.model, optimizer).plain(data)), "the schedule has no effect"
     for store in ("local", "dist_sync", "dist_async"):
         assert_same_bits(on_one_worker(lambda kv: loop.worker(kv, data), store), expected)
 
@@ -149,7 +149,7 @@ def test_groups_of_parameters_keep_their_settings(fused: bool) -> None:
 
 
 def weighted(workers: int, sizes: list[int], optimizer: MakeOptimizer, dtype: torch.dtype) -> tuple[list[State], State]:
-    """What workers with batches of these sizes end with, and one process on the joined batches."""
+    """Return the weights of workers with batches of these sizes, and of one process with the joined batches."""
     loop = Loop(seeded(Net).to(dtype), optimizer)
     parts = [batches(STEPS, size, seed=rank + 1, dtype=dtype) for rank, size in enumerate(sizes)]
     joined = [
@@ -163,7 +163,7 @@ def weighted(workers: int, sizes: list[int], optimizer: MakeOptimizer, dtype: to
 @pytest.mark.parametrize("optimizer", ["sgd-momentum", "sgd-decay", "adamw", "rmsprop-all", "adagrad"])
 @pytest.mark.parametrize("sizes", [[4, 4], [6, 2, 5]], ids=["equal batches", "unequal batches"])
 def test_bsp_is_one_process_on_the_joined_batch(sizes: list[int], optimizer: str) -> None:
-    """Each gradient weighs as much as its samples; the sums differ in order only.
+    """Gradients are weighted by their samples, so the sums differ only in their order.
 
     An adaptive optimizer magnifies the difference where a gradient is near zero, as it does in plain PyTorch.
     """
@@ -176,15 +176,15 @@ def test_bsp_is_one_process_on_the_joined_batch(sizes: list[int], optimizer: str
 
 
 def trained(store: str, workers: int = 3, transport: Any = InProcessTransport, **options: Any) -> list[State]:
-    """What workers with data of their own end with."""
+    """Return the weights of workers that each have their own data."""
     loop = Loop(seeded(Net), OPTIMIZERS["sgd-decay"])
     data = [batches(STEPS, 3 + rank, seed=rank + 1) for rank in range(workers)]
 
     return run(lambda kv: loop.worker(kv, data[kv.rank]), store, num_workers=workers, transport=transport(), **options)
 
 
-def test_bsp_is_reproducible_and_all_workers_end_alike() -> None:
-    """Whatever comes first, over whatever transport and however many servers: sums are in rank order."""
+def test_bsp_is_reproducible_and_all_workers_end_with_the_same_weights() -> None:
+    """Sums are in rank order, whatever arrives first, over any transport and with any number of servers."""
     first = trained("dist_sync")
     for state in first:
         assert_same_bits(state, first[0])
@@ -210,8 +210,8 @@ def test_gsp_of_one_group_is_bsp(transport: Any) -> None:
         ("dist_gsync", {"groups": [[0, 2], [1]]}),
     ],
 )
-def test_the_relaxed_schemes_count_every_step(store: str, options: dict[str, Any]) -> None:
-    """Their order is free, but with plain SGD at a constant gradient the sum of all steps is not."""
+def test_schemes_that_wait_less_apply_every_step(store: str, options: dict[str, Any]) -> None:
+    """The order of steps varies, but with SGD and a constant gradient the sum of all steps does not."""
 
     def program(kv: KVStore) -> float:
         model = nn.Linear(1, 1, bias=False)
@@ -236,7 +236,7 @@ def test_the_relaxed_schemes_count_every_step(store: str, options: dict[str, Any
         assert found[0] == 3 * STEPS
 
 
-def test_workers_start_from_rank_0s_weights() -> None:
+def test_workers_start_with_the_weights_of_rank_0() -> None:
     models = [seeded(Net, seed=rank) for rank in range(2)]
     first = snapshot(models[0])
 
