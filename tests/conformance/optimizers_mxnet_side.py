@@ -1,4 +1,4 @@
-"""Run by MXNet's interpreter: one weight through an MXNet optimizer. A request comes as JSON, the weights go out so."""
+"""Runs under MXNet's Python: updates one weight with an MXNet optimizer. Requests and weights are JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mxnet as mx
 
 
 def trajectory(name: str, settings: dict[str, Any], weights: list[float], gradients: list[list[float]]) -> list[Any]:
-    """The weight after every update; it is called fc_weight, so that rules that go by names see a weight."""
+    """Return the weight after every update. It is named fc_weight, because some rules depend on the name."""
     optimizer = mx.optimizer.create(name, param_idx2name={0: "fc_weight"}, **settings)
     updater = mx.optimizer.get_updater(optimizer)
     weight = mx.nd.array(weights)

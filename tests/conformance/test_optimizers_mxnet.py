@@ -1,6 +1,6 @@
-"""The optimizers of echelon.optim against MXNet 1.9.1 itself: one weight, ten updates, in float32.
+"""Compares the optimizers of echelon.optim with MXNet 1.9.1: one weight, ten updates, in float32.
 
-Needs its environment: .peers/mxnet, or another interpreter named by ECHELON_MXNET_PYTHON.
+Needs MXNet's Python: .peers/mxnet, or the one that ECHELON_MXNET_PYTHON names.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.peer
 
 HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("ECHELON_MXNET_PYTHON") or HERE.parents[1] / ".peers/mxnet/bin/python")
-TOLERANCE = 2e-5  # relative and absolute: the operations are the same, MXNet's kernels round between them elsewhere
+TOLERANCE = 2e-5  # relative and absolute; the operations are the same, but MXNet's kernels round at other places
 BATCH = 8
 STEPS = 10
 LENGTH = 37
 
 Settings = dict[str, Any]
-# dcasgd with momentum is not here: in 1.9.1 it stops at `if mom:` for any weight of more than one element.
+# dcasgd with momentum is missing: MXNet 1.9.1 fails at `if mom:` for any weight of more than one element.
 CASES: dict[str, tuple[str, Settings, type[Rule], Settings]] = {
     "signum": ("signum", {"learning_rate": 0.01, "wd": 0.1}, Signum, {"lr": 0.01, "weight_decay": 0.1}),
     "signum-lh": ("signum", {"learning_rate": 0.01, "wd_lh": 0.3}, Signum, {"lr": 0.01, "wd_lh": 0.3}),
@@ -79,8 +79,8 @@ def ours(kind: Any, settings: Settings, weights: torch.Tensor, gradients: torch.
     return torch.stack(found)
 
 
-def test_the_weights_are_mxnets() -> None:
-    """MXNet gets sums over a batch and divides by it, as its scripts have it; ours get the mean."""
+def test_the_weights_match_mxnet() -> None:
+    """MXNet gets the sum over a batch and divides by the batch size, as in its scripts; Echelon gets the mean."""
     generator = torch.Generator().manual_seed(3)
     weights = torch.randn(LENGTH, generator=generator)
     gradients = torch.randn(STEPS, LENGTH, generator=generator) * BATCH
@@ -101,8 +101,8 @@ def test_the_weights_are_mxnets() -> None:
         )
 
 
-def test_sglds_drift_and_noise_are_as_strong_as_mxnets() -> None:
-    """The noise itself cannot be the same: mean and spread of 200,000 elements after one update are, within 1 %."""
+def test_the_drift_and_noise_of_sgld_match_mxnet() -> None:
+    """The random numbers differ, but mean and spread of 200,000 elements after one update agree within 1 %."""
     weights, gradient = torch.full((200_000,), 2.0), torch.full((1, 200_000), 3.0 * BATCH)
     settings = {"learning_rate": 0.04, "wd": 0.5, "rescale_grad": 1 / BATCH}
     request = {"name": "sgld", "settings": settings, "weights": weights.tolist(), "gradients": gradient.tolist()}

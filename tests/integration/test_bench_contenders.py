@@ -1,4 +1,4 @@
-"""The real peers, on tiny shapes: they start, step together, idle and are gone."""
+"""The real peers of `echelon bench pushpull` on small shapes: they start, step together and end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from echelon.bench.pushpull.shapes import shapes, write_shapes
 
 @pytest.fixture
 def plan(tmp_path: Path) -> PushPullPlan:
-    """What to do, on the shapes of a small net. That no process is left of it is checked for every test."""
+    """Return a plan with the shapes of a small network. A fixture checks after every test that no process is left."""
     shapes_file = tmp_path / "shapes.json"
     write_shapes(shapes_file, shapes("mlp"))
     return PushPullPlan(shapes_file=shapes_file, work_dir=tmp_path)
@@ -50,7 +50,7 @@ def test_gloo_steps_and_its_result_is_written(plan: PushPullPlan, tmp_path: Path
 @pytest.mark.peer
 @pytest.mark.parametrize("make", [mxnet, mxnet_tuned])
 @pytest.mark.parametrize(("store", "transport"), [("dist_sync", "auto"), ("dist_async", "tcp")])
-def test_mxnet_steps_and_leaves_nothing(
+def test_mxnet_steps_and_ends(
     plan: PushPullPlan, make: Callable[[PushPullPlan], Contender], store: str, transport: str
 ) -> None:
     with make(replace(plan, kv_store=store, transport=transport)) as contender:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu` with real trainers, on the CPU: the whole way from a command to the tables."""
+"""`python -m benchmarks.gpu` with real trainers on the CPU, from the command to the tables."""
 
 from __future__ import annotations
 
@@ -29,27 +29,29 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_the_tiny_list_runs_and_ends_in_the_document(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_tiny_list_runs_and_its_tables_are_in_the_document(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     docs, results = tmp_path / "results.md", tmp_path / "gpu-tiny.json"
     docs.write_text("# Results\n<!-- gpu:begin -->\n<!-- gpu:end -->\n")
     command = ["--list", "tiny", "--json", str(results), "--docs", str(docs)]
     status = main([*command, "--data-note", "synthetic", "--commit", "a1b2"])
-    said = capfd.readouterr()
-    assert status == 0, said.err
+    captured = capfd.readouterr()
+    assert status == 0, captured.err
     rows = json.loads(results.read_text())["rows"]
     assert [row["name"] for row in rows] == ["tiny-local", "tiny-dist-sync"]
     assert [len(row["speeds"]) for row in rows] == [6, 6]  # batches 5, 10 and 15 of two epochs
     assert all(row["engine"].startswith("engine eager") for row in rows)
     assert rows[0]["origin"]["commit"] == "a1b2"
     assert "`echelon launch -n 1 -s 1 python train_cifar10.py" in docs.read_text()
-    assert docs.read_text().split("-->\n", 1)[1].startswith(said.out[:100])
+    assert docs.read_text().split("-->\n", 1)[1].startswith(captured.out[:100])
     assert str(tmp_path) not in results.read_text()
     assert main([*command, "--missing"]) == 0
-    assert "python train_cifar10.py" not in capfd.readouterr().err  # all there: nothing was started
+    assert "python train_cifar10.py" not in capfd.readouterr().err  # all rows have records, so none was started
 
 
 @pytest.mark.long
-def test_an_accuracy_run_gives_an_accuracy_an_epoch(tmp_path: Path) -> None:
+def test_an_accuracy_run_gives_one_accuracy_per_epoch(tmp_path: Path) -> None:
     (tmp_path / "train_digits.py").write_text(DIGITS)
     records: list[Record] = []
     bars = (Bar(1, 0.5, ""), Bar(2, 0.5, ""))
@@ -64,7 +66,7 @@ def test_an_accuracy_run_gives_an_accuracy_an_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_kept_figures_outlive_a_failure_and_others_do_not(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_replaces_figures_only_without_keep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer, results = tmp_path / "train_cifar10.py", tmp_path / "gpu.json"
     command = ["--list", "tiny", "--only", "tiny-local", "--examples", str(tmp_path)]
     command += ["--json", str(results)]
@@ -81,7 +83,7 @@ def test_kept_figures_outlive_a_failure_and_others_do_not(tmp_path: Path, capfd:
 
 
 @pytest.mark.long
-def test_a_terminated_benchmark_takes_its_trainer_with_it(tmp_path: Path) -> None:
+def test_a_terminated_benchmark_ends_its_trainer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "train_cifar10.py").write_text(
         f"import os, signal; print(os.getpid(), file=open({str(tmp_path / 'pipe')!r}, 'w'), flush=True); signal.pause()"

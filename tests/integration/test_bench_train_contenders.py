@@ -1,4 +1,4 @@
-"""The real contenders of `echelon bench train` on small batches: they step together, learn, and are gone."""
+"""The real contenders of `echelon bench train` on small batches: they step together, learn and end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.bench.train.contenders import TrainPlan, ddp, echelon, mxnet
 
 @pytest.fixture
 def plan(tmp_path: Path) -> TrainPlan:
-    """What to do. That no process is left of it is checked for every test."""
+    """Return a small plan. A fixture checks after every test that no process is left."""
     return TrainPlan(model="resnet20", batch_size=8, threads=1, work_dir=tmp_path)
 
 
@@ -28,7 +28,7 @@ def test_echelon_and_ddp_do_the_same_training(plan: TrainPlan) -> None:
 @pytest.mark.peer
 @pytest.mark.parametrize("model", ["resnet20", "mlp25m"])
 @pytest.mark.parametrize("store", ["dist_sync", "dist_async"])
-def test_mxnet_learns_and_leaves_nothing(plan: TrainPlan, model: str, store: str) -> None:
+def test_mxnet_learns_and_ends(plan: TrainPlan, model: str, store: str) -> None:
     with mxnet(replace(plan, model=model, kv_store=store)) as contender:
         assert len(contender.run_round(8)) == 8
     assert contender.losses[-1] < contender.losses[0]

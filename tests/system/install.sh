@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what the system tests need from Debian's packages. Needs root.
+# Installs the Debian packages that the system tests need. Needs root.
 set -euo pipefail
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq

@@ -1,4 +1,4 @@
-"""Run in every role by test_namespaces: pushes rank + 1 and says what came back."""
+"""test_namespaces runs this program in every role: it pushes rank + 1 and prints the sum."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A job over a real (virtual) network: scheduler, servers and workers in two network namespaces joined by a cable."""
+"""A job over a virtual network: scheduler, servers and workers in two network namespaces joined by a veth pair."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture
 def cable() -> Iterator[dict[str, str]]:
-    """Two namespaces with one interface each, named `cable` in both."""
+    """Create two namespaces with one interface each, which is named `cable` in both."""
     names = {side: f"echelon-{os.getpid()}-{side}" for side in HOSTS}
     for name in names.values():
         ip("netns", "add", name)
@@ -63,7 +63,7 @@ def start(namespace: str, role: str, rank: int, store: str, transport: str) -> s
 
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
 def test_a_job_spans_two_hosts(cable: dict[str, str], transport: str) -> None:
-    """One server and one worker on each side; the same script in every role, told its interface by name."""
+    """Each side has one server and one worker. Every role runs the same script and gets its interface by name."""
     left, right = cable["left"], cable["right"]
     places = [
         (left, "scheduler", 0),
@@ -78,6 +78,6 @@ def test_a_job_spans_two_hosts(cable: dict[str, str], transport: str) -> None:
     outputs = {name: process.communicate(timeout=90)[0] for name, process in processes.items()}
     statuses = {name: process.returncode for name, process in processes.items()}
     assert statuses == dict.fromkeys(processes, 0), outputs
-    shared = transport == "auto"  # both namespaces are on one machine, so memory can be shared across them
+    shared = transport == "auto"  # both namespaces are on one machine, so they can share memory
     for rank, host in enumerate(HOSTS.values()):
         assert f"worker {rank} on {host}: sum 3.0 shared {shared}" in outputs[f"worker {rank}"]

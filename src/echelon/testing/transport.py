@@ -226,10 +226,10 @@ def _exchange_and_close(transport: Transport) -> None:
     leaver, stayer = (transport.connect(name, [server.address]) for name in ("leaver", "stayer"))
     with _closing([stayer, server]):
         leaver.send(0, [b"hello", bytes(20_000)])
-        gone, _ = _receive(server)
-        server.send(gone, [b"never read", bytes(20_000)])
+        closed_peer, _ = _receive(server)
+        server.send(closed_peer, [b"never read", bytes(20_000)])
         leaver.close()
-        server.send(gone, [b"to nobody"])
+        server.send(closed_peer, [b"to nobody"])
         stayer.send(0, [b"still here"])
         peer, frames = _receive(server)
         server.send(peer, frames)

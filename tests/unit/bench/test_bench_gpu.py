@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.gpu` runs, what it reads in logs, and what it keeps."""
+"""`python -m benchmarks.gpu`: its rows, the figures it reads from logs, and its records."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def record(name: str = "row", date: str = "2026-01-01", error: str = "") -> Reco
     return Record(name, "accuracy", "python x.py", date, ORIGIN, 1, 2.0, error, validation_accuracy={0: 0.5, 1: 0.4})
 
 
-def test_a_log_is_read_with_any_prefix_and_without_what_compiling_spoils() -> None:
+def test_a_log_is_read_with_any_prefix_and_without_speeds_during_compilation() -> None:
     log = read_log(LOG)
-    assert log.speeds == [37000.12, 36000.0]  # neither the line before compiling ended nor the infinite one
+    assert log.speeds == [37000.12, 36000.0]  # without the line before the end of compiling and the infinite one
     assert log.train == {0: 0.4123, 1: 0.7}
     assert log.validation == {0: 0.51, 1: 0.68}
     assert log.epoch_s == {0: 52.3, 1: 1.301}
@@ -53,7 +53,7 @@ def test_a_log_is_read_with_any_prefix_and_without_what_compiling_spoils() -> No
     assert log.precision.startswith("precision bfloat16: ")
 
 
-def test_the_lines_that_trainers_write_are_the_ones_read() -> None:
+def test_the_lines_that_trainers_write_can_be_read() -> None:
     lines = [
         log_lines.speed_line(0, 0, 20, 1234.5, {"accuracy": 0.25}),
         log_lines.train_line(0, "accuracy", 0.25),
@@ -70,10 +70,10 @@ def test_the_speed_is_a_median_with_its_spread() -> None:
     assert speed_of([]) is None
 
 
-def test_the_bars_are_the_best_published_cells() -> None:
+def test_the_accuracies_to_reach_are_the_best_published_ones() -> None:
     bars = {(cell.layers, cell.batch, cell.lr): cell.accuracy for cell in best_cells()}
     assert len(bars) == 16
-    assert bars[50, 256, 0.05] == 0.782  # of 0.768, 0.700 and 0.782
+    assert bars[50, 256, 0.05] == 0.782  # the best of 0.768, 0.700 and 0.782
     assert bars[50, 512, 0.05] == 0.703
     assert bars[50, 4096, 0.4] == 0.611
     assert bars[110, 128, 0.05] == 0.818
@@ -82,7 +82,7 @@ def test_the_bars_are_the_best_published_cells() -> None:
     assert fastest_single(110, 512) is None
 
 
-def test_one_run_of_inception_gives_all_its_epochs() -> None:
+def test_one_inception_run_covers_all_published_epochs() -> None:
     rows = {row.name: row for row in gpu_rows()}
     assert [bar.epochs for bar in rows["inception-128-0.1"].bars] == [10, 20, 30, 40]
     assert rows["inception-128-0.1"].arguments.endswith("--num-epochs 40")
@@ -90,7 +90,7 @@ def test_one_run_of_inception_gives_all_its_epochs() -> None:
     assert sum(map(len, inception_runs().values())) == 6
 
 
-def test_rows_have_different_names_and_lean_on_rows_that_are_there() -> None:
+def test_rows_have_different_names_and_compare_with_existing_rows() -> None:
     for rows in (gpu_rows(), tiny_rows()):
         names = [row.name for row in rows]
         assert len(set(names)) == len(names)
@@ -103,7 +103,7 @@ def test_commands_are_what_a_user_types() -> None:
         "echelon launch -n 1 -s 1 python train_cifar10.py --gpus 0 --network resnet --num-layers 50 --batch-size 512 "
         "--num-epochs 3 --engine compile --kv-store dist_sync --data-dir DIR --wd 0.0001"
     )
-    assert "--data-dir" not in shown_command(rows["imagenet-resnet50-128"], "", "secret/place")  # reads none
+    assert "--data-dir" not in shown_command(rows["imagenet-resnet50-128"], "", "secret/place")  # reads no data
     assert "--num-examples 153600" in rows["imagenet-resnet50-128"].arguments
 
 
@@ -119,7 +119,7 @@ def test_rows_are_chosen_by_kind_and_name() -> None:
         choose(rows, ["resnet50-128-0.5"])
 
 
-def test_a_log_without_its_figures_is_an_error() -> None:
+def test_a_log_without_the_figures_of_its_row_is_an_error() -> None:
     speed = Row("s", "speed", "x.py", "")
     accuracy = Row("a", "accuracy", "x.py", "", bars=(Bar(2, 0.5, "K80"), Bar(3, 0.5, "K80")))
     assert missing_figures(speed, read_log(LOG)) == ""
@@ -129,7 +129,7 @@ def test_a_log_without_its_figures_is_an_error() -> None:
     assert made.error == "exit status 1"
 
 
-def test_records_read_back_as_written(tmp_path: Path) -> None:
+def test_records_are_read_back_as_written(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     assert read_records(path) == {}
     write(path, [record("one"), record("two", error="exit status 1")], "python -m benchmarks.gpu")
@@ -137,14 +137,14 @@ def test_records_read_back_as_written(tmp_path: Path) -> None:
     assert {"command", "commit", "machine", "date", "rows"} == set(json.loads(path.read_text()))
 
 
-def test_a_file_of_something_else_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_json_file_is_rejected_with_its_name(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     path.write_text('{"rows": [{"name": 3}]}')
     with pytest.raises(DataError, match=r"gpu\.json is not a result of `python -m benchmarks.gpu`"):
         read_records(path)
 
 
-def test_of_two_records_figures_win_over_failures_and_the_newer_over_the_older(tmp_path: Path) -> None:
+def test_a_record_with_figures_replaces_a_failure_and_a_newer_one_an_older_one(tmp_path: Path) -> None:
     old, new = record(date="2026-01-01"), record(date="2026-01-02")
     failed = record(date="2026-01-03", error="exit status 1")
     assert better(None, failed) == failed
@@ -153,11 +153,11 @@ def test_of_two_records_figures_win_over_failures_and_the_newer_over_the_older(t
     assert better(old, new) == better(new, old) == new
     write(tmp_path / "gpu-1.json", [new], "")
     write(tmp_path / "gpu-2.json", [old, record("other")], "")
-    write(tmp_path / "io.json", [record("not a GPU's")], "")
+    write(tmp_path / "io.json", [record("of another benchmark")], "")
     assert read_folder(tmp_path) == {"row": new, "other": record("other")}
 
 
-def test_accuracies_are_counted_by_epochs_done() -> None:
+def test_accuracies_are_looked_up_by_the_number_of_finished_epochs() -> None:
     assert record().accuracy_after(2) == 0.4
     assert record().best_within(2) == 0.5
     assert record().accuracy_after(3) is None

@@ -1,4 +1,4 @@
-"""Every command of the GPU's list is one that its trainer understands: a typing error must not cost time on a GPU."""
+"""The trainers accept every command of the GPU list, so that a typing error costs no time on a GPU."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DATA = {"train_imagenet.py": "imagenet", "train_cifar10.py": "cifar10"}
 
 
 @pytest.mark.parametrize("row", gpu_rows(), ids=lambda row: row.name)
-def test_the_trainer_understands_the_command(row: Row) -> None:
+def test_the_trainer_accepts_the_command(row: Row) -> None:
     parser = runpy.run_path(str(EXAMPLES / row.script), run_name="example")["parser"]
     given = parser.parse_args(shlex.split(row.arguments))
     assert given.gpus == "0"
-    given.gpus = None  # there may be none here
+    given.gpus = None  # this machine may have no GPU
     options = options_from(given, DATA[row.script])
     check_flags(given, options, Job(num_workers=1, num_servers=1 if row.launch else 0))
     assert options.num_epochs >= max([bar.epochs for bar in row.bars], default=1)

@@ -1,4 +1,4 @@
-"""Records as tables, and tables in a document."""
+"""Records as Markdown tables, and tables in a document."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def table(*records: Record) -> str:
     return markdown(ROWS, {record.name: record for record in records})
 
 
-def test_speeds_stand_beside_target_and_published() -> None:
+def test_speeds_are_shown_with_target_and_published_figure() -> None:
     text = table(speed_record("fast", 1000, 1100, 1200))
     assert "| `python x.py --gpus 0` | **1,100** | 1,020 – 1,180 | 3 | 1,000 | yes | 520 (K80) | " in text
     assert "precision bfloat16; engine graph |" in text
     assert "| 1,000 | **no** |" in table(speed_record("fast", 999))
 
 
-def test_a_share_is_of_the_other_rows_speed() -> None:
+def test_a_target_may_be_a_fraction_of_another_rows_speed() -> None:
     assert "| 90% of fast | yes (95.0%) |" in table(speed_record("fast", 1000), speed_record("served", 950))
     assert "| 90% of fast | **no** (80.0%) |" in table(speed_record("fast", 1000), speed_record("served", 800))
     assert "| 90% of fast | not measured |" in table(speed_record("served", 800))
@@ -66,14 +66,14 @@ def test_a_share_is_of_the_other_rows_speed() -> None:
     assert "| 90% of fast | not measured |" in table(failed, speed_record("served", 800))
 
 
-def test_the_last_epoch_counts_and_the_best_is_shown() -> None:
+def test_the_last_epoch_is_compared_and_the_best_is_shown() -> None:
     text = table(LEARNS)
     assert "| learns | 1 | 0.5 | P100 | **0.5000** | yes | 0.5000 | 1.2 |" in text
     assert "| learns | 2 | 0.48 | 8 × K80 | **0.4500** | **no** | 0.5000 | 1.2 |" in text
     assert "1 of 2 published accuracies are reached." in text
 
 
-def test_origins_failures_and_what_was_not_run_are_said() -> None:
+def test_origins_failures_and_missing_rows_are_listed() -> None:
     extra = replace(ORIGIN, extra="--wd 0.0005")
     text = table(speed_record("fast", 1), replace(LEARNS, error="exit status 1; out of memory", origin=extra))
     assert "- 1 row: NVIDIA H200, torch 2.11.0, commit 0123456789ab-dirty; data: the set's own files\n" in text
@@ -83,7 +83,7 @@ def test_origins_failures_and_what_was_not_run_are_said() -> None:
     assert "published accuracies" not in text
 
 
-def test_a_block_is_rewritten_and_the_rest_left_alone() -> None:
+def test_a_block_is_rewritten_and_the_rest_is_unchanged() -> None:
     text = "before\n<!-- gpu:begin -->\nold\n<!-- gpu:end -->\nafter\n"
     once = rewrite_block(text, "new")
     assert once == "before\n<!-- gpu:begin -->\nnew\n<!-- gpu:end -->\nafter\n"
@@ -94,6 +94,6 @@ def test_a_block_is_rewritten_and_the_rest_left_alone() -> None:
     "text",
     ["", "<!-- gpu:begin -->", "<!-- gpu:end --><!-- gpu:begin -->", 2 * "<!-- gpu:begin --><!-- gpu:end -->"],
 )
-def test_a_document_without_its_marks_is_refused(text: str) -> None:
+def test_a_document_without_its_marks_is_rejected(text: str) -> None:
     with pytest.raises(DataError, match="gpu:begin"):
         rewrite_block(text, "new")

@@ -1,4 +1,4 @@
-"""`echelon bench io`: the file it makes, the figures it takes, the result it writes; MXNet where it is installed."""
+"""`echelon bench io`: the generated record file, the figures and the result file; MXNet if it is installed."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_photographs(tmp_path_factory.mktemp("photographs") / "some.rec", 12)
 
 
-def test_the_images_have_a_photographs_size(photographs: Path) -> None:
+def test_the_images_have_the_size_of_photographs(photographs: Path) -> None:
     source = RecordSource(photographs)
     infos = [inspect(source.read(number).payload) for number in range(len(source))]
     assert {(info.height, info.width) for info in infos} == {(360, 480)}
     assert 40_000 < photographs.stat().st_size / len(source) < 90_000
 
 
-def test_the_images_can_be_cut_unless_told_otherwise(photographs: Path, tmp_path: Path) -> None:
+def test_the_images_have_restart_markers_by_default(photographs: Path, tmp_path: Path) -> None:
     for rec, is_cut in ((photographs, True), (Path(io.make_file(tmp_path, 1, 0)), False)):
         assert (cut(RecordSource(rec).read(0).payload, (100, 100, 324, 324)) is not None) == is_cut
 
 
-def test_the_figures_and_their_file(tmp_path: Path) -> None:
+def test_the_result_file_contains_the_figures(tmp_path: Path) -> None:
     assert io.run(parse(*TINY, "--device", "cpu", "--json", str(tmp_path / "io.json"))) == 0
     result = json.loads((tmp_path / "io.json").read_text())
     (case,) = result["cases"]
@@ -55,17 +55,17 @@ def test_the_figures_and_their_file(tmp_path: Path) -> None:
     assert result["settings"]["device_max_abs_difference"] == 0
 
 
-def test_batches_are_floats_of_the_size_compared(photographs: Path) -> None:
+def test_batches_are_floats_of_the_measured_size(photographs: Path) -> None:
     with make_loader(str(photographs), 4, 2) as loader:
         assert [tuple(images.shape) for images, _ in loader] == [(4, 3, 224, 224)] * 3
 
 
-def test_the_promises_besides(photographs: Path) -> None:
+def test_cached_speed_and_memory_growth(photographs: Path) -> None:
     assert io.cached_images_per_s(images=512, epochs=1) > 0
     assert io.memory_growth_mb(str(photographs), 4, 2, batches=3) < 30
 
 
-def test_a_devices_batches_are_compared_and_timed(photographs: Path) -> None:
+def test_batches_on_a_device_are_compared_and_timed(photographs: Path) -> None:
     figures = device_figures(str(photographs), "cpu", 4, 2, batches=2)
     assert figures.pop("device_max_abs_difference") == 0
     copies = [f"copy_{memory}_{what}" for memory in ("batch", "pageable") for what in ("ms", "call_ms")]
@@ -74,13 +74,13 @@ def test_a_devices_batches_are_compared_and_timed(photographs: Path) -> None:
 
 
 @pytest.mark.parametrize("argument", ["--images", "--batch-size", "--threads", "--step-batches"])
-def test_nothing_cannot_be_measured(argument: str) -> None:
+def test_zero_is_rejected(argument: str) -> None:
     with pytest.raises(UsageError, match=f"{argument} must be at least 1, got 0"):
         io.run(parse(argument, "0"))
 
 
 @pytest.mark.peer
-def test_mxnet_takes_turns_with_it(tmp_path: Path) -> None:
+def test_mxnet_takes_turns_with_echelon(tmp_path: Path) -> None:
     io.run(parse(*TINY, "--peer", "mxnet", "--json", str(tmp_path / "io.json")))
     result = json.loads((tmp_path / "io.json").read_text())
     assert [case["name"] for case in result["cases"]] == ["echelon", "mxnet"]

@@ -1,4 +1,4 @@
-"""The lines between harness and processes: what is written is read back, and what is not an answer is left alone."""
+"""The lines between harness and worker programs: answers are read back as written, and other lines are ignored."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_answer_is_read_back_after_any_prefix(answer: Ready | Times, prefix: 
         "[1]",
     ],
 )
-def test_anything_else_is_no_answer(line: str) -> None:
+def test_other_lines_are_not_answers(line: str) -> None:
     assert decode_answer(line) is None
 
 
@@ -43,24 +43,22 @@ def test_serve_answers_each_command_until_quit(
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(run_command(2) + run_command(1) + "quit\n" + run_command(5)))
     serve(lambda num_steps: [0.25] * num_steps)
-    spoken = [decode_answer(line) for line in capsys.readouterr().out.splitlines()]
-    assert spoken == [Ready(), Times((0.25, 0.25)), Times((0.25,))]
+    answers = [decode_answer(line) for line in capsys.readouterr().out.splitlines()]
+    assert answers == [Ready(), Times((0.25, 0.25)), Times((0.25,))]
 
 
-def test_serve_tells_losses_where_there_are_some(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_serve_sends_losses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(run_command(1)))
     serve(lambda num_steps: Times((0.25,), (2.5,)))
     assert decode_answer(capsys.readouterr().out.splitlines()[-1]) == Times((0.25,), (2.5,))
 
 
-def test_the_end_of_the_stream_is_a_quit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_the_stream_means_quit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(run_command(3)))
     assert list(commands()) == [3]
 
 
-def test_a_command_that_is_none_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_command_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("walk 3\n"))
     with pytest.raises(ValueError, match="walk 3"):
         list(commands())

@@ -18,7 +18,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(["bench", "pushpull", *arguments])
 
 
-def test_the_documented_command_is_understood() -> None:
+def test_the_documented_command_is_accepted() -> None:
     line = "--model resnet50 -n 2 -s 2 --kv-store dist_sync --peer gloo --peer mxnet --json out.json --transport tcp"
     args = parsed(*line.split())
     assert (args.model, args.num_workers, args.num_servers, args.kv_store) == ("resnet50", 2, 2, "dist_sync")

@@ -1,4 +1,4 @@
-"""What is written down about a benchmark, and what of it is shown."""
+"""The result file and the table of a benchmark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def two_cases() -> list[Case]:
     return summarise({"echelon": [[0.010, 0.012], [0.011, 0.013]], "mxnet": [[0.1, 0.1], [0.2, 0.2]]})
 
 
-def test_json_has_everything_and_reads_back(tmp_path: Path) -> None:
+def test_the_result_file_is_complete_and_can_be_read_back(tmp_path: Path) -> None:
     cases = two_cases()
     path = tmp_path / "new" / "result.json"
     body = {"settings": {"model": "mlp", "rounds": 2}, **figures(cases)}
@@ -34,19 +34,19 @@ def test_json_has_everything_and_reads_back(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["result.json"]
 
 
-def test_the_machine_is_described_without_its_name() -> None:
+def test_the_description_of_the_machine_has_no_host_name() -> None:
     described = machine()
     assert set(described) == {"cpu", "cores", "memory_gib", "kernel", "python", "torch"}
     assert socket.gethostname() not in json.dumps(described)
     assert "/" not in json.dumps(described["kernel"])
 
 
-def test_commit_and_command() -> None:
+def test_commit_and_command_have_no_paths() -> None:
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", commit())
     assert "/" not in command_line().split()[0]
 
 
-def test_table_shows_medians_and_ratios() -> None:
+def test_the_table_shows_medians_and_ratios() -> None:
     cases = two_cases()
     out = io.StringIO()
     print_times("pushpull", cases, Console(file=out, width=120))

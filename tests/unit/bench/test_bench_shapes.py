@@ -1,4 +1,4 @@
-"""Shapes of known models, against their published counts."""
+"""The shapes of known models have the published counts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from echelon.errors import UsageError
         ("keys:10000:7", 10_000, 70_000),
     ],
 )
-def test_counts(name: str, tensors: int, elements: int) -> None:
+def test_tensor_and_element_counts(name: str, tensors: int, elements: int) -> None:
     found = shapes(name)
     assert (len(found), num_elements(found)) == (tensors, elements)
 
 
-def test_resnet50_starts_and_ends_as_the_model_does() -> None:
+def test_the_first_and_last_shapes_of_resnet50() -> None:
     found = shapes("resnet50")
     assert found[:4] == [(64, 3, 7, 7), (64,), (64,), (64, 64, 1, 1)]
-    assert found[12] == (256, 64, 1, 1)  # the first block's projection comes after its branch
+    assert found[12] == (256, 64, 1, 1)  # the projection of the first block follows its branch
     assert found[-2:] == [(1000, 2048), (1000,)]
 
 
@@ -39,12 +39,12 @@ def test_an_unknown_name_lists_the_known_and_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("name", ["keys:", "keys:0", "keys:x", "keys:1:-2", "keys:1:2:3"])
-def test_malformed_keys_are_refused(name: str) -> None:
+def test_malformed_keys_are_rejected(name: str) -> None:
     with pytest.raises(UsageError, match="keys:N"):
         shapes(name)
 
 
-def test_shapes_survive_their_file(tmp_path: Path) -> None:
+def test_shapes_are_read_back_as_written(tmp_path: Path) -> None:
     path = tmp_path / "shapes.json"
     write_shapes(path, shapes("resnet18"))
     assert read_shapes(path) == shapes("resnet18")

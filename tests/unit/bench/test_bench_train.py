@@ -1,4 +1,4 @@
-"""`echelon bench train`: its command line, its workloads, and what it makes of times and losses."""
+"""`echelon bench train`: its command line, its workloads, and its handling of times and losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(["bench", "train", *arguments])
 
 
-def test_what_is_not_said_comes_from_the_model_and_the_machine() -> None:
+def test_default_batch_size_and_threads_follow_from_model_and_machine() -> None:
     args = parsed("--model", "mlp25m", "-n", "1000", "--peer", "ddp", "--peer", "mxnet", "--json", "out.json")
     fill_in(args)
     assert (args.num_servers, args.kv_store, args.peer, args.json) == (
@@ -66,7 +66,7 @@ def test_invalid_flags_are_rejected_before_anything_starts(arguments: list[str],
 
 
 @pytest.mark.parametrize(("name", "weights"), [("resnet20", 272_541), ("mlp25m", 25_203_722)])
-def test_a_workload_is_the_network_it_says_and_starts_the_same(name: str, weights: int) -> None:
+def test_a_workload_has_the_stated_size_and_the_same_initial_weights(name: str, weights: int) -> None:
     first, second = make_model(name), make_model(name)
     assert sum(parameter.numel() for parameter in first.parameters() if parameter.requires_grad) == weights
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
@@ -76,7 +76,7 @@ def test_a_workload_is_the_network_it_says_and_starts_the_same(name: str, weight
     assert not torch.equal(images, make_batch(name, 2, rank=1)[0])
 
 
-def test_the_loop_times_every_step_and_waits_once_at_the_end() -> None:
+def test_the_loop_times_every_step_and_finishes_once() -> None:
     model = make_model("resnet20")
     optimizer = make_optimizer("resnet20", model)
     calls: list[str] = []
@@ -107,7 +107,7 @@ def test_times_and_losses_are_means_over_the_workers(tmp_path: Path) -> None:
     assert subject.losses == [1.5, 1.5, 1.5]
 
 
-def test_a_worker_that_tells_no_loss_is_an_error(tmp_path: Path) -> None:
+def test_a_worker_without_losses_is_an_error(tmp_path: Path) -> None:
     with (
         pytest.raises(JobError, match=r"subject: 2 steps, \[0\] losses"),
         contender(tmp_path, ANSWER.format(1, 1, 0)) as one,
@@ -115,7 +115,7 @@ def test_a_worker_that_tells_no_loss_is_an_error(tmp_path: Path) -> None:
         one.run_round(2)
 
 
-def test_the_table_has_the_rate_of_all_workers() -> None:
+def test_the_table_shows_the_rate_of_all_workers() -> None:
     cases = summarise({"echelon": [[0.1, 0.1]], "ddp": [[0.25, 0.25]]})
     console = Console(file=io.StringIO(), width=150)
     print_rates("title", cases, 64, {"echelon": [2.5, 1.5], "ddp": [2.5, 1.25]}, console)
@@ -127,7 +127,7 @@ def test_the_table_has_the_rate_of_all_workers() -> None:
     assert "2.50 ×" in rows["ddp"]
 
 
-def test_a_rate_without_learning_is_an_error() -> None:
+def test_a_loss_that_does_not_decrease_is_an_error() -> None:
     check_learning({"echelon": [2.0, 2.5, 2.0, 1.9, 1.8, 1.7, 1.6]})
     with pytest.raises(JobError, match=r"ddp did not learn: its loss went from 2.0000 to 2.0000"):
         check_learning({"echelon": [2.0, 1.0], "ddp": [2.0] * 20})
@@ -135,6 +135,6 @@ def test_a_rate_without_learning_is_an_error() -> None:
         check_learning({"mxnet": [2.0] * 10 + [float("nan")] * 10})
 
 
-def test_the_workloads_are_what_the_command_offers() -> None:
+def test_the_command_accepts_every_workload() -> None:
     for name in WORKLOADS:
         assert parsed("--model", name).model == name

@@ -14,10 +14,9 @@ from pathlib import Path
 from echelon.bench.harness.job import JobPlan, echelon_specs, gloo_specs, mxnet_specs
 from echelon.bench.harness.process import ProcessContender, ProcessSpec
 from echelon.errors import JobError
-from echelon.transport.allocator import LARGEST_INT
 
 # glibc keeps freed memory. Echelon's workers make the same settings themselves (`transport.allocator`).
-KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(LARGEST_INT)}
+KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

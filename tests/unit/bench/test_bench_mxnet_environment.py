@@ -1,4 +1,4 @@
-"""Where MXNet's Python comes from, short of installing it."""
+"""Which Python runs MXNet, without installing it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from echelon.bench.harness.mxnet_environment import MXNET_PYTHON_VARIABLE, MXNET
 from echelon.errors import UsageError
 
 
-def test_the_variable_outranks_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_variable_has_priority_over_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(MXNET_PYTHON_VARIABLE, sys.executable)
     assert mxnet_python(tmp_path) == Path(sys.executable)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_variable_that_names_no_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_variable_that_is_not_a_file_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(MXNET_PYTHON_VARIABLE, str(tmp_path / "python"))
     with pytest.raises(UsageError, match=MXNET_PYTHON_VARIABLE):
         mxnet_python()
 
 
-def test_a_complete_environment_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_complete_environment_is_reused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(MXNET_PYTHON_VARIABLE, raising=False)
     folder = tmp_path / ".peers" / "mxnet"
     folder.mkdir(parents=True)
@@ -31,7 +31,7 @@ def test_a_complete_environment_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch
     assert mxnet_python(tmp_path) == folder / "bin" / "python"
 
 
-def test_the_repository_is_found_from_below(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_repository_is_found_from_a_subfolder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     below = tmp_path / "a" / "b"
     below.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Turns, statistics and ratios, with contenders that only pretend to work."""
+"""Turns, statistics and ratios, with contenders that return given times."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from echelon.errors import UsageError
 
 
 class Scripted(Contender):
-    """Takes as long as it is told to, and writes down when it was asked."""
+    """Returns given times and logs its calls."""
 
-    def __init__(self, name: str, step_s: float, diary: list[str]) -> None:
+    def __init__(self, name: str, step_s: float, calls: list[str]) -> None:
         super().__init__(name)
         self._step_s = step_s
-        self._diary = diary
+        self._calls = calls
 
     def start(self) -> None:
-        self._diary.append(f"start {self.name}")
+        self._calls.append(f"start {self.name}")
 
     def run_round(self, num_steps: int) -> list[float]:
-        self._diary.append(f"{self.name} {num_steps}")
+        self._calls.append(f"{self.name} {num_steps}")
         return [float(index) + self._step_s for index in range(num_steps)]
 
     def stop(self) -> None:
-        self._diary.append(f"stop {self.name}")
+        self._calls.append(f"stop {self.name}")
 
 
 def case(name: str, *rounds: list[float]) -> Case:
     return summarise({name: [[value / 1e3 for value in one] for one in rounds]})[0]
 
 
-def test_turns_rotate_and_drop_the_warm_up() -> None:
-    diary: list[str] = []
-    contenders = [Scripted(name, 0.5, diary) for name in "abc"]
+def test_turns_rotate_and_drop_the_warmup() -> None:
+    calls: list[str] = []
+    contenders = [Scripted(name, 0.5, calls) for name in "abc"]
     taken = alternate(contenders, rounds=4, steps=2, warmup=1)
-    assert [entry[0] for entry in diary] == list("abcbcacababc")
-    assert {entry[2:] for entry in diary} == {"3"}
+    assert [entry[0] for entry in calls] == list("abcbcacababc")
+    assert {entry[2:] for entry in calls} == {"3"}
     assert taken == {name: [[1.5, 2.5]] * 4 for name in "abc"}
 
 
@@ -45,26 +45,26 @@ def test_order_of_one_contender_is_itself() -> None:
     assert turn_order(alone, 7) == alone
 
 
-def test_a_with_block_starts_and_stops_even_when_it_fails() -> None:
-    diary: list[str] = []
-    with pytest.raises(KeyError), Scripted("a", 1.0, diary):
+def test_a_with_block_stops_the_contender_after_an_error() -> None:
+    calls: list[str] = []
+    with pytest.raises(KeyError), Scripted("a", 1.0, calls):
         raise KeyError
-    assert diary == ["start a", "stop a"]
+    assert calls == ["start a", "stop a"]
 
 
-def test_two_contenders_of_one_name_are_refused() -> None:
+def test_two_contenders_of_one_name_are_rejected() -> None:
     with pytest.raises(UsageError, match="different names"):
         alternate([Scripted("a", 1.0, []), Scripted("a", 1.0, [])], rounds=1, steps=1, warmup=0)
 
 
 @pytest.mark.parametrize(("rounds", "steps", "warmup"), [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
-def test_nothing_to_measure_is_refused(rounds: int, steps: int, warmup: int) -> None:
+def test_numbers_of_steps_that_measure_nothing_are_rejected(rounds: int, steps: int, warmup: int) -> None:
     with pytest.raises(UsageError, match=f"got {rounds}, {steps}, {warmup}"):
         alternate([Scripted("a", 1.0, [])], rounds, steps, warmup)
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 1.0), (0.1, 1.4), (0.5, 3.0), (0.9, 4.6), (1.0, 5.0)])
-def test_percentiles_lie_on_the_line_between_neighbours(share: float, value: float) -> None:
+def test_percentiles_are_interpolated(share: float, value: float) -> None:
     assert percentile([5.0, 1.0, 4.0, 2.0, 3.0], share) == pytest.approx(value)
 
 
