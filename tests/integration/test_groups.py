@@ -16,7 +16,7 @@ from echelon.launch.in_process import run
     ("groups", "words"),
     [
         ([[0], [0, 1]], "worker 0 is already in line 1"),
-        ([[0]], "is in no group; every worker must be in one"),
+        ([[0]], "no group contains worker 1"),
         ([[0], [1, 2]], "worker 2 does not exist"),
     ],
 )

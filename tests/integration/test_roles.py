@@ -46,7 +46,7 @@ def test_an_interface_that_does_not_exist_prints_one_line() -> None:
     ("role", "said"),
     [
         ("scheduler", "the scheduler has no port: set DMLC_PS_ROOT_PORT, to the same value for all roles"),
-        ("server", "the server has no address of a scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"),
+        ("server", "the server has no scheduler address: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"),
     ],
 )
 def test_a_role_without_a_job_fails_at_once(role: str, said: str) -> None:

@@ -20,9 +20,9 @@ WORKER, SERVER = "worker", "server"
 class Departure(enum.Enum):
     """How a process left the job."""
 
-    LEFT = "left"  # it finished and said so
-    FAILED = "failed"  # it said that it cannot continue
-    DIED = "died"  # its connection closed unexpectedly, or it sent no heartbeat in time
+    LEFT = "left"  # it announced that it finished
+    FAILED = "failed"  # it announced an error
+    DIED = "died"  # its connection closed without an announcement, or it sent no heartbeat in time
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -56,7 +56,7 @@ class Register(_Message, frozen=True):
 
 
 class Heartbeat(_Message, frozen=True):
-    """Sent regularly, so that the scheduler notices when a machine vanishes."""
+    """Sent regularly, so that the scheduler notices when a machine is lost."""
 
 
 class Barrier(_Message, frozen=True):
@@ -108,7 +108,7 @@ class Roster(_Message, frozen=True):
 
 
 class View(_Message, frozen=True):
-    """The living workers from now on, with the reason for the change: how which process left."""
+    """The workers that remain after one left the job, why it left, and how."""
 
     number: int
     workers: list[int]
@@ -117,7 +117,7 @@ class View(_Message, frozen=True):
 
 
 class BarrierDone(_Message, frozen=True):
-    """All living workers have reached barrier number `sequence`."""
+    """All workers of the view have reached barrier number `sequence`."""
 
     sequence: int
 

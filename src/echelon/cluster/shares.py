@@ -80,7 +80,7 @@ def parse_groups(text: str, hosts: Mapping[int, str], source: str = "groups") ->
     left = sorted(set(hosts) - set(placed))
     if left:
         named = ", ".join(f"{rank} ({hosts[rank]})" for rank in left)
-        raise UsageError(f"{source}: worker {named} is in no group; every worker must be in one")
+        raise UsageError(f"{source}: no group contains worker {named}; every worker must be in one group")
     return tuple(groups)
 
 

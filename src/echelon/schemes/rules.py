@@ -1,7 +1,7 @@
 """The four schemes as settings of three dials.
 
 groups     whose gradients are summed before one update: EVERYBODY's, each worker's ALONE, or those of listed groups
-bound      how many clocks a group may be ahead of the slowest living group before it must wait; None: no bound
+bound      how many clocks a group may be ahead of the slowest active group before it must wait; None: no bound
 weighted   whether an update is divided by its staleness gamma
 
 BSP = EVERYBODY. ASP = ALONE without a bound. SSP(s) = ALONE with bound s. GSP = listed groups, weighted.
@@ -59,7 +59,7 @@ class Rules:
 
 
 def bsp() -> Rules:
-    """Lock-step: apply an update when every living worker has pushed its clock."""
+    """Lock-step: apply an update when every active worker has pushed its clock."""
     return Rules("BSP", EVERYBODY)
 
 
@@ -69,7 +69,7 @@ def asp() -> Rules:
 
 
 def ssp(staleness: int) -> Rules:
-    """Bounded staleness: a worker at clock c continues if c - min(living clocks) <= staleness."""
+    """Bounded staleness: a worker at clock c continues if c - min(active clocks) <= staleness."""
     return Rules("SSP", ALONE, bound=staleness)
 
 

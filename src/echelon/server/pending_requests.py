@@ -19,7 +19,7 @@ from echelon.server.memory import Framed, Window
 from echelon.server.optimization import Optimization, PushedGradient
 
 Answer = Callable[[int, Done, Sequence[memoryview]], None]
-_Place = tuple[int, int, int]  # worker, lane, clock
+_Position = tuple[int, int, int]  # worker, lane, clock
 
 
 @dataclass(slots=True, eq=False)
@@ -45,8 +45,8 @@ class PendingRequests:
         self._optimization = optimization
         self._answer = answer
         self._pending: dict[int, dict[int, PendingRequest]] = {}  # worker -> request id -> request
-        self._gradients: dict[_Place, PushedGradient] = {}  # pushed and not applied
-        self._pulls: dict[_Place, list[PendingRequest]] = {}  # requests that wait for weights
+        self._gradients: dict[_Position, PushedGradient] = {}  # pushed and not applied
+        self._pulls: dict[_Position, list[PendingRequest]] = {}  # requests that wait for weights
         self._pushes: dict[int, list[PendingRequest]] = {}  # lane -> pushes that do not ask for weights
         self._halt_clock: int | None = None  # the first clock whose push asked all workers to stop
 
@@ -105,14 +105,14 @@ class PendingRequests:
     def remove(self, worker: int) -> str:
         """Drop the requests of a worker that left the job, and stop waiting for it. Return the engine's reason."""
         self._pending.pop(worker, None)
-        for place in [place for place in self._pulls if place[0] == worker]:
-            del self._pulls[place]
+        for position in [position for position in self._pulls if position[0] == worker]:
+            del self._pulls[position]
         for lane, waiting in self._pushes.items():
             self._pushes[lane] = [pending for pending in waiting if pending.worker != worker]
         reason = self.retire(worker)
         if not self.engine.group_is_active(worker):  # the engine dropped the incomplete rounds of the group
-            for place in [place for place in self._gradients if place[0] == worker]:
-                del self._gradients[place]
+            for position in [position for position in self._gradients if position[0] == worker]:
+                del self._gradients[position]
         return reason
 
     def _add(self, pending: PendingRequest, lanes: Sequence[int]) -> PendingRequest:
@@ -175,10 +175,10 @@ class PendingRequests:
     def _split(self, lane: int, parts: tuple[int, ...]) -> None:
         """Replace a lane by its parts in everything that is recorded for it."""
         self._optimization.split(lane, parts)
-        for worker, _, clock in [place for place in self._gradients if place[1] == lane]:
+        for worker, _, clock in [position for position in self._gradients if position[1] == lane]:
             gradient = self._gradients.pop((worker, lane, clock))
             self._gradients |= {(worker, part, clock): gradient for part in parts}
-        for worker, _, clock in [place for place in self._pulls if place[1] == lane]:
+        for worker, _, clock in [position for position in self._pulls if position[1] == lane]:
             pulls = self._pulls.pop((worker, lane, clock))
             self._pulls |= {(worker, part, clock): list(pulls) for part in parts}
         if pushes := self._pushes.pop(lane, None):

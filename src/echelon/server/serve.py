@@ -43,7 +43,7 @@ AWAKE_S = 5e-3  # how long to poll for the next push of a step: waking up from s
 def serve(job: Job, transport: Transport) -> int:
     """Run a server until the job ends; return 0 if it succeeded."""
     if not job.distributed:
-        raise UsageError("the server has no address of a scheduler: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT")
+        raise UsageError("the server has no scheduler address: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT")
     torch.set_num_threads(1)  # a machine usually runs several servers, which would compete for cores
     keep_freed_memory(one_arena=True)
     inbox: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
@@ -120,8 +120,8 @@ class _Server:
         elif isinstance(request, Ask):  # its Configure was lost, so the request that it asks about never arrived
             self._endpoint.send(peer, [encode(Status(request.id, request.about, False, ""))])
         else:
-            reason = f"server {self._rank}: this worker is not in the view because the scheduler declared it dead"
-            refusal = Failed(request.id, reason, not_in_view=True)
+            reason = "this worker is not in the view: the scheduler declared it dead, or it never joined the job"
+            refusal = Failed(request.id, f"server {self._rank}: {reason}", not_in_view=True)
             self._endpoint.send(peer, [encode(refusal)])
 
     def _change_view(self, view: View) -> None:

@@ -60,8 +60,8 @@ def test_groups_by_hosts_and_ranks(text: str, groups: tuple[tuple[int, ...], ...
         ("a\nb c", "my file line 2: no worker runs on 'c'; the workers' hosts are a, b"),
         ("a\n0\nb", "my file line 2: worker 0 is already in line 1"),
         ("a a\na\nb", "my file line 2: host a is named 3 times but has fewer workers"),
-        ("0 1\n3", "my file: worker 2 (b) is in no group; every worker must be in one"),
-        ("a", "my file: worker 2 (b), 3 (b) is in no group"),
+        ("0 1\n3", "my file: no group contains worker 2 (b); every worker must be in one group"),
+        ("a", "my file: no group contains worker 2 (b), 3 (b)"),
         ("a -1\nb", "my file line 1: no worker runs on '-1'"),
         ("a b ²", "my file line 1: no worker runs on '²'"),  # str.isdigit accepts it, int does not
     ],
@@ -72,7 +72,7 @@ def test_an_error_in_a_groups_file_names_the_line(text: str, message: str) -> No
 
 
 def test_a_host_named_less_often_than_it_has_workers_is_an_error() -> None:
-    with refused("groups: worker 2 (a) is in no group"):
+    with refused("groups: no group contains worker 2 (a)"):
         parse_groups("a\na", {0: "a", 1: "a", 2: "a"})
 
 
