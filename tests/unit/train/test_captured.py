@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, AdamW, RMSprop
 
-from echelon import models
+from echelon import Trainer, models
 from echelon.data.images.config import AugmentConfig
 from echelon.data.loading.device import DeviceMemoryLoader
 from echelon.data.loading.memory import MemorySource
@@ -24,27 +24,6 @@ from echelon.train.step.precision import LossScaler, Precision
 
 CPU = torch.device("cpu")
 BATCH = 8
-
-
-class Alone:
-    """A trainer for one process, with only what a step calls."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.clock = 0
-        self.samples = 0
-
-    def step(self, batch_size: int | None = None) -> None:
-        self.update()
-        self.optimizer.zero_grad()
-        self.count(batch_size or 0)
-
-    def update(self) -> None:
-        self.optimizer.step()
-
-    def count(self, samples: int) -> None:
-        self.clock += 1
-        self.samples += samples
 
 
 def network() -> nn.Module:
@@ -72,7 +51,7 @@ def eager(
     half: torch.dtype | None, scaler: LossScaler | None = None, make: Callable[[], nn.Module] = network
 ) -> tuple[nn.Module, Tensor]:
     model = make()
-    step = EagerStep(forward_pass_of(model, half), Alone(sgd(model, fused=True)), scaler, Pacer(Pace(), 0))
+    step = EagerStep(forward_pass_of(model, half), Trainer(model, sgd(model, fused=True)), scaler, Pacer(Pace(), 0))
     for batch in loader():
         step.step(batch)
     return model, step.forward_pass.sums
@@ -87,7 +66,7 @@ def whole(
 ) -> tuple[nn.Module, Tensor]:
     model = make()
     forward_pass, batches = forward_pass_of(model, half), loader()
-    step = StepBody(forward_pass, Alone(sgd(model)), scaler, compiler)
+    step = StepBody(forward_pass, Trainer(model, sgd(model)), scaler, compiler)
     if in_memory:
         step.input.loader = batches
         for _ in range(batches.begin()):
@@ -186,7 +165,7 @@ def test_a_compiled_body_gives_the_same() -> None:
 def test_a_step_that_overflows_in_float16_is_skipped_and_the_scale_halves() -> None:
     model = network()
     forward_pass, batches, scaler = forward_pass_of(model, torch.float16), loader(), LossScaler(CPU)
-    step = StepBody(forward_pass, Alone(sgd(model)), scaler)
+    step = StepBody(forward_pass, Trainer(model, sgd(model)), scaler)
     step.input.loader = batches
     batches.begin()
     step()
@@ -216,7 +195,7 @@ def test_a_first_step_that_overflows_has_no_effect() -> None:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 12 * 12, 10))
         forward_pass, scaler = forward_pass_of(model, torch.float16), LossScaler(CPU)
-        step = StepBody(forward_pass, Alone(sgd(model)), scaler)
+        step = StepBody(forward_pass, Trainer(model, sgd(model)), scaler)
         batches = list(loader())
         if overflow:
             scaler.scale.fill_(2.0**40)
@@ -235,7 +214,7 @@ def test_a_first_step_that_overflows_has_no_effect() -> None:
 def test_the_learning_rate_of_a_captured_optimizer_is_a_tensor() -> None:
     model = network()
     optimizer = sgd(model)
-    StepBody(forward_pass_of(model, None), Alone(optimizer), None)
+    StepBody(forward_pass_of(model, None), Trainer(model, optimizer), None)
     rate = optimizer.param_groups[0]["lr"]
     set_learning_rate(optimizer, 0.25)
     assert rate is optimizer.param_groups[0]["lr"]

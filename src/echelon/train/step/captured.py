@@ -23,8 +23,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from echelon.data.loading.loader import Batches
 from echelon.train.step.average import MovingAverage
 from echelon.train.step.batch_input import BatchInput
-from echelon.train.step.eager import Batch, ForwardPass, StepTrainer
+from echelon.train.step.eager import Batch, ForwardPass
 from echelon.train.step.precision import HalfWeights, LossScaler, weights_to_halve
+from echelon.train.trainer.base import Trainer
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class StepBody:
     def __init__(
         self,
         forward_pass: ForwardPass,
-        trainer: StepTrainer,
+        trainer: Trainer,
         scaler: LossScaler | None,
         compiler: Compiler | None = None,
         average: MovingAverage | None = None,
@@ -98,7 +99,7 @@ class CapturedStep:
     def __init__(
         self,
         forward_pass: ForwardPass,
-        trainer: StepTrainer,
+        trainer: Trainer,
         scaler: LossScaler | None,
         *,
         compiled: bool,

@@ -8,11 +8,10 @@ update the weights. `captured` has steps that are CUDA graphs; `choose` decides 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from echelon.data.loading.loader import Batches
 from echelon.train.recipe.pace import Pacer
@@ -20,24 +19,9 @@ from echelon.train.step.average import MovingAverage
 from echelon.train.step.losses import Mixup, MixupLabels, cross_entropy
 from echelon.train.step.metrics import Metrics
 from echelon.train.step.precision import LossScaler, Precision
+from echelon.train.trainer.base import Trainer
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
-
-
-class StepTrainer(Protocol):
-    """The part of a Trainer that steps call."""
-
-    optimizer: Optimizer
-    clock: int
-
-    def step(self, batch_size: int | None = None) -> None:
-        """Reduce the gradients and update the weights."""
-
-    def update(self) -> None:
-        """Do the device's part of `step`; only for a single process."""
-
-    def count(self, samples: int) -> None:
-        """Do the host's part of `step`."""
 
 
 class ForwardPass:
@@ -80,7 +64,7 @@ class EagerStep:
     def __init__(
         self,
         forward_pass: ForwardPass,
-        trainer: StepTrainer,
+        trainer: Trainer,
         scaler: LossScaler | None,
         pacer: Pacer,
         *,
