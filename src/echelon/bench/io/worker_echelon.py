@@ -1,16 +1,12 @@
-"""The process of the Echelon contender of `echelon bench io`: a step takes some batches from the loader.
-
-A turn ends when the loader has stopped working ahead, as for MXNet (`worker_mxnet` says why).
-"""
+"""The process of the Echelon contender of `echelon bench io`: batches of Echelon's loader."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 
 from torch import Tensor
 
-from echelon.bench.harness.protocol import serve, timed
+from echelon.bench.io.worker import read_flags, serve_batches
 from echelon.data.images.config import IMAGENET_MEAN, AugmentConfig
 from echelon.data.loading.loader import Batches, Loader, Output
 from echelon.data.loading.order import Sampling
@@ -36,25 +32,10 @@ def forever(batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
 
 def main() -> None:
     """Run rounds until the harness sends `quit`."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rec", required=True)
-    parser.add_argument("--batch-size", type=int, required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--step-batches", type=int, required=True)
-    args = parser.parse_args()
+    args = read_flags()
     with make_loader(args.rec, args.batch_size, args.threads) as loader:
         batches = forever(loader)
-
-        def step() -> None:
-            for _ in range(args.step_batches):
-                next(batches)
-
-        def run_round(num_steps: int) -> list[float]:
-            step_s = [timed(step) for _ in range(num_steps)]
-            loader.wait()
-            return step_s
-
-        serve(run_round)
+        serve_batches(lambda: next(batches), args.step_batches, loader.wait)
 
 
 if __name__ == "__main__":
