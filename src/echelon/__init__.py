@@ -1,7 +1,7 @@
-"""Echelon trains PyTorch models on many workers; one flag says how strictly they wait for each other.
+"""Echelon trains PyTorch models on many workers. One flag sets how strictly the workers wait for each other.
 
-`echelon.Trainer` and `echelon.kvstore` are what most programs need. Importing the package starts nothing and loads
-nothing heavy: the scheduler runs without torch.
+Most programs need `echelon.Trainer` and `echelon.kvstore`. Importing the package starts nothing and does not import
+torch, so that the scheduler runs without it.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""The only place that reads environment variables. Arguments outrank them; `Job.from_environment` fills the gaps.
+"""The only module that reads environment variables. Arguments override them.
 
-The `DMLC_*` names are those of MXNet's launchers, so that scripts and clusters made for them start Echelon unchanged.
+The `DMLC_*` names are those of MXNet's launchers, so that scripts and clusters made for MXNet start Echelon unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROLES = ("worker", "server", "scheduler")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a process must know of its job before it can register with the scheduler."""
+    """What a process needs before it can register with the scheduler: its role, the addresses, and the settings."""
 
     role: str = "worker"
     scheduler_host: str = "127.0.0.1"
@@ -38,15 +38,15 @@ class Job:
     timeout_s: float = 600.0
     heartbeat_timeout_s: float = 10.0
     listen_fd: int | None = None
-    device_index: int = 0  # of the devices that this worker has, one process each
+    device_index: int = 0  # among the devices of this worker, one process per device
     num_devices: int = 1
-    device_port: int | None = None  # where the devices of one worker meet, on its own machine
+    device_port: int | None = None  # for the rendezvous of this worker's devices, on its own machine
     device_fd: int | None = None
-    rendezvous_hosted: bool = False  # torchrun has a store at the address already
+    rendezvous_hosted: bool = False  # torchrun already hosts a store at the scheduler's address
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> Job:
-        """Read the job a launcher described. Without `DMLC_PS_ROOT_URI` this is a process on its own."""
+        """Return the job that a launcher has described. Without `DMLC_PS_ROOT_PORT` it has only this process."""
         env = os.environ if variables is None else variables
         role = env.get("DMLC_ROLE", "worker")
         if role not in ROLES:
@@ -76,18 +76,18 @@ class Job:
             rendezvous_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
         if not job.distributed and env.get("WORLD_SIZE"):
-            return _as_torchrun_says(job, env)
+            return _from_torchrun(job, env)
         if job.distributed:
             _check_rank(job)
         return job
 
     @property
     def distributed(self) -> bool:
-        """Whether a launcher (or a person) described a job with a scheduler."""
+        """Whether the job has a scheduler or a rendezvous, and so more than this process."""
         return self.scheduler_port > 0
 
     def to_environment(self) -> dict[str, str]:
-        """The variables that make `from_environment` return this job (but for listening sockets)."""
+        """Return the variables that make `from_environment` return this job, without inherited sockets."""
         values: dict[str, object | None] = {
             "DMLC_ROLE": self.role,
             "DMLC_PS_ROOT_URI": self.scheduler_host,
@@ -113,12 +113,12 @@ class Job:
         return {name: str(value) for name, value in values.items() if value is not None}
 
     def as_role(self, role: str, rank: int) -> Job:
-        """The same job seen by another of its processes."""
+        """Return the same job as another of its processes sees it."""
         return replace(self, role=role, rank=rank)
 
 
-def _as_torchrun_says(job: Job, env: Mapping[str, str]) -> Job:
-    """torchrun's nodes are workers, and its processes on a node their devices."""
+def _from_torchrun(job: Job, env: Mapping[str, str]) -> Job:
+    """Return the job that torchrun has described: its nodes are workers, the processes of a node are its devices."""
     devices = _number(env, "LOCAL_WORLD_SIZE", 1, low=1)
     size, rank = _number(env, "WORLD_SIZE", 1, low=1), _number(env, "RANK", 0)
     if rank >= size:
@@ -135,13 +135,13 @@ def _as_torchrun_says(job: Job, env: Mapping[str, str]) -> Job:
 
 
 def _check_rank(job: Job) -> None:
-    """The others would wait for a rank that nobody has, and this process for its place."""
+    """Reject a rank that is too large: all processes would wait for one another until the timeout."""
     count = {"worker": job.num_workers, "server": job.num_servers}.get(job.role)
     if count is not None and job.rank is not None and job.rank >= count:
         allowed = f"ranks go from 0 to {count - 1}" if count else f"it has no {job.role}s"
         raise UsageError(
             f"ECHELON_RANK is {job.rank}, but DMLC_NUM_{job.role.upper()} says that the job has {count} {job.role}s: "
-            f"{allowed} (without ECHELON_RANK the scheduler gives one)"
+            f"{allowed} (without ECHELON_RANK the scheduler assigns one)"
         )
 
 
@@ -156,7 +156,7 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def use_compile_cache() -> str:
-    """Let torch keep compiled kernels in the user's cache unless somebody has said where; returns where."""
+    """Let torch keep compiled kernels in the user's cache, unless a folder is configured. Return the folder."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "echelon" / "inductor"
     return os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default))
 
@@ -173,7 +173,7 @@ def _number(env: Mapping[str, str], name: str, default: int, low: int = 0) -> in
 
 
 def _port(env: Mapping[str, str], name: str) -> int:
-    """0: none, or any that is free."""
+    """Return a port number. 0 means no port or, for a scheduler, any free port."""
     port = _number(env, name, 0)
     if port > HIGHEST_PORT:
         raise UsageError(f"{name} is {str(port)!r}; a port is a number from 1 to {HIGHEST_PORT}")

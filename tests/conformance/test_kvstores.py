@@ -1,4 +1,4 @@
-"""The conformance suite on every store over every transport, GSP's weights by hand, and that the suite bites."""
+"""The conformance suite on every store over every transport, GSP's weights by hand, and broken stores that it detects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> object:
-    """Workers and servers share two cores; torch's own threads would only get in their way."""
+    """Let torch use one thread, because workers and servers share two cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -38,7 +38,7 @@ def _one_thread() -> object:
 
 
 def run_alone(program: Callable[[KVStore], Any], store: str, **options: Any) -> list[Any]:
-    """One worker, no servers, no torch.distributed."""
+    """Run a program on one worker, without servers and torch.distributed."""
     with create(store, check_finite=options.get("check_finite", False)) as kv:
         return [program(kv)]
 
@@ -50,13 +50,13 @@ def test_a_store_of_one_process(store: str) -> None:
 
 @pytest.mark.parametrize("store", ["nccl", "dist_device_sync"])
 def test_collective_store(store: str) -> None:
-    """Real processes, Gloo, no servers; each updates its part, or everybody everything."""
+    """Real processes with Gloo and without servers. With nccl each updates its part, else each updates everything."""
     check_kvstore(forked.run, store, num_workers=WORKERS, num_servers=0)
 
 
 @pytest.mark.parametrize("store", ["nccl_allreduce", "local", "device", "dist_sync_device", "dist_sync"])
 def test_other_names_of_the_same_store(store: str) -> None:
-    """They differ from dist_device_sync in name and in where they meet."""
+    """They differ from dist_device_sync in name and in the place of their rendezvous."""
     for check in (kvstore_calls.each_worker_has_its_rank, kvstore_updates.updates_add_up_over_rounds):
         check(Trial(forked.run, store, 2, 0))
 
@@ -72,7 +72,7 @@ def test_dist_store(transport: type[Transport], store: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_gsp_divides_a_step_by_its_staleness(transport: type[Transport]) -> None:
-    """Groups take turns by barriers, so that each gamma = V - V_g + 1 is known."""
+    """Barriers let the groups take turns, so that each gamma = V - V_g + 1 is known."""
 
     def program(kv: KVStore) -> list[float]:
         kv.init("w", torch.zeros(1))
@@ -94,11 +94,11 @@ def test_gsp_divides_a_step_by_its_staleness(transport: type[Transport]) -> None
     assert run(program, "dist_gsync", num_workers=3, groups=[[0, 1], [2]], transport=transport()) == [expected] * 3
 
 
-# --- the suite finds what is broken
+# --- the suite detects broken stores
 
 
 class _Broken:
-    """A store that does one thing wrong."""
+    """A store with one defect."""
 
     def __init__(self, kv: KVStore) -> None:
         self.kv = kv
@@ -118,7 +118,7 @@ class DoesNotWait(_Broken):
         pass
 
 
-class InitsWithItsOwn(_Broken):
+class InitsWithOwnValues(_Broken):
     def pull(self, key: Any, out: Any, priority: int = 0) -> None:
         self.kv.pull(key, out, priority)
         for tensor in [out] if isinstance(out, torch.Tensor) else []:
@@ -142,12 +142,12 @@ class LosesStates(_Broken):
     [
         (Averages, kvstore_calls.push_replaces_the_value_with_the_sum, "pushed ones"),
         (DoesNotWait, kvstore_calls.barrier_waits_for_all_workers, "no worker leaves before the last one arrives"),
-        (InitsWithItsOwn, kvstore_calls.pull_before_push_returns_the_initial_value, "key 3"),
+        (InitsWithOwnValues, kvstore_calls.pull_before_push_returns_the_initial_value, "key 3"),
         (AcceptsAnyShape, kvstore_calls.a_rejected_call_changes_nothing, "push of another shape"),
         (LosesStates, kvstore_updates.optimizer_states_can_be_saved_and_loaded, "100003 elements on 2 servers"),
     ],
 )
-def test_a_broken_store_is_found(broken: type[_Broken], check: Check, what: str) -> None:
+def test_a_broken_store_is_detected(broken: type[_Broken], check: Check, what: str) -> None:
     def broken_run(program: Callable[[KVStore], Any], store: str, **options: Any) -> list[Any]:
         return run(lambda kv: program(broken(kv)), store, **options)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""The conformance suite on this package's transports, what only shared memory promises, and that the suite bites."""
+"""The conformance suite on all transports, tests of shared memory, and broken transports that the suite detects."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_another_process_attaches_by_the_descriptor() -> None:
     assert bytes(block.buffer[:10]) == b"helloworld"
 
 
-def test_memory_of_a_dead_process_is_out_of_reach() -> None:
+def test_memory_of_a_dead_process_cannot_be_attached() -> None:
     made = subprocess.run(
         [sys.executable, "-c", "from echelon.transport import by_name; print(by_name('shm').allocate(64).descriptor)"],
         capture_output=True,
@@ -59,8 +59,8 @@ def test_memory_of_a_dead_process_is_out_of_reach() -> None:
     assert SharedMemoryTransport().attach(made.stdout.strip()) is None
 
 
-def test_another_file_under_the_same_number_is_noticed() -> None:
-    """What a recycled PID or another PID namespace looks like: the path opens, the size is right, the file is not."""
+def test_another_file_with_the_same_number_is_rejected() -> None:
+    """A reused PID or another PID namespace looks like this: the path opens and the size is right, but not the file."""
     transport = SharedMemoryTransport()
     block, other = transport.allocate(64), transport.allocate(64)
     boot, pid, _, size, token = block.descriptor.split()
@@ -70,7 +70,7 @@ def test_another_file_under_the_same_number_is_noticed() -> None:
 
 
 def test_a_descriptor_cannot_name_a_plain_file(tmp_path: Path) -> None:
-    """Not even one of the right size whose first bytes the sender of the descriptor knows."""
+    """Not even a file of the right size that begins with the token of the descriptor."""
     transport = SharedMemoryTransport()
     boot, pid, _, size, _ = transport.allocate(64).descriptor.split()
     path = tmp_path / "secret"
@@ -89,7 +89,7 @@ def test_attached_memory_outlives_its_owner() -> None:
     assert attached[0] == 9
 
 
-def test_freed_memory_is_out_of_reach_and_leaves_no_file() -> None:
+def test_freed_memory_cannot_be_attached_and_leaves_no_file() -> None:
     transport = SharedMemoryTransport()
     before = len(os.listdir("/proc/self/fd"))
     descriptor = transport.allocate(64).descriptor
@@ -97,11 +97,11 @@ def test_freed_memory_is_out_of_reach_and_leaves_no_file() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-# --- the suite finds what is broken
+# --- the suite detects broken transports
 
 
 class _Wrapped:
-    """An in-process network whose endpoints misbehave in one way."""
+    """An in-process network whose endpoints have one defect."""
 
     name = "broken"
 
@@ -237,6 +237,6 @@ def _no_leaks() -> object:
         (LeaksAFile, "open files"),
     ],
 )
-def test_a_broken_transport_is_found(broken: type[_Wrapped], what: str) -> None:
+def test_a_broken_transport_is_detected(broken: type[_Wrapped], what: str) -> None:
     with pytest.raises(AssertionError, match=what):
         check_transport(broken)

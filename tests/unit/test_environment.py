@@ -1,4 +1,4 @@
-"""Variables to a job and back, and what is said of a variable that makes no sense."""
+"""The job in environment variables: reading and writing it, and the errors of invalid variables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from echelon.environment import Job
 from echelon.errors import UsageError
 
-LAUNCHED = {  # what seed 002's nodes export, with what an Echelon launcher adds
+LAUNCHED = {  # the variables of seed 002's nodes, and those that an Echelon launcher adds
     "DMLC_ROLE": "server",
     "DMLC_PS_ROOT_URI": "10.0.0.1",
     "DMLC_PS_ROOT_PORT": "9091",
@@ -62,11 +62,11 @@ JOB = Job(
 def test_every_variable_is_read() -> None:
     assert Job.from_environment(LAUNCHED) == JOB
     default = Job()
-    for field in dataclasses.fields(Job):  # and each of them differs from the default, so that each is seen
+    for field in dataclasses.fields(Job):  # each differs from the default, so that each is really read
         assert getattr(JOB, field.name) != getattr(default, field.name), field.name
 
 
-def test_nothing_said_is_a_process_on_its_own() -> None:
+def test_without_variables_the_job_is_one_process() -> None:
     assert Job.from_environment({}) == Job()
     assert not Job().distributed
     assert JOB.distributed
@@ -83,16 +83,16 @@ def test_nothing_said_is_a_process_on_its_own() -> None:
         Job(role="scheduler", scheduler_port=1, num_servers=0),
     ],
 )
-def test_a_job_survives_the_environment(job: Job) -> None:
-    """All but the inherited socket, which is one process's own."""
+def test_a_job_is_read_back_from_its_variables(job: Job) -> None:
+    """All fields except inherited sockets, which belong to one process."""
     assert Job.from_environment(job.to_environment()) == job
 
 
-def test_listening_sockets_are_not_handed_on() -> None:
+def test_inherited_sockets_are_not_exported() -> None:
     assert not {"ECHELON_LISTEN_FD", "ECHELON_DEVICE_FD"} & JOB.to_environment().keys()
 
 
-def test_torchruns_nodes_are_workers_and_its_processes_their_devices() -> None:
+def test_nodes_of_torchrun_are_workers_and_their_processes_are_devices() -> None:
     launched = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     job = Job.from_environment({**launched, "MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29500"})
     assert (job.scheduler_host, job.scheduler_port, job.num_servers) == ("10.0.0.9", 29500, 0)
@@ -105,11 +105,11 @@ def test_ranks_by_hand_are_workers() -> None:
     assert (job.rank, job.num_workers, job.device_index, job.num_devices) == (2, 3, 0, 1)
 
 
-def test_mxnets_variables_outrank_torchruns() -> None:
+def test_variables_of_mxnet_override_those_of_torchrun() -> None:
     assert Job.from_environment({**LAUNCHED, "RANK": "7", "WORLD_SIZE": "8", "MASTER_PORT": "1"}) == JOB
 
 
-def test_what_is_not_set_is_not_exported() -> None:
+def test_unset_fields_are_not_exported() -> None:
     assert (
         Job()
         .to_environment()
@@ -128,7 +128,7 @@ def test_what_is_not_set_is_not_exported() -> None:
     assert all(isinstance(value, str) for value in JOB.to_environment().values())
 
 
-def test_rank_0_and_staleness_0_are_not_nothing() -> None:
+def test_rank_0_and_staleness_0_are_not_unset() -> None:
     job = Job.from_environment({"ECHELON_RANK": "0", "ECHELON_STALENESS": "0"})
     assert (job.rank, job.staleness) == (0, 0)
 
@@ -136,7 +136,7 @@ def test_rank_0_and_staleness_0_are_not_nothing() -> None:
 @pytest.mark.parametrize(
     "name", ["DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_INTERFACE", "ECHELON_RANK", "ECHELON_GROUPS"]
 )
-def test_an_empty_variable_is_as_good_as_none(name: str) -> None:
+def test_an_empty_variable_counts_as_unset(name: str) -> None:
     assert Job.from_environment({name: ""}) == Job()
 
 
@@ -152,7 +152,7 @@ def test_an_empty_variable_is_as_good_as_none(name: str) -> None:
         ("ECHELON_LISTEN_FD", "stdin"),
     ],
 )
-def test_a_number_that_is_none_is_refused_by_name(name: str, value: str) -> None:
+def test_an_invalid_number_is_rejected_with_the_name_of_its_variable(name: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"{name} is '{value}'; it must be a whole number"):
         Job.from_environment({name: value})
 
@@ -169,7 +169,7 @@ def test_a_number_that_is_none_is_refused_by_name(name: str, value: str) -> None
         ({"ECHELON_DEVICE_PORT": "65536"}, "ECHELON_DEVICE_PORT is '65536'; a port is"),
     ],
 )
-def test_a_job_that_cannot_be_is_refused_at_once(given: dict[str, str], said: str) -> None:
+def test_an_invalid_job_is_rejected(given: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Job.from_environment(LAUNCHED | given)
 
@@ -182,22 +182,22 @@ def test_a_job_that_cannot_be_is_refused_at_once(given: dict[str, str], said: st
         ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'; a port is a number from 1 to 65535"),
     ],
 )
-def test_so_is_one_of_torchruns(given: dict[str, str], said: str) -> None:
+def test_an_invalid_job_of_torchrun_is_rejected(given: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         Job.from_environment({"RANK": "2", "WORLD_SIZE": "3", "MASTER_PORT": "1234"} | given)
 
 
-def test_a_scheduler_may_take_any_port_and_has_no_rank_to_check() -> None:
+def test_a_scheduler_may_have_port_0_and_any_rank() -> None:
     assert Job.from_environment({"DMLC_ROLE": "scheduler", "DMLC_PS_ROOT_PORT": "0"}).scheduler_port == 0
     assert Job.from_environment(LAUNCHED | {"DMLC_ROLE": "scheduler", "ECHELON_RANK": "9"}).rank == 9
 
 
-def test_an_unknown_role_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_role_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match="DMLC_ROLE is 'sever'; it must be one of worker, server, scheduler"):
         Job.from_environment({"DMLC_ROLE": "sever"})
 
 
-def test_the_same_job_for_another_process() -> None:
+def test_as_role_changes_only_role_and_rank() -> None:
     other = JOB.as_role("worker", 3)
     assert (other.role, other.rank) == ("worker", 3)
     assert dataclasses.replace(other, role="server", rank=1) == JOB

@@ -1,4 +1,4 @@
-"""The number of cores, with control groups as files."""
+"""The number of usable cores, with cgroup files in a temporary folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from echelon.system import usable_cores
         ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
     ],
 )
-def test_of_eight_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int) -> None:
+def test_a_quota_limits_eight_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
@@ -31,5 +33,5 @@ def test_of_eight_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: 
     assert usable_cores(tmp_path) == expected
 
 
-def test_of_this_machine() -> None:
+def test_cores_of_this_machine() -> None:
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""`echelon launch -n 2 -s 2 --launcher local python train.py …`"""
+"""`echelon launch`: run any command as the workers of a job, for example `echelon launch -n 2 -s 2 python train.py`."""
 
 from __future__ import annotations
 
@@ -18,35 +18,39 @@ LAUNCHERS = ("local",)
 
 
 def add_job_arguments(parser: argparse.ArgumentParser, default_workers: int | None = None) -> None:
-    """What describes a job, shared by `launch` and `train`."""
+    """Add the flags that describe a job, which `launch` and `train` share."""
     required = default_workers is None
-    parser.add_argument("-n", "--num-workers", type=int, required=required, default=default_workers, help="workers")
-    parser.add_argument("-s", "--num-servers", type=int, help="servers to start (default: as many as workers)")
+    parser.add_argument(
+        "-n", "--num-workers", type=int, required=required, default=default_workers, help="number of workers"
+    )
+    parser.add_argument("-s", "--num-servers", type=int, help="number of servers (default: as many as workers)")
     parser.add_argument("--launcher", default="local", help=f"how to start processes: {', '.join(LAUNCHERS)}")
     parser.add_argument("-i", "--interface", help="network interface to use (DMLC_INTERFACE)")
     parser.add_argument("--transport", help="auto, shm or tcp (default: ECHELON_TRANSPORT, or auto)")
-    parser.add_argument("--stall-seconds", type=float, help="report who is waited for after this long (default: 10)")
+    parser.add_argument(
+        "--stall-seconds", type=float, help="interval of reports on what a process waits for (default: 10)"
+    )
 
 
 def job_from(options: argparse.Namespace, **more: object) -> Job:
-    """The job that the arguments describe."""
+    """Return the job that the flags and the environment describe."""
     if options.launcher not in LAUNCHERS:
         raise unknown_name("launcher", options.launcher, LAUNCHERS)
     servers = options.num_workers if options.num_servers is None else options.num_servers
-    told = Job.from_environment()
-    transport = options.transport or told.transport
-    by_name(transport)  # an unknown one is an error here, not in every process
-    stall_seconds = told.stall_seconds if options.stall_seconds is None else options.stall_seconds
+    environment = Job.from_environment()
+    transport = options.transport or environment.transport
+    by_name(transport)  # raises for an unknown transport, here and not in every process
+    stall_seconds = environment.stall_seconds if options.stall_seconds is None else options.stall_seconds
     if not 0 < stall_seconds < math.inf:
         raise UsageError(f"--stall-seconds must be above 0 and finite, not {stall_seconds:g}")
     return Job(
         num_workers=options.num_workers,
         num_servers=servers,
-        interface=options.interface or told.interface,
-        host=told.host,
-        verbose=told.verbose,
-        timeout_s=told.timeout_s,
-        heartbeat_timeout_s=told.heartbeat_timeout_s,
+        interface=options.interface or environment.interface,
+        host=environment.host,
+        verbose=environment.verbose,
+        timeout_s=environment.timeout_s,
+        heartbeat_timeout_s=environment.heartbeat_timeout_s,
         transport=transport,
         stall_seconds=stall_seconds,
         **more,  # type: ignore[arg-type]
@@ -54,13 +58,13 @@ def job_from(options: argparse.Namespace, **more: object) -> Job:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `launch`."""
-    parser = subparsers.add_parser("launch", help="start a job around any command")
+    """Add the `launch` command."""
+    parser = subparsers.add_parser("launch", help="run any command as the workers of a job")
     add_job_arguments(parser)
-    parser.add_argument("--staleness", type=int, help="bound for dist_ssync and dist_gsync")
-    parser.add_argument("--groups", help="for dist_gsync: a groups file, or ranks as 0,1,2/3")
-    parser.add_argument("--run-dir", help="where to write events.jsonl")
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="command …", help="what every worker runs")
+    parser.add_argument("--staleness", type=int, help="staleness bound of dist_ssync and dist_gsync")
+    parser.add_argument("--groups", help="groups of dist_gsync: a groups file, or ranks as in 0,1,2/3")
+    parser.add_argument("--run-dir", help="folder for events.jsonl")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="command …", help="the command of every worker")
     parser.set_defaults(run=run)
 
 
@@ -68,15 +72,15 @@ def run(options: argparse.Namespace) -> int:
     """Start the job and wait for it."""
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
-        raise UsageError("no command to launch; write it last, for example: echelon launch -n 2 -s 2 python train.py")
+        raise UsageError("no command to launch; give it last, for example: echelon launch -n 2 -s 2 python train.py")
     job = job_from(options, staleness=options.staleness, groups=options.groups, run_dir=options.run_dir)
     local.check(job)
-    _check_dials(job)
+    _check_settings(job)
     return local.run(job, program)
 
 
-def _check_dials(job: Job) -> None:
-    """What every process would stumble over is said once, before any of them is started."""
+def _check_settings(job: Job) -> None:
+    """Report mistakes once, before any process is started, instead of once in every process."""
     if job.staleness is not None and job.staleness < 0:
         raise UsageError(f"--staleness must be 0 or more, not {job.staleness}")
     if job.groups:
@@ -86,7 +90,7 @@ def _check_dials(job: Job) -> None:
             Path(job.run_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(
-                f"--run-dir {job.run_dir} cannot be made: {error.strerror}; give a folder that can be written"
+                f"--run-dir {job.run_dir} cannot be created: {error.strerror}; give a writable folder"
             ) from error
         if not os.access(job.run_dir, os.W_OK | os.X_OK):
-            raise UsageError(f"--run-dir {job.run_dir} cannot be written; give a folder that can")
+            raise UsageError(f"--run-dir {job.run_dir} is not writable; give a writable folder")

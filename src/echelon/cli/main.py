@@ -1,4 +1,4 @@
-"""The `echelon` command: one file a sub-command, each imported only when it is used."""
+"""The `echelon` command. Every sub-command has its own module, which is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ COMMANDS = {
     "train": "train a model on many workers of this machine",
     "score": "measure a checkpoint on a validation set",
     "launch": "start a scheduler, servers and workers around any command",
-    "data": "get published sets; make, check and convert RecordIO data",
-    "bench": "measure, alternating with peers",
+    "data": "download published data sets; create, check and convert RecordIO data",
+    "bench": "benchmark Echelon against other systems",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status."""
+    """Run a command and return its exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
-        prog="echelon", description="Distributed training where one flag says how strictly workers wait."
+        prog="echelon", description="Distributed training where one flag sets how strictly workers wait for each other."
     )
     wanted = given[0] if given and given[0] in COMMANDS else None
-    kind = Parser if wanted == "train" else argparse.ArgumentParser  # whose short forms are MXNet's
+    kind = Parser if wanted == "train" else argparse.ArgumentParser  # it also accepts MXNet's abbreviated flags
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=kind)
     for name, summary in COMMANDS.items():
         if name == wanted:

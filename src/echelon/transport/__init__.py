@@ -1,6 +1,8 @@
-"""The only code that moves bytes. `interface` says what a transport is; three keep it: in-process, shared memory, TCP.
+"""Moving bytes between processes.
 
-`control` is the connection to the scheduler, whose end means death.
+`interface` defines a transport; `in_process`, `shared_memory` and `tcp` implement it. `sockets` has the endpoints of
+the last two, and `connection` one TCP connection. `control` is every process's connection to the scheduler, whose end
+means that the process has died, and `registration` is how a process joins a job over it.
 """
 
 from echelon.suggestions import unknown_name
@@ -12,7 +14,7 @@ NAMES = ("auto", "shm", "tcp")
 
 
 def by_name(name: str) -> Transport:
-    """The transport behind `--transport`; auto shares memory where a peer can reach it."""
+    """Return the transport of `--transport`. `auto` shares memory with processes of the same machine."""
     if name not in NAMES:
         raise unknown_name("transport", name, NAMES)
     return TcpTransport() if name == "tcp" else SharedMemoryTransport()

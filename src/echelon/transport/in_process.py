@@ -1,4 +1,4 @@
-"""Inside one process: scheduler, servers and workers as threads, for tests and debuggers. Frames are handed over."""
+"""The transport within one process, whose threads are servers and workers. Frames are not copied."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from dataclasses import dataclass
 from echelon.transport.interface import Buffer, Endpoint, Peer, Placer
 from echelon.transport.tcp import private_memory
 
-_Mail = tuple[Peer, list[memoryview]] | None
+_Message = tuple[Peer, list[memoryview]] | None
 
 
-class _Box:
-    """An endpoint that is a queue."""
+class _Endpoint:
+    """An endpoint: a queue of received messages."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.placer: Placer | None = None  # frames are handed over as they are
-        self.mail: queue.SimpleQueue[_Mail] = queue.SimpleQueue()
-        self.routes: dict[Peer, tuple[_Box, Peer]] = {}  # peer -> (its box, what it calls this box)
+        self.placer: Placer | None = None  # ignored, because frames are not copied
+        self.messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self.routes: dict[Peer, tuple[_Endpoint, Peer]] = {}  # peer -> (its endpoint, this endpoint's name there)
 
     def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
-        box, own_name = self.routes[peer]
-        box.mail.put((own_name, [memoryview(frame).cast("B") for frame in frames]))
+        endpoint, own_name = self.routes[peer]
+        endpoint.messages.put((own_name, [memoryview(frame).cast("B") for frame in frames]))
 
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
         try:
-            return self.mail.get(timeout=timeout_s) if timeout_s > 0 else self.mail.get_nowait()
+            return self.messages.get(timeout=timeout_s) if timeout_s > 0 else self.messages.get_nowait()
         except queue.Empty:
             return None
 
     def wake(self) -> None:
-        self.mail.put(None)
+        self.messages.put(None)
 
     def close(self) -> None:
         self.routes.clear()
@@ -48,24 +48,24 @@ class LocalBlock:
 
 
 class InProcessTransport:
-    """One instance is one network: endpoints of different instances do not meet."""
+    """A network of its own: endpoints of different instances cannot connect to each other."""
 
     name = "in-process"
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self._servers: dict[str, _Box] = {}
+        self._servers: dict[str, _Endpoint] = {}
         self._blocks: dict[str, memoryview] = {}
 
     def serve(self, host: str) -> Endpoint:
-        """A server's endpoint."""
-        box = _Box(f"in-process://{next(self._numbers)}")
-        self._servers[box.address] = box
-        return box
+        """Return a server's endpoint."""
+        endpoint = _Endpoint(f"in-process://{next(self._numbers)}")
+        self._servers[endpoint.address] = endpoint
+        return endpoint
 
     def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
-        """A client's endpoint."""
-        client = _Box("")
+        """Return a client's endpoint."""
+        client = _Endpoint("")
         own_name = f"{name}.{next(self._numbers)}".encode()
         for index, address in enumerate(addresses):
             server = self._servers[address]
@@ -74,11 +74,11 @@ class InProcessTransport:
         return client
 
     def allocate(self, num_bytes: int) -> LocalBlock:
-        """Zeroed memory."""
+        """Return zeroed memory."""
         block = LocalBlock(private_memory(num_bytes), f"block-{next(self._numbers)}")
         self._blocks[block.descriptor] = block.buffer
         return block
 
     def attach(self, descriptor: str) -> memoryview | None:
-        """The memory behind a descriptor."""
+        """Return the memory of a descriptor."""
         return self._blocks.get(descriptor)

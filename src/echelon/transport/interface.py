@@ -1,8 +1,8 @@
-"""What a transport is: an endpoint that carries messages (a list of frames), and memory that a peer may look into.
+"""The interface of a transport: endpoints that carry messages (lists of frames), and memory that peers may attach.
 
-A message arrives whole, once, and in order from each sender. Peers are named by the endpoint: a client's peers are
-the servers' ranks, a server's peers are whatever bytes the client's endpoint calls itself. `recv` takes a deadline
-and can be woken from another thread; nothing else of an endpoint is for two threads.
+A message arrives whole, once, and in order from each sender. A client's peers are the ranks of the servers; a server's
+peers are the names of the clients' endpoints. `recv` has a timeout and can be woken from another thread. Apart from
+`wake`, an endpoint is used by one thread only.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Placer = Callable[[memoryview, list[int]], Sequence[memoryview] | None]
 
 
 class Endpoint(Protocol):
-    """One process's end.
+    """One process's end of its connections.
 
-    `placer(first frame, sizes of the others)` may give the memory that the other frames of an incoming message go to,
-    or None; an endpoint may ignore it. Frames that were placed are those very memoryviews.
+    `placer(first_frame, sizes)` may return the memory for the other frames of an incoming message, whose sizes are
+    given, or None. An endpoint may ignore it. If it does not, the received frames are these same memoryviews.
     """
 
     placer: Placer | None
 
     @property
     def address(self) -> str:
-        """Where clients connect; empty on a client."""
+        """The address that clients connect to; empty on a client."""
         ...
 
     def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
@@ -34,42 +34,42 @@ class Endpoint(Protocol):
         ...
 
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
-        """The next message, its frames as bytes, or None when the time is up or `wake` was called."""
+        """Return the next message, or None when the time is up or `wake` was called."""
         ...
 
     def wake(self) -> None:
-        """Make a `recv` in another thread return at once; if none waits now, the next one does."""
+        """Make a waiting `recv` return at once. If none is waiting, the next one returns at once."""
         ...
 
     def close(self) -> None:
-        """Let go of sockets and buffers."""
+        """Release sockets and buffers."""
         ...
 
 
 class Block(Protocol):
-    """Memory of this process; `descriptor` lets a peer attach it, empty if no peer can."""
+    """Memory of this process. A peer attaches it by `descriptor`, which is empty if no peer can."""
 
     buffer: memoryview
     descriptor: str
 
 
 class Transport(Protocol):
-    """How endpoints and memory are made."""
+    """Creates endpoints and memory."""
 
     name: str
 
     def serve(self, host: str) -> Endpoint:
-        """A server's endpoint, reachable at `host`."""
+        """Return a server's endpoint, reachable at `host`."""
         ...
 
     def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
-        """A client's endpoint to all servers; peer i is the server at addresses[i]."""
+        """Return a client's endpoint, connected to all servers. Peer i is the server at addresses[i]."""
         ...
 
     def allocate(self, num_bytes: int) -> Block:
-        """Zeroed memory that peers may attach if the transport can."""
+        """Return zeroed memory, which peers may attach if the transport supports it."""
         ...
 
     def attach(self, descriptor: str) -> memoryview | None:
-        """A peer's memory, or None if it is out of reach (another machine, another user): use frames."""
+        """Return a peer's memory, or None if it cannot be reached (another machine or user). Then use frames."""
         ...

@@ -1,10 +1,9 @@
-"""On one machine: messages over TCP, tensors in memory that both sides map.
+"""The transport on one machine: messages over TCP, tensors in memory that both sides map.
 
-A segment is a memfd: it has no name to leave behind and is gone with the last process that maps it, kill -9 included.
-A peer of the same user opens it through /proc/PID/fd. Whether that reached the right file is not taken on trust: the
-first page holds a random token that the descriptor repeats, so another machine, another PID namespace or a recycled
-PID is noticed, and the peer falls back to frames. A descriptor comes over a wire: one that is not of this form, or
-that leads to anything but a segment, attaches nothing.
+A block is a memfd. It has no name in the file system, and it disappears with the last process that maps it, even after
+SIGKILL. A peer of the same user opens it through /proc/PID/fd. The first page holds a random token that the descriptor
+repeats. A wrong token means another machine, another PID namespace or a reused PID; the peer then uses frames.
+Descriptors arrive over the network, so one of another form, or one that leads to another kind of file, is rejected.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from echelon.transport.tcp import TcpTransport
 _PAGE = 4096
 _TOKEN_BYTES = 16
 _NAME = "echelon"
-_LINK = f"/memfd:{_NAME} (deleted)"  # what the kernel calls such a file
+_LINK = f"/memfd:{_NAME} (deleted)"  # the kernel's name for such a file
 _DESCRIPTOR = re.compile(
     r"(?P<boot>[0-9a-f-]{36}) (?P<pid>[0-9]{1,10}) (?P<file>[0-9]{1,10}) (?P<size>[0-9]{1,15}) (?P<token>[0-9a-f]{32})"
 )
 
 
 class SharedBlock:
-    """A memfd of this process, mapped."""
+    """A memfd of this process, mapped into its memory."""
 
     def __init__(self, num_bytes: int) -> None:
         self._file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
@@ -44,16 +43,16 @@ class SharedBlock:
 
 
 class SharedMemoryTransport(TcpTransport):
-    """Shared memory where it can be attached, frames where not."""
+    """Shared memory where a peer can attach it, frames elsewhere."""
 
     name = "shm"
 
     def allocate(self, num_bytes: int) -> Block:
-        """Zeroed memory that a peer on this machine can attach."""
+        """Return zeroed memory that a peer on this machine can attach."""
         return SharedBlock(num_bytes)
 
     def attach(self, descriptor: str) -> memoryview | None:
-        """A peer's memory, if it is on this machine and may be opened."""
+        """Return a peer's memory, or None if it is not on this machine or cannot be opened."""
         found = _DESCRIPTOR.fullmatch(descriptor)
         if found is None or found["boot"] != _boot_id():
             return None

@@ -1,4 +1,4 @@
-"""Across machines: everything travels as frames over TCP."""
+"""The transport across machines: everything is sent as frames over TCP."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from echelon.transport.sockets import ClientSockets, ServerSockets
 
 @dataclass(slots=True)
 class PrivateBlock:
-    """Memory that no peer can attach. Mapped, not allocated: pages cost nothing until they are touched."""
+    """Memory that no peer can attach. It is mapped, so that its pages cost nothing until they are used."""
 
     buffer: memoryview
     descriptor: str = ""
 
 
 def private_memory(num_bytes: int) -> memoryview:
-    """Zeroed memory of this process; nothing can be mapped with length 0, so that is cut from one byte."""
+    """Return zeroed memory of this process. A mapping needs at least one byte, so length 0 is a slice of one."""
     return memoryview(mmap.mmap(-1, max(1, num_bytes)))[:num_bytes]
 
 
 class TcpTransport:
-    """Frames only."""
+    """Sends everything as frames."""
 
     name = "tcp"
 
     def serve(self, host: str) -> Endpoint:
-        """A server's endpoint."""
+        """Return a server's endpoint."""
         return ServerSockets(host)
 
     def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
-        """A client's endpoint."""
+        """Return a client's endpoint."""
         return ClientSockets(name, addresses)
 
     def allocate(self, num_bytes: int) -> Block:
-        """Zeroed private memory."""
+        """Return zeroed private memory."""
         return PrivateBlock(private_memory(num_bytes))
 
     def attach(self, descriptor: str) -> memoryview | None:
-        """Never possible."""
+        """Return None: private memory cannot be attached."""
         return None
