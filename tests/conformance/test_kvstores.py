@@ -1,4 +1,4 @@
-"""The conformance suite on every store over every transport, GSP's weights by hand, and broken stores that it detects."""
+"""The conformance suite on every store over every transport, GSP weights by hand, and broken stores that it detects."""
 
 from __future__ import annotations
 
