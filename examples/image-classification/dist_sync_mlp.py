@@ -8,8 +8,8 @@ The idx files are expected under data/.
 from echelon.train import script
 
 parser = script.make_parser(__doc__, images=False)
-parser.own("--data-dir", default="data", help="where the idx files are")
-parser.own("--num-examples", type=int, help="examples in an epoch, over all workers")
+parser.own("--data-dir", default="data", help="folder of the idx files")
+parser.own("--num-examples", type=int, help="examples per epoch, over all workers")
 parser.set_defaults(
     network="mlp",
     kv_store="dist_sync",

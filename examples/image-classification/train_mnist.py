@@ -11,10 +11,10 @@ from echelon.train import script
 
 parser = script.make_parser(__doc__, images=False)
 parser.add_argument("--num-classes", type=int, default=10)
-parser.add_argument("--num-examples", type=int, default=60000, help="examples in an epoch, over all workers")
+parser.add_argument("--num-examples", type=int, default=60000, help="examples per epoch, over all workers")
 parser.add_argument("--image_shape", default="1, 28, 28", help="channels, height, width")
-parser.add_argument("--add_stn", action="store_true", help="a spatial transformer before lenet (no other network)")
-parser.own("--data-dir", default="data", help="where the idx files are")
+parser.add_argument("--add_stn", action="store_true", help="add a spatial transformer to lenet")
+parser.own("--data-dir", default="data", help="folder of the idx files")
 parser.set_defaults(
     network="mlp",
     batch_size=64,

@@ -179,7 +179,7 @@ def test_the_other_stores_learn_too_and_stop_at_the_target(tmp_path: Path, argum
         ("--gpus 0", "--gpus 0 asks for GPU 0, but this machine has none"),
         ("--devices cpu:3", "--batch-size 32 cannot be divided among 3 devices; use 30 or 33"),
         ("-n 0", "a job needs at least one worker (-n), not 0"),
-        ("--name a/b", "'a/b' cannot name a run"),
+        ("--name a/b", "'a/b' is not a valid name of a run"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line_before_anything_happens(

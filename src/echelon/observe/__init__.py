@@ -1,1 +1,1 @@
-"""What happened: an event log that never blocks a step, and those who read it (summary, progress, stall reports)."""
+"""The event log of a run (`events`): writing never blocks a training step."""

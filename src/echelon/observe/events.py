@@ -1,8 +1,8 @@
-"""The event log: one JSON line a fact, appended to `events.jsonl` by every process of a run.
+"""The event log: one JSON line per event, appended to `events.jsonl` by every process of a run.
 
-`write` only appends to a queue; a thread writes whole lines with O_APPEND several times a second, so lines of
-different processes never mix and a slow disk never holds a step. If the disk stands still, the oldest facts are
-dropped and counted, and the count is itself an event.
+`write` only appends to a queue. A thread writes whole lines with O_APPEND several times per second, so lines of
+different processes never mix and a slow disk never delays a step. If the disk stops responding, the oldest events are
+dropped, and an event with their number is written.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FILE_NAME = "events.jsonl"
 
 
 class EventLog:
-    """A process's pen. Without a directory it writes nothing and costs nothing."""
+    """Writes the events of one process. Without a directory it does nothing and starts no thread."""
 
     def __init__(self, directory: Path | None, role: str, rank: int) -> None:
-        self._where = f"{role} {rank}"
+        self._who = f"{role} {rank}"
         self._queue: deque[tuple[float, str, dict[str, Any]]] = deque(maxlen=MAX_QUEUED)
         self._dropped = 0
         self._stop = threading.Event()
@@ -40,18 +40,18 @@ class EventLog:
 
     @classmethod
     def open(cls, directory: str | None, role: str, rank: int) -> EventLog:
-        """The log of the run in `directory`, or a silent one."""
+        """Open the log of the run in `directory`; None returns a log that does nothing."""
         return cls(Path(directory) if directory else None, role, rank)
 
-    def write(self, kind: str, **facts: Any) -> None:
-        """Note a fact. Returns at once."""
+    def write(self, kind: str, **fields: Any) -> None:
+        """Queue an event; returns immediately."""
         if self._thread is not None:
             if len(self._queue) == MAX_QUEUED:
                 self._dropped += 1
-            self._queue.append((time.time(), kind, facts))
+            self._queue.append((time.time(), kind, fields))
 
     def close(self) -> None:
-        """Write what is left and stop."""
+        """Write the queued events and stop the thread."""
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
@@ -72,12 +72,12 @@ class EventLog:
             stopping = self._stop.wait(FLUSH_S)
             lines = []
             while self._queue:
-                at, kind, facts = self._queue.popleft()
-                lines.append(encoder.encode({"at": round(at, 6), "who": self._where, "event": kind} | facts))
+                at, kind, fields = self._queue.popleft()
+                lines.append(encoder.encode({"at": round(at, 6), "who": self._who, "event": kind} | fields))
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
                 lines.append(
-                    encoder.encode({"at": time.time(), "who": self._where, "event": "dropped", "count": dropped})
+                    encoder.encode({"at": time.time(), "who": self._who, "event": "dropped", "count": dropped})
                 )
             if lines:
                 self._append(lines)
@@ -85,7 +85,7 @@ class EventLog:
                 return
 
     def _append(self, lines: list[bytes]) -> None:
-        """One write, so that lines of different processes do not mix; a full disk costs facts, not the run."""
+        """Append lines in one write, so that those of different processes do not mix; a full disk only loses events."""
         data = b"\n".join(lines) + b"\n"
         try:
             while data:
@@ -95,22 +95,22 @@ class EventLog:
 
 
 class EventReader:
-    """Reads a run's events from the beginning and then as they come; a half-written last line waits."""
+    """Reads the events of a run from the beginning; a half-written last line is read once it is complete."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE_NAME
-        self._at = 0
-        self.torn = 0  # lines that a full disk or a crash cut
+        self._offset = 0
+        self.torn = 0  # lines that a full disk or a crash cut off
 
     def poll(self) -> list[dict[str, Any]]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
-            file.seek(self._at)
+            file.seek(self._offset)
             data = file.read()
         end = data.rfind(b"\n") + 1
-        self._at += end
+        self._offset += end
         events = []
         for line in data[:end].splitlines():
             try:

@@ -1,4 +1,4 @@
-"""The live display of a run: a row a worker, read from the run's events; plain lines where there is no terminal."""
+"""The live display of a run, from its events: one row per worker, or plain lines if there is no terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BAR = 36
 
 
 class Display:
-    """Follows a run. `update` is called several times a second by whoever runs the job."""
+    """Shows a run. The launcher calls `update` several times per second."""
 
     def __init__(self, directory: Path, title: str, console: Console | None = None) -> None:
         self.state = RunState()
@@ -52,11 +52,11 @@ class Display:
             self._console.print(self.line(), highlight=False, soft_wrap=True)
 
     def print(self, name: str, text: str) -> None:
-        """A line that a process of the job wrote."""
+        """Print a line that a process of the job wrote."""
         print_verbatim(self._console, f"[{name}] {text}")
 
     def line(self) -> str:
-        """The run in a line."""
+        """Return the state of the run in one line."""
         rate = sum(worker.rate for worker in self.state.workers.values() if not worker.finished)
         clocks = ", ".join(str(w.clock) for w in sorted(self.state.workers.values(), key=lambda w: w.rank))
         shown = f"{self.state.samples} samples, {rate:.0f} samples/s, clocks {clocks}"
@@ -65,7 +65,7 @@ class Display:
         return shown
 
     def table(self) -> RenderableType:
-        """A row a worker."""
+        """Return a table with one row per worker."""
         table = Table(title=self._title, title_justify="left")
         for heading in ("worker", "samples/s", "clock", "samples", "staleness", "waiting"):
             table.add_column(heading, justify="right")
@@ -87,7 +87,7 @@ class Display:
 
 
 def histogram_lines(histogram: dict[int, int]) -> list[str]:
-    """Staleness as bars of text."""
+    """Return the histogram of staleness as bars of text."""
     total = sum(histogram.values())
     widest = max(histogram.values(), default=1)
     return [

@@ -1,4 +1,4 @@
-"""Run directories: `runs/<name>/`, and the link `runs/latest`."""
+"""Run directories `runs/<name>/`, and the link `runs/latest` to the newest one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path("runs")
 
 
 def new_run(name: str | None, store: str, root: Path = ROOT) -> Path:
-    """Make a fresh run directory and point `latest` at it."""
+    """Create a run directory, and set the link `latest` to it."""
     if name is None:
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{store}"
         count = 1
@@ -22,36 +22,36 @@ def new_run(name: str | None, store: str, root: Path = ROOT) -> Path:
             count += 1
             name = f"{name.removesuffix(f'.{count - 1}')}.{count}"
     if not re.fullmatch(r"\w[\w.@+-]*", name) or name == "latest":
-        raise UsageError(f"{name!r} cannot name a run; use letters, digits and . _ - + @")
+        raise UsageError(f"{name!r} is not a valid name of a run; use letters, digits and . _ - + @")
     directory = root / name
     try:
         directory.mkdir(parents=True)
     except FileExistsError:
-        raise UsageError(f"there is a run {directory} already; choose another --name") from None
-    _point_latest(root, name)
+        raise UsageError(f"the run {directory} already exists; choose another --name") from None
+    _link_latest(root, name)
     return directory
 
 
 def latest_run(root: Path = ROOT) -> str | None:
-    """The name of the run that `latest` points at."""
+    """Return the name of the run that `latest` links to, or None."""
     return os.readlink(root / "latest") if (root / "latest").is_symlink() else None
 
 
 def discard_run(directory: Path, before: str | None) -> None:
-    """Remove a run in which nothing was done; `latest` is `before` again, and what is empty then goes, too."""
+    """Delete a run that did not train, restore the link `latest` to `before`, and delete `runs` if it is empty."""
     root = directory.parent
     shutil.rmtree(directory)
     if latest_run(root) != directory.name:
-        return  # another one has begun since
+        return  # another run has started since
     if before is not None:
-        _point_latest(root, before)
+        _link_latest(root, before)
         return
     (root / "latest").unlink()
     if not any(root.iterdir()):
         root.rmdir()
 
 
-def _point_latest(root: Path, name: str) -> None:
+def _link_latest(root: Path, name: str) -> None:
     temporary = root / f".latest.{os.getpid()}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(name)

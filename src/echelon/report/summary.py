@@ -1,4 +1,4 @@
-"""What a run came to, from its events: `summary.json`, and the lines printed at the end."""
+"""The state of a run, collected from its events, and its `summary.json`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 @dataclass(slots=True)
 class WorkerState:
-    """One worker as its last report shows it."""
+    """One worker, as of its last report."""
 
     rank: int
     clock: int = 0
@@ -30,14 +30,14 @@ class WorkerState:
 
     @property
     def mean_staleness(self) -> float:
-        """Updates by others between this worker's read and its push, on average."""
+        """The mean number of updates by others between this worker's read and its push."""
         total = sum(self.staleness.values())
         return sum(int(value) * count for value, count in self.staleness.items()) / total if total else 0.0
 
 
 @dataclass(slots=True)
 class RunState:
-    """A run as far as its events tell."""
+    """A run, as of the events read so far."""
 
     workers: dict[int, WorkerState] = field(default_factory=dict)
     validations: list[Event] = field(default_factory=list)
@@ -47,7 +47,7 @@ class RunState:
     news: list[str] = field(default_factory=list)
 
     def take(self, events: Iterable[Event]) -> None:
-        """Read on."""
+        """Update the state with new events."""
         for event in events:
             match event["event"]:
                 case "begin":
@@ -81,30 +81,35 @@ class RunState:
 
     @property
     def has_trained(self) -> bool:
-        """Whether a worker has made a step, or came to its end without one."""
+        """Whether a worker has run a step, or has finished without one."""
         return any(worker.clock or worker.finished for worker in self.workers.values())
 
     @property
     def samples(self) -> int:
-        """Over all workers."""
+        """The samples of all workers."""
         return sum(worker.samples for worker in self.workers.values())
 
     @property
     def seconds(self) -> float:
-        """From the first worker's beginning to the last one's end."""
+        """The time from the start of the first worker to the end of the last one."""
         return max(0.0, self.ended - self.began) if self.ended and self.began else 0.0
 
     def histogram(self) -> dict[int, int]:
-        """Steps by staleness, over all workers."""
-        total: dict[int, int] = {}
-        for worker in self.workers.values():
-            for value, count in worker.staleness.items():
-                total[int(value)] = total.get(int(value), 0) + count
-        return dict(sorted(total.items()))
+        """Return the number of steps by staleness, over all workers."""
+        return sum_histograms(worker.staleness for worker in self.workers.values())
 
 
-def summary(state: RunState, store: str, settings: dict[str, Any], exit_status: int) -> dict[str, Any]:
-    """The summary's keys; `accuracy` is that of the final weights, None where nothing was validated."""
+def sum_histograms(histograms: Iterable[dict[str, int]]) -> dict[int, int]:
+    """Add histograms whose keys are numbers as text, as in JSON; the result is sorted by number."""
+    total: dict[int, int] = {}
+    for histogram in histograms:
+        for value, count in histogram.items():
+            total[int(value)] = total.get(int(value), 0) + count
+    return dict(sorted(total.items()))
+
+
+def summary(state: RunState, store: str, options: dict[str, Any], exit_status: int) -> dict[str, Any]:
+    """Return the contents of `summary.json`; `accuracy` is that of the final weights, or None without validation."""
     last = state.final or (state.validations[-1] if state.validations else None)
     return {
         "store": store,
@@ -129,13 +134,13 @@ def summary(state: RunState, store: str, settings: dict[str, Any], exit_status: 
             for worker in sorted(state.workers.values(), key=lambda w: w.rank)
         ],
         "news": state.news,
-        "settings": settings,
+        "settings": options,
     }
 
 
-def write_summary(directory: Path, facts: dict[str, Any]) -> Path:
-    """Write `summary.json`, whole or not at all."""
+def write_summary(directory: Path, values: dict[str, Any]) -> Path:
+    """Write `summary.json` atomically."""
     path = directory / "summary.json"
     with AtomicFile(path) as file:
-        file.stream.write(msgspec.json.format(msgspec.json.encode(facts), indent=2) + b"\n")
+        file.stream.write(msgspec.json.format(msgspec.json.encode(values), indent=2) + b"\n")
     return path

@@ -2,11 +2,11 @@
 
 Read in this order:
 
-    trainer/     `Trainer`: keeps a model in step with servers, with a process group, or with both
+    trainer/     `Trainer`: synchronizes a model with servers, with a process group, or with both
     step/        one training step: eager, captured as a CUDA graph, or captured with the update on servers
-    recipe/      what a run is told (`TrainOptions`) and the arithmetic that follows: shares, schedules, optimizers
-    checkpoint/  the checkpoint file, its names, and when a run saves
-    flags/       the command line: MXNet's flags and Echelon's own
+    recipe/      the settings of a run (`TrainOptions`) and the arithmetic that follows: shares, schedules, optimizers
+    checkpoint/  the checkpoint file, its names, and what a run saves and resumes from
+    flags/       the command line: MXNet's flags, Echelon's own, and all checks of flags
     loop/        epochs, validation, signals, and the run as a whole
     log_lines.py the text of every log line     predict.py  predictions     script.py  what the example scripts share
 """

@@ -1,4 +1,4 @@
-"""`python -m echelon.train JSON`: one worker of a run, told what to do by `echelon train`."""
+"""`python -m echelon.train JSON`: one worker of a run that `echelon train` started. JSON holds the TrainOptions."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The text of MXNet 1.9's log lines, which other programs read, and the rule that says when a speed line is due.
+"""The text of MXNet 1.9's log lines, which other programs read, and the rule for when to log the speed.
 
-One function a line, each the only place where that text is written. Epochs and batches count from 0 here, as in MXNet's
-logs; its checkpoint files and parse_log's tables count epochs from 1. A speed is that of one worker.
+There is one function per line, and no other place writes that text. Epochs and batches count from 0, as in MXNet's
+logs; checkpoint files and parse_log's tables count epochs from 1. Speeds are those of one worker.
 """
 
 from __future__ import annotations
@@ -10,32 +10,30 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 
-from echelon.errors import UsageError
-
 
 def start_line(options: Mapping[str, object]) -> str:
-    """The first line of a worker: what it was told."""
+    """The first line of a worker: its options."""
     return f"start with arguments {Namespace(**options)}"
 
 
 def resize_line(num_batches: int) -> str:
-    """Lock-step workers all make this many steps an epoch, whatever their part of the data has."""
+    """All lock-step workers run this many steps per epoch, whatever the size of their share of the data."""
     return f"Resizing training data to {num_batches} batches per machine"
 
 
 def loaded_line(prefix: str, epoch: int) -> str:
-    """Training goes on from a checkpoint; MXNet's line has an underscore where the file's name has a dash."""
+    """Training resumes from a checkpoint. MXNet's line has an underscore where the file name has a dash."""
     return f"Loaded model {prefix}_{epoch:04d}.params"
 
 
 def speed_line(epoch: int, first: int, last: int, samples_per_s: float, values: Mapping[str, float]) -> str:
-    """The batches after `first` up to `last`: their speed, and the metrics of these batches only."""
+    """The speed and the metrics of the batches after `first` up to `last`."""
     shown = "".join(f"\t{name}={value:f}" for name, value in values.items())
     return f"Epoch[{epoch}] Batch [{first}-{last}]\tSpeed: {samples_per_s:.2f} samples/sec{shown}"
 
 
 def io_line(batch: int, samples_per_s: float) -> str:
-    """`--test-io 1`: the speed of reading alone."""
+    """`--test-io 1`: the speed of reading without training."""
     return f"Batch [{batch}]\tSpeed: {samples_per_s:.2f} samples/sec"
 
 
@@ -45,52 +43,50 @@ def train_line(epoch: int, name: str, value: float) -> str:
 
 
 def time_line(epoch: int, seconds: float) -> str:
-    """How long the epoch's training steps took, without checkpoint and validation."""
+    """The duration of the training steps of an epoch, without checkpoint and validation."""
     return f"Epoch[{epoch}] Time cost={seconds:.3f}"
 
 
 def saved_line(file: str) -> str:
-    """A checkpoint is on disk."""
+    """A checkpoint has been written."""
     return f'Saved checkpoint to "{file}"'
 
 
 def validation_line(epoch: int, name: str, value: float, batch: int | None = None) -> str:
-    """A metric over the validation data; with `batch`, after so many of the epoch, which MXNet has no line for."""
+    """A metric over the validation data; with `batch`, in the middle of an epoch, for which MXNet has no line."""
     where = "" if batch is None else f" Batch [{batch}]"
     return f"Epoch[{epoch}]{where} Validation-{name}={value:f}"
 
 
 class Speedometer:
-    """When a speed line is due: at every multiple of `every`, but the first batch of an epoch only starts the clock.
+    """Decides when to log the speed: every `every` batches; the first batch of an epoch only starts the clock.
 
-    MXNet knows a new epoch by a batch number that went down, so epochs of one batch go wrong there; here they are told
-    apart by their number. After a start in mid-epoch, the first line is about the batches that were there.
+    MXNet detects a new epoch by a smaller batch number, which fails for epochs of one batch; this class compares epoch
+    numbers. If training starts in the middle of an epoch, the first line covers only the batches since then.
     """
 
     def __init__(self, batch_size: int, every: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        if every < 1:
-            raise UsageError(f"--disp-batches {every}: give a number of 1 or more")
         self._batch_size = batch_size
         self._every = every
         self._clock = clock
         self._epoch: int | None = None
         self._first = 0
-        self._began = 0.0
+        self._start_s = 0.0
 
     def tick(self, epoch: int, batch_index: int) -> tuple[int, int, float] | None:
-        """A batch is done: `speed_line`'s first, last and samples a second, if a line is due."""
+        """Count a batch; if a line is due, returns its first batch, last batch and samples per second."""
         if epoch != self._epoch:
             self._epoch = epoch
             self._start(batch_index, self._clock())
             return None
         if batch_index % self._every:
             return None
-        now, first, began = self._clock(), self._first, self._began
+        now, first, start_s = self._clock(), self._first, self._start_s
         self._start(batch_index, now)
-        return first, batch_index, self._speed(batch_index - first, now - began)
+        return first, batch_index, self._speed(batch_index - first, now - start_s)
 
     def _start(self, batch_index: int, now: float) -> None:
-        self._first, self._began = batch_index, now
+        self._first, self._start_s = batch_index, now
 
     def _speed(self, batches: int, seconds: float) -> float:
         return batches * self._batch_size / seconds if seconds > 0 else float("inf")

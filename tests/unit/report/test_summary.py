@@ -198,7 +198,7 @@ def test_runs_without_a_name_are_named_by_time_and_store(tmp_path: Path) -> None
 def test_a_name_that_is_taken_is_refused_and_latest_stays(tmp_path: Path) -> None:
     new_run("one", "s", tmp_path)
     new_run("two", "s", tmp_path)
-    with pytest.raises(UsageError, match=r"there is a run .*one already; choose another --name"):
+    with pytest.raises(UsageError, match=r"the run .*one already exists; choose another --name"):
         new_run("one", "s", tmp_path)
     assert os.readlink(tmp_path / "latest") == "two"
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
-from echelon.errors import UsageError
 from echelon.train.log_lines import (
     Speedometer,
     io_line,
@@ -129,8 +126,3 @@ def test_a_start_in_mid_epoch_is_not_taken_for_a_whole_period() -> None:
 def test_no_time_at_all_is_an_infinite_speed() -> None:
     clock = Clock()
     assert drive(Speedometer(1, 1, clock), clock, 0, range(2), 0.0) == [(0, 1, float("inf"))]
-
-
-def test_the_period_must_be_one() -> None:
-    with pytest.raises(UsageError, match=re.escape("--disp-batches 0: give a number of 1 or more")):
-        Speedometer(128, 0)

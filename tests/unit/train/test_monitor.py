@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.errors import UsageError
 from echelon.train.loop.monitor import Monitor, monitor_line, size_of
 
 
@@ -123,8 +122,3 @@ def test_a_batch_that_failed_leaves_nothing_to_the_next() -> None:
     model(torch.ones(1, 2))
     assert len(monitor.end()) == 10
     assert not model[0]._forward_hooks
-
-
-def test_the_period_must_be_one_or_more() -> None:
-    with pytest.raises(UsageError, match=re.escape("--monitor 0: give a number of 1 or more")):
-        Monitor(small(), 0)

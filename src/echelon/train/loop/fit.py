@@ -45,6 +45,11 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
     _prepare_device(device)
     torch.manual_seed(options.seed)
     model = _make_network(options, dataset, device)
+    trainer = _make_trainer(options, model, device, job.num_workers)
+    return Run(options, dataset, trainer, device, run_dir, job.device_index, progress).run()
+
+
+def _make_trainer(options: TrainOptions, model: nn.Module, device: torch.device, num_workers: int) -> Trainer:
     kind = store_kind(options.kv_store)
     optimizer = make_optimizer(
         options.optimizer,
@@ -53,7 +58,7 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
         momentum=options.momentum,
         weight_decay=options.weight_decay,
         warmup_strategy=options.warmup_strategy,
-        batch_size=batch * (job.num_workers if kind.lock_step and kind.spans_workers else 1),
+        batch_size=options.batch_size * (num_workers if kind.lock_step and kind.spans_workers else 1),
         seed=options.seed,
     )
     kvstore = create(
@@ -63,7 +68,7 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
         check_finite=options.check_finite,
         device=device,
     )
-    trainer = Trainer(
+    return Trainer(
         model,
         optimizer,
         kvstore,
@@ -72,7 +77,6 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
         overlap=options.dtype != "float16",  # float16 gradients are checked and unscaled before they are sent
         push_factors=options.push_factors and options.engine != "compile" and not options.monitor,
     )
-    return Run(options, dataset, trainer, device, run_dir, job.device_index, progress).run()
 
 
 def _make_network(options: TrainOptions, dataset: Dataset, device: torch.device) -> nn.Module:

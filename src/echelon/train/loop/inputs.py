@@ -1,4 +1,4 @@
-"""What a run reads: its dataset with the augmentation that was asked for, and the loader that suits its device."""
+"""The input of a run: the data set with the requested augmentation, and the fastest loader for the device."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 
 
 def open_data(options: TrainOptions) -> Dataset:
-    """The dataset that the options name, with the augmentation they ask for."""
-    told = DataOptions(
+    """Open the data set of the options, with their augmentation."""
+    data_options = DataOptions(
         data_dir=options.data_dir,
         data_train=options.data_train,
         data_train_idx=options.data_train_idx,
@@ -36,13 +36,13 @@ def open_data(options: TrainOptions) -> Dataset:
         num_examples=options.num_examples,
         skip_bad_records=options.skip_bad_records,
     )
-    dataset = open_dataset("synthetic" if options.benchmark else options.data, told)
+    dataset = open_dataset("synthetic" if options.benchmark else options.data, data_options)
     given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.augment.items()}
     return replace(dataset, augment=replace(dataset.augment, **given))
 
 
 def read_only(options: TrainOptions, dataset: Dataset) -> int:
-    """Only read the training data, and say how fast that is."""
+    """Read the training data without training, and log the speed; returns the exit status."""
     sampling = sampling_for(options, len(dataset.train), Place(0, 1), fixed=False)
     with closing(train_loader(options, dataset, sampling, torch.device("cpu"))) as loader:
         for batch, samples_per_s in measure_io(loader, options.disp_batches):
@@ -53,7 +53,7 @@ def read_only(options: TrainOptions, dataset: Dataset) -> int:
 def train_loader(
     options: TrainOptions, dataset: Dataset, sampling: Sampling, device: torch.device, state: State | None = None
 ) -> Batches:
-    """Batches for a device, from `state` on: on a GPU small sets live there, others cross as bytes."""
+    """Make a loader that starts at `state`. On a GPU, small data sets stay in its memory; others are sent as uint8."""
     source, augment = dataset.train, dataset.augment
     on_gpu = device.type == "cuda"
     if on_gpu and isinstance(source, MemorySource) and is_plain(augment, *source.images.shape[1:3]):

@@ -1,9 +1,9 @@
-"""`--monitor N`: the size of every tensor in each N-th batch, in MXNet's form.
+"""`--monitor N`: the size of every tensor in each N-th batch, in MXNet's format.
 
-A tensor's size is its norm over the root of its number of elements, so that tensors of any shape compare. Outputs of
-modules are seen by forward hooks that exist only while a monitored batch runs: the other batches cost nothing. The
-values are computed on the device and fetched at the end in one piece. The modules must run as written: inside a
-compiled or captured step there is no module to hook into.
+The size of a tensor is its norm divided by the root of its number of elements, so that tensors of any shape can be
+compared. Forward hooks record the outputs of modules; they exist only while a monitored batch runs, so other batches
+have no overhead. The values are computed on the device and copied to the host together at the end. Hooks need eager
+execution: a compiled or captured step does not call them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from echelon.errors import UsageError
-
 Hook = Callable[[nn.Module, object, object], None]
 
 
 class Monitor:
-    """Around a batch: `begin()` before its forward pass, `end()` after its update. Batches count from 1."""
+    """Call `begin()` before the forward pass of every batch and `end()` after its update. Batches count from 1."""
 
     def __init__(self, model: nn.Module, every: int) -> None:
-        if every < 1:
-            raise UsageError(f"--monitor {every}: give a number of 1 or more, or 0 for no monitor")
         self._model = model
         self._every = every
         self._batch = 0
@@ -33,8 +29,8 @@ class Monitor:
         self._seen: list[tuple[str, Tensor]] = []
 
     def begin(self) -> bool:
-        """A batch begins. Whether it is one of those that are monitored: the first, and each N-th after it."""
-        self._forget()  # what a batch that failed has left
+        """Start a batch; returns whether it is monitored: the first one, and each N-th after it."""
+        self._clear()  # left over if the previous batch failed
         self._batch += 1
         if (self._batch - 1) % self._every:
             return False
@@ -43,30 +39,30 @@ class Monitor:
         return True
 
     def end(self) -> list[str]:
-        """The lines about this batch, none if it is not monitored: outputs as they came, parameters, buffers.
+        """Return the lines about this batch: outputs in order of execution, parameters, buffers.
 
-        Of a monitored batch, this is where the device is waited for.
+        Returns no lines if the batch is not monitored; otherwise it waits for the device.
         """
         if not self._hooks:
             return []
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            self._note(name, tensor)
+            self._record(name, tensor)
         values = torch.stack([value for _, value in self._seen]).tolist() if self._seen else []
         lines = [monitor_line(self._batch, name, value) for (name, _), value in zip(self._seen, values, strict=True)]
-        self._forget()
+        self._clear()
         return lines
 
     def _hook(self, name: str) -> Hook:
-        def note(module: nn.Module, inputs: object, output: object) -> None:
+        def record(module: nn.Module, inputs: object, output: object) -> None:
             for part, tensor in _tensors(output, name):
-                self._note(part, tensor)
+                self._record(part, tensor)
 
-        return note
+        return record
 
-    def _note(self, name: str, tensor: Tensor) -> None:
+    def _record(self, name: str, tensor: Tensor) -> None:
         self._seen.append((name, size_of(tensor)))
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -74,18 +70,18 @@ class Monitor:
 
 
 def size_of(tensor: Tensor) -> Tensor:
-    """The norm over the root of the number of elements, in float32; 0 for none."""
+    """Return the norm divided by the root of the number of elements, in float32; 0 for an empty tensor."""
     size: Tensor = torch.linalg.vector_norm(tensor.detach().float()) / math.sqrt(max(tensor.numel(), 1))
     return size
 
 
 def monitor_line(batch: int, name: str, value: float) -> str:
-    """MXNet's line about one tensor."""
+    """Return MXNet's line about one tensor."""
     return f"Batch: {batch:7d} {name:30s} {value:.8g}"
 
 
 def _tensors(output: object, name: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors a module returned: several are numbered."""
+    """Yield the tensors that a module returned; several are numbered."""
     if isinstance(output, Tensor):
         yield name, output
     elif isinstance(output, tuple | list):

@@ -1,6 +1,6 @@
-"""A moving line under the log on a terminal: which epoch, how far, how fast, how long still. Elsewhere nothing.
+"""A progress bar below the log on a terminal: epoch, batches, remaining time. Nothing if there is no terminal.
 
-The log's lines stay what they are, byte for byte: they go through the same console, above the moving line.
+The log lines are not changed by a single byte: they are printed through the same console, above the bar.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rich.segment import Segment, Segments
 
 
 class TrainingProgress:
-    """Follows the steps of a run. Use as a context."""
+    """Shows the steps of a run. Use it as a context manager."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stderr)
@@ -35,11 +35,11 @@ class TrainingProgress:
             self._bar.stop()
 
     def handler(self) -> logging.Handler:
-        """Where the log goes: plain, or above the moving line."""
-        return _Above(self._console) if self._console.is_terminal else logging.StreamHandler(self._console.file)
+        """Return a handler that prints log lines above the bar, or plainly if there is no terminal."""
+        return _AboveBar(self._console) if self._console.is_terminal else logging.StreamHandler(self._console.file)
 
     def step(self, epoch: int, num_epochs: int, done: int, per_epoch: int) -> None:
-        """`done` of an epoch's batches are done."""
+        """Show that `done` batches of an epoch are completed."""
         if self._bar is None:
             return
         if self._task is None:
@@ -50,7 +50,7 @@ class TrainingProgress:
         self._bar.update(self._task, completed=done)
 
 
-class _Above(logging.Handler):
+class _AboveBar(logging.Handler):
     def __init__(self, console: Console) -> None:
         super().__init__()
         self._console = console
@@ -60,5 +60,5 @@ class _Above(logging.Handler):
 
 
 def print_verbatim(console: Console, line: str) -> None:
-    """Print a line byte for byte above what moves: as text, it would lose its tabs."""
+    """Print a line unchanged above a live display; rich would otherwise expand its tabs."""
     console.print(Segments([Segment(f"{line}\n")]), soft_wrap=True)
