@@ -39,7 +39,7 @@ def idx(array: np.ndarray) -> bytes:
 
 
 BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
-LAYOUTS: dict[str, tuple[dict[str, bytes], int]] = {
+FILES: dict[str, tuple[dict[str, bytes], int]] = {
     "cifar10 (binary)": ({f"{name}.bin": cifar_rows(LABELS) for name in [*BATCHES, "test_batch"]}, 5),
     "cifar10 (python)": ({name: cifar_pickle(b"labels") for name in [*BATCHES, "test_batch"]}, 5),
     "cifar100 (binary)": ({f"{name}.bin": cifar_rows(COARSE, LABELS) for name in ("train", "test")}, 1),
@@ -56,23 +56,23 @@ LAYOUTS: dict[str, tuple[dict[str, bytes], int]] = {
 }
 
 
-def lay(folder: Path, name: str) -> Path:
+def write_files(folder: Path, name: str) -> Path:
     folder.mkdir(exist_ok=True)
-    for file, data in LAYOUTS[name][0].items():
+    for file, data in FILES[name][0].items():
         (folder / file).write_bytes(data)
     return folder
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_pixels_and_labels_are_converted_exactly(tmp_path: Path, name: str, threads: int) -> None:
-    found = find_format(lay(tmp_path / "in", name))
-    assert found.file_format.name == name
+    file_format, splits = find_format(write_files(tmp_path / "in", name))
+    assert file_format.name == name
     expected = GREY if name.startswith("mnist") else PLANES.transpose(0, 2, 3, 1)
-    for part, files in found.splits.items():
-        rec = record_path(tmp_path / "out", part)
-        repeats = LAYOUTS[name][1] if part == "train" else 1
-        assert convert_split(found.file_format, files, rec, threads=threads).num_records == NUM * repeats
+    for split, files in splits.items():
+        rec = record_path(tmp_path / "out", split)
+        repeats = FILES[name][1] if split == "train" else 1
+        assert convert_split(file_format, files, rec, threads=threads).num_records == NUM * repeats
         with IndexedReader(rec) as reader:
             for position in range(NUM * repeats):
                 header, payload = unpack(reader.read(position))
@@ -84,15 +84,15 @@ def test_pixels_and_labels_are_converted_exactly(tmp_path: Path, name: str, thre
 
 
 def test_the_parent_folder_or_a_single_split_can_be_converted(tmp_path: Path) -> None:
-    lay(tmp_path / "cifar-100-binary", "cifar100 (binary)")
+    write_files(tmp_path / "cifar-100-binary", "cifar100 (binary)")
     (tmp_path / "cifar-100-binary" / "test.bin").unlink()
-    assert list(find_format(tmp_path).splits) == ["train"]
+    assert list(find_format(tmp_path)[1]) == ["train"]
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no known data set .*looked for\n.*data_batch_1\.bin"):
         find_format(tmp_path)
-    folder = lay(tmp_path / "in", "cifar10 (binary)")
+    folder = write_files(tmp_path / "in", "cifar10 (binary)")
     (folder / "data_batch_3.bin").unlink()
     with pytest.raises(DataError, match=r"data_batch_3\.bin is missing;"):
         find_format(folder)
@@ -119,43 +119,43 @@ DAMAGE = [
 def test_a_truncated_file_is_reported(
     tmp_path: Path, name: str, file: str, keep: slice, message: str, num_left: int
 ) -> None:
-    folder = lay(tmp_path / "in", name)
+    folder = write_files(tmp_path / "in", name)
     (folder / file).write_bytes((folder / file).read_bytes()[keep])
-    found = find_format(folder)
+    file_format, splits = find_format(folder)
     rec = tmp_path / "x.rec"
     with pytest.raises(RecordError, match=f"{file}: {message}"):
-        convert_split(found.file_format, found.splits["val"], rec)
+        convert_split(file_format, splits["val"], rec)
     assert not rec.exists()
     bad: list[DataError] = []
-    assert convert_split(found.file_format, found.splits["val"], rec, on_bad=bad.append).num_records == num_left
+    assert convert_split(file_format, splits["val"], rec, on_bad=bad.append).num_records == num_left
     assert len(bad) == 1
 
 
 def test_an_invalid_label_is_reported(tmp_path: Path) -> None:
-    folder = lay(tmp_path / "in", "cifar10 (binary)")
+    folder = write_files(tmp_path / "in", "cifar10 (binary)")
     data = bytearray(cifar_rows(LABELS))
     data[3073 * 2] = 77
     (folder / "test_batch.bin").write_bytes(data)
-    found = find_format(folder)
+    file_format, splits = find_format(folder)
     with pytest.raises(RecordError, match=r"record 2 at byte 6146: its label is 77, expected 0 \.\.\. 9"):
-        convert_split(found.file_format, found.splits["val"], tmp_path / "x.rec")
+        convert_split(file_format, splits["val"], tmp_path / "x.rec")
     bad: list[DataError] = []
-    done = convert_split(found.file_format, found.splits["val"], tmp_path / "x.rec", on_bad=bad.append)
+    done = convert_split(file_format, splits["val"], tmp_path / "x.rec", on_bad=bad.append)
     assert (done.num_records, len(bad)) == (NUM - 1, 1)
 
 
 def test_files_of_another_format_are_errors(tmp_path: Path) -> None:
-    folder = lay(tmp_path / "in", "mnist (idx)")
+    folder = write_files(tmp_path / "in", "mnist (idx)")
     (folder / "t10k-labels-idx1-ubyte").write_bytes(idx(GREY))
-    found = find_format(folder)
+    file_format, splits = find_format(folder)
     with pytest.raises(DataError, match="begins with 00000801, got 00000803"):
-        convert_split(found.file_format, found.splits["val"], tmp_path / "x.rec")
+        convert_split(file_format, splits["val"], tmp_path / "x.rec")
     (folder / "t10k-labels-idx1-ubyte").write_bytes(idx(LABELS[:-1]))
     with pytest.raises(DataError, match=r"has 23 images.* has 22 labels"):
-        convert_split(found.file_format, found.splits["val"], tmp_path / "x.rec")
+        convert_split(file_format, splits["val"], tmp_path / "x.rec")
     (folder / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(LABELS))[:-9])
     with pytest.raises(DataError, match=r"ubyte\.gz: cannot be read"):
-        convert_split(found.file_format, found.splits["train"], tmp_path / "x.rec")
+        convert_split(file_format, splits["train"], tmp_path / "x.rec")
 
 
 class Evil:
@@ -165,9 +165,9 @@ class Evil:
 
 def test_a_pickle_cannot_run_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = lay(tmp_path / "in", "cifar10 (python)")
+    folder = write_files(tmp_path / "in", "cifar10 (python)")
     (folder / "test_batch").write_bytes(pickle.dumps({b"data": Evil()}))
-    found = find_format(folder)
+    file_format, splits = find_format(folder)
     with pytest.raises(DataError, match=r"test_batch: not a CIFAR batch .*refers to \w+\.mkdir"):
-        convert_split(found.file_format, found.splits["val"], tmp_path / "x.rec")
+        convert_split(file_format, splits["val"], tmp_path / "x.rec")
     assert not (tmp_path / "owned").exists()

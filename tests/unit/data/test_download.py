@@ -208,15 +208,15 @@ def test_a_full_disk_is_reported_and_leaves_no_files(
 
 
 def test_published_file_names_match_the_formats(tmp_path: Path) -> None:
-    layouts = {"mnist": "mnist (idx)", "fashion-mnist": "mnist (idx)", "cifar10": "cifar10 (binary)"}
-    assert PUBLISHED.keys() == layouts.keys()
+    formats = {"mnist": "mnist (idx)", "fashion-mnist": "mnist (idx)", "cifar10": "cifar10 (binary)"}
+    assert PUBLISHED.keys() == formats.keys()
     for name, published in PUBLISHED.items():
         folder = tmp_path / name
         folder.mkdir()
         names = [file for archive in published.archives for file in archive.files]
         for file in names:
             (folder / file).touch()
-        found = find_format(folder)
-        assert found.file_format.name == layouts[name]
-        assert sorted(names) == sorted(found.file_format.train + found.file_format.val)
+        file_format, _ = find_format(folder)
+        assert file_format.name == formats[name]
+        assert sorted(names) == sorted(file_format.train + file_format.val)
         assert all(len(digest) == 64 for archive in published.archives for digest in archive.files.values())

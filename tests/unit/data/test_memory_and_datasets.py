@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def test_device_loader_normalises_on_the_device() -> None:
 
 
 def test_the_state_does_not_count_the_batch_ahead() -> None:
-    with DeviceLoader(Loader(SOURCE, CONFIG, SAMPLING, threads=1, output="uint8"), CONFIG, "cpu") as batches:
+    loader = Loader(SOURCE, CONFIG, SAMPLING, threads=1, output="uint8")
+    with closing(DeviceLoader(loader, CONFIG, "cpu")) as batches:
         states = [batches.state for _ in batches]
     assert states == [State(0, 8), State(0, 16), State(0, 24), State(0, 32), State(1, 0)]
 

@@ -15,7 +15,6 @@ The values are those of `MemoryLoader` and `Loader`, except for the rounding of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Self
 
 import numpy as np
 import torch
@@ -126,12 +125,6 @@ class DeviceLoader:
         self._batches.close()
         self._copies.wait()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class DeviceMemoryLoader:
     """Batches of a small set that is kept on the device: pads, crops, mirrors and normalises there.
@@ -160,7 +153,8 @@ class DeviceMemoryLoader:
         self._images = torch.nn.functional.pad(images, (0, 0, pad, pad, pad, pad), value=augment.fill_value)
         self._labels = torch.from_numpy(source.labels).to(self._device)
         self._normalise = DeviceNormaliser(augment, self._device, dtype)
-        self._num_mine = len(sampling.counters(np.arange(sampling.num_samples, dtype=np.int64)))
+        self._counters = sampling.counters()
+        self._num_mine = len(self._counters)
         size = sampling.batch_size
         rows = -(-self._num_mine // size) * size  # whole batches; the rows after the last sample are cut off again
         self._choices = torch.zeros((rows, 4), dtype=torch.int64, device=self._device)
@@ -201,17 +195,10 @@ class DeviceMemoryLoader:
 
     def _epoch(self, epoch: int) -> NDArray[np.int64]:
         """Return (record, top, left, mirrored) of each of this worker's samples of an epoch."""
-        order = self.sampling.order(epoch)
-        counters = self.sampling.counters(order)
+        order, counters = self.sampling.order(epoch), self._counters
         _, height, width, _ = self.source.images.shape
         crops = choose_crops(self.augment, height, width, self.sampling.seed, epoch, counters)
         return np.stack([order[counters], crops.tops, crops.lefts, crops.mirrors.astype(np.int64)], axis=1)
 
     def close(self) -> None:
         """Do nothing: there are no threads."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

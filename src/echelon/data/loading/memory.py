@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -180,12 +180,6 @@ class MemoryLoader:
 
     def close(self) -> None:
         """Do nothing: there are no threads."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def check_fits(source: MemorySource, augment: AugmentConfig, sampling: Sampling) -> None:

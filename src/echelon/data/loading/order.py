@@ -73,7 +73,7 @@ class Sampling:
 
     def _explain_no_batch(self) -> str:
         """Return why an epoch has no batch: there are no samples, or too few for a full batch."""
-        have = len(self.sharding.positions(np.arange(self.num_samples, dtype=np.int64)))
+        have = len(self.sharding.positions(self.num_samples))
         advice = "use fewer workers"
         if isinstance(self.sharding, ByFraction):
             one = f"one sample is 1/{self.num_samples} of the data"
@@ -89,9 +89,9 @@ class Sampling:
             return np.arange(self.num_samples, dtype=np.int64)
         return permutation(self.seed, epoch, self.num_samples)
 
-    def counters(self, order: Indices) -> Indices:
-        """Return this worker's positions in an epoch's order, cut or repeated to fill its batches."""
-        mine = self.sharding.positions(order)
+    def counters(self) -> Indices:
+        """Return this worker's positions in every epoch's order, cut or repeated to fill its batches."""
+        mine = self.sharding.positions(self.num_samples)
         if self.num_batches is not None:
             return np.resize(mine, self.num_batches * self.batch_size if len(mine) else 0)
         rest = len(mine) % self.batch_size
@@ -104,14 +104,14 @@ class Sampling:
     @property
     def batches_per_epoch(self) -> int:
         """The number of this worker's batches, which is the same in every epoch."""
-        return -(-len(self.counters(np.arange(self.num_samples, dtype=np.int64))) // self.batch_size)
+        return -(-len(self.counters()) // self.batch_size)
 
     def batches(self, state: State) -> Iterator[BatchPlan]:
         """Yield this worker's batches from `state` on, epoch after epoch, endlessly."""
         epoch, position = state.epoch, state.position
+        counters = self.counters()
         while True:
             order = self.order(epoch)
-            counters = self.counters(order)
             for start in range(position, len(counters), self.batch_size):
                 part = counters[start : start + self.batch_size]
                 end = start + len(part)

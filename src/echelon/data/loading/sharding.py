@@ -5,10 +5,8 @@ An epoch is one order of all samples, the same on every worker (`order`); a shar
 - `ByPart`: every num_parts-th position. At each step, W workers with batches of B together use exactly the samples that
   one worker with batches of W x B would use. This is the default.
 - `ByFraction`: a contiguous range of the order, from `data_sharding`: unequal shares for unequal machines.
-- `ByRecord`: MXNet's rule for files with an index: part k has records [k*ceil(N/n), (k+1)*ceil(N/n)) in every epoch.
-  A worker reads only its own range of the file, and never uses the other samples.
 
-The first two distribute the samples again in each epoch, so a file sorted by class does not give a worker one class.
+Both distribute the samples again in each epoch, so a file sorted by class does not give a worker one class.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ _FRACTION_DIGITS = 9  # data_sharding files are checked to 1e-9; neighbouring sh
 class Sharding(Protocol):
     """Selects one worker's positions of an epoch's order; str() is the subject of a sentence about them."""
 
-    def positions(self, order: Indices) -> Indices:
-        """Return ascending positions in `order`; over all workers, each position appears once."""
+    def positions(self, num_samples: int) -> Indices:
+        """Return ascending positions in an epoch of `num_samples`; over all workers, each position appears once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +39,15 @@ class ByPart:
     num_parts: int = 1
 
     def __post_init__(self) -> None:
-        _check_part(self.part_index, self.num_parts)
+        if self.num_parts < 1 or not 0 <= self.part_index < self.num_parts:
+            raise UsageError(f"part_index must be in 0 ... num_parts-1, got part {self.part_index} of {self.num_parts}")
 
-    def positions(self, order: Indices) -> Indices:
+    def positions(self, num_samples: int) -> Indices:
         """See Sharding."""
-        return np.arange(self.part_index, len(order), self.num_parts, dtype=np.int64)
+        return np.arange(self.part_index, num_samples, self.num_parts, dtype=np.int64)
 
     def __str__(self) -> str:
-        return _part_name(self.part_index, self.num_parts)
+        return f"part {self.part_index} of 0 ... {self.num_parts - 1}" if self.num_parts > 1 else "it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,42 +61,13 @@ class ByFraction:
         if not 0 <= self.start < self.end <= 1:
             raise UsageError(f"a share must satisfy 0 <= start < end <= 1, got {self.start:g} {self.end:g}")
 
-    def positions(self, order: Indices) -> Indices:
+    def positions(self, num_samples: int) -> Indices:
         """See Sharding."""
-        return np.arange(_border(len(order), self.start), _border(len(order), self.end), dtype=np.int64)
+        return np.arange(_border(num_samples, self.start), _border(num_samples, self.end), dtype=np.int64)
 
     def __str__(self) -> str:
         return f"its share {self.start:g} ... {self.end:g}"
 
 
-@dataclass(frozen=True, slots=True)
-class ByRecord:
-    """The positions of a fixed, contiguous range of records, in the order of the epoch."""
-
-    part_index: int = 0
-    num_parts: int = 1
-
-    def __post_init__(self) -> None:
-        _check_part(self.part_index, self.num_parts)
-
-    def positions(self, order: Indices) -> Indices:
-        """See Sharding."""
-        step = -(-len(order) // self.num_parts)
-        first = self.part_index * step
-        return np.flatnonzero((order >= first) & (order < first + step)).astype(np.int64)
-
-    def __str__(self) -> str:
-        return _part_name(self.part_index, self.num_parts)
-
-
 def _border(num_samples: int, fraction: float) -> int:
     return int(num_samples * round(fraction, _FRACTION_DIGITS) + 0.5)
-
-
-def _part_name(part_index: int, num_parts: int) -> str:
-    return f"part {part_index} of 0 ... {num_parts - 1}" if num_parts > 1 else "it"
-
-
-def _check_part(part_index: int, num_parts: int) -> None:
-    if num_parts < 1 or not 0 <= part_index < num_parts:
-        raise UsageError(f"part_index must be in 0 ... num_parts-1, got part {part_index} of {num_parts}")

@@ -7,26 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from PIL import Image
 
 from echelon.atomic_file import check_writable
-from echelon.data.pack.im2rec import Encoding, ordered_map, save
+from echelon.data.pack.im2rec import Encoding, PackResult, ordered_map, save
 from echelon.data.records import Header, IndexedWriter, RecordError, pack
+from echelon.data.records.file import report
 from echelon.data.sets.formats import FileFormat, ImageBlock, OnBad
 from echelon.errors import DataError
 
 PNG = Encoding(".png", 6)
 _BLOCK_IMAGES = 200
-
-
-class Converted(NamedTuple):
-    """One record file that was written."""
-
-    path: Path
-    num_records: int
-    num_bytes: int
 
 
 def record_path(prefix: Path, split: str) -> Path:
@@ -43,7 +35,7 @@ def convert_split(
     threads: int = 1,
     on_bad: OnBad = None,
     on_done: Callable[[int], None] = lambda amount: None,
-) -> Converted:
+) -> PackResult:
     """Write the images of some files to `rec` and its .idx."""
     check_writable(rec)
     num_records = 0
@@ -57,7 +49,7 @@ def convert_split(
         if not num_records:
             names = " ".join(map(str, files))
             raise DataError(f"{rec} was not written: no good image in {names}; download them again")
-        return Converted(rec, num_records, writer.tell())
+        return PackResult(num_records, writer.tell())
 
 
 def _encode(block: ImageBlock, encoding: Encoding) -> list[bytes]:
@@ -72,9 +64,7 @@ def _good_blocks(file_format: FileFormat, files: list[Path], on_bad: OnBad) -> I
             allowed = f"0 ... {file_format.num_classes - 1} of {file_format.name}"
             reason = f"its label is {block.labels[number]}, expected {allowed}"
             fault = RecordError(block.path, block.head_bytes + number * block.record_bytes, number, reason)
-            if on_bad is None:
-                raise fault
-            on_bad(fault)
+            report(fault, on_bad)
         images, labels = (block.images, block.labels) if good.all() else (block.images[good], block.labels[good])
         for start in range(0, len(labels), _BLOCK_IMAGES):
             stop = start + _BLOCK_IMAGES

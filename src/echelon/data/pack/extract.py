@@ -17,7 +17,8 @@ from typing import NamedTuple
 from echelon.atomic_file import check_writable, partial_folder
 from echelon.data.pack.lists import Entry, write_list
 from echelon.data.records import Header, Reader, RecordError, unpack
-from echelon.data.records.check import OnBad, OnDone, ignore, report
+from echelon.data.records.check import OnDone, ignore
+from echelon.data.records.file import OnBad, report
 from echelon.data.records.image_header import image_suffix
 from echelon.errors import DataError, UsageError
 

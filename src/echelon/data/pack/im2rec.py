@@ -23,6 +23,7 @@ from echelon.data.images.decode import in_eight_bits
 from echelon.data.pack.lists import Entry
 from echelon.data.records import Header, IndexedWriter, pack
 from echelon.data.records.check import DECODE_ERRORS, decode_fault
+from echelon.data.records.file import report
 from echelon.errors import DataError, UsageError
 
 T = TypeVar("T")
@@ -209,10 +210,8 @@ def pack_list(
                 label = entry.labels if all_labels and len(entry.labels) > 1 else entry.labels[0]
                 writer.write(entry.index, pack(Header(label, entry.index), payload))
                 num_records += 1
-            elif on_bad is None:
-                raise payload
             else:
-                on_bad(payload)
+                report(payload, on_bad)
             on_done(1)
         if not num_records:
             raise DataError(f"{rec} was not written: there is no good image to pack")

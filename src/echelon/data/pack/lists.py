@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from echelon.atomic_file import AtomicFile
+from echelon.data.records.file import report
 from echelon.errors import DataError, UsageError
 
 IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -155,9 +156,7 @@ def read_list(path: Path, on_bad: Callable[[DataError], None] | None = None) -> 
             entries += _parse(os.fsdecode(line), seen)
         except ValueError as error:
             fault = DataError(f"{path}, line {number}: {error}; expected `index<TAB>label<TAB>path`")
-            if on_bad is None:
-                raise fault from None
-            on_bad(fault)
+            report(fault, on_bad)
     return entries
 
 

@@ -16,32 +16,24 @@ from typing import TypeAlias
 
 from PIL import Image
 
-from echelon.data.records.file import PathLike, RecordError, split_paths
+from echelon.data.records.file import OnBad, PathLike, RecordError, report, split_paths
 from echelon.data.records.image_header import image_suffix, unpack
 from echelon.data.records.index import read_index
 from echelon.data.records.readers import Reader
 from echelon.errors import DataError
 
-OnBad: TypeAlias = Callable[[RecordError], None] | None
 OnDone: TypeAlias = Callable[[int], None]
 
 DECODE_ERRORS = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)  # what Pillow raises on bad bytes
 
 
 def ignore(amount: int) -> None:
-    """Show no progress."""
+    """Do nothing: show no progress."""
 
 
 def decode_fault(error: Exception) -> str:
     """Return Pillow's message without the address of the buffer."""
     return str(error).split(" <")[0]
-
-
-def report(fault: RecordError, on_bad: OnBad) -> None:
-    """Pass a bad record to `on_bad`, or raise it."""
-    if on_bad is None:
-        raise fault
-    on_bad(fault)
 
 
 @dataclass

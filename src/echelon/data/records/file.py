@@ -9,7 +9,7 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,17 @@ class RecordError(DataError):
         self.offset = offset
         self.record = record
         self.reason = reason
+
+
+OnBad: TypeAlias = Callable[[RecordError], None] | None
+Fault = TypeVar("Fault", bound=DataError)
+
+
+def report(fault: Fault, on_bad: Callable[[Fault], None] | None) -> None:
+    """Pass an error to `on_bad`, or raise it if that is None."""
+    if on_bad is None:
+        raise fault
+    on_bad(fault)
 
 
 def split_paths(paths: PathLike) -> list[Path]:

@@ -10,13 +10,22 @@ A reader's path may name several files, `a.rec;b.rec`, which are read as if they
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from echelon.data.records import frame
-from echelon.data.records.file import Offsets, PathLike, RecordError, RecordFile, scan_offsets, split_paths
+from echelon.data.records.file import (
+    Offsets,
+    OnBad,
+    PathLike,
+    RecordError,
+    RecordFile,
+    report,
+    scan_offsets,
+    split_paths,
+)
 from echelon.data.records.index import check_belongs, index_path, read_index
 from echelon.errors import DataError, UsageError
 
@@ -29,7 +38,7 @@ class Reader:
     other records.
     """
 
-    def __init__(self, path: PathLike, on_bad: Callable[[RecordError], None] | None = None) -> None:
+    def __init__(self, path: PathLike, on_bad: OnBad = None) -> None:
         self.files = [RecordFile(part) for part in split_paths(path)]
         self._on_bad = on_bad
         self._rest = iter(self)
@@ -48,9 +57,7 @@ class Reader:
                 try:
                     payload, at = file.read(offset, number, strict=self._on_bad is not None)
                 except RecordError as error:
-                    if self._on_bad is None:
-                        raise
-                    self._on_bad(error)
+                    report(error, self._on_bad)
                     at = frame.next_head(file.data, offset + 4)
                 else:
                     yield file, number, offset, payload

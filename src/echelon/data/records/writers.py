@@ -5,12 +5,11 @@ A file appears under its name only when it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from echelon.atomic_file import AtomicFile, check_writable
 from echelon.data.records import frame
-from echelon.data.records.file import PathLike, RecordError, scan_offsets, split_paths
+from echelon.data.records.file import OnBad, PathLike, scan_offsets, split_paths
 from echelon.data.records.frame import MAGIC_BYTES, Bytes
 from echelon.data.records.index import index_path
 from echelon.data.records.readers import Reader
@@ -113,7 +112,7 @@ class IndexedWriter:
             self.discard()
 
 
-def make_index(rec: Path, idx: Path, on_bad: Callable[[RecordError], None] | None = None) -> int:
+def make_index(rec: Path, idx: Path, on_bad: OnBad = None) -> int:
     """Write the index of a record file with the keys 0, 1, 2 ...; return the number of records."""
     _check_index_name(rec, idx)
     check_writable(idx)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Self
 
 import numpy as np
 import torch
@@ -81,9 +80,3 @@ class SyntheticLoader:
 
     def close(self) -> None:
         """Do nothing: there are no threads."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.data.records.file import RecordError
+from echelon.data.records.file import RecordError, report
 from echelon.errors import DataError, UsageError
 
 Pixels: TypeAlias = NDArray[np.uint8]
@@ -151,9 +151,7 @@ def _rows(path: Path, data: bytes, head: int, size: int, on_bad: OnBad, expected
         should = "" if expected is None else f", and should have {expected} records, {head + expected * size} bytes"
         reason = f"the file ends {place}: it has {len(data)} bytes{should}; download it again"
         fault = RecordError(path, head + count * size, count, reason)
-        if on_bad is None:
-            raise fault
-        on_bad(fault)
+        report(fault, on_bad)
     count = count if expected is None else min(count, expected)
     return np.frombuffer(data, np.uint8, count * size, head).reshape(count, size)
 
@@ -200,15 +198,8 @@ _FORMATS = (
 FORMATS = {one.name: one for one in _FORMATS}
 
 
-class Found(NamedTuple):
-    """A format, and the files of the splits that were found: train, val, or both."""
-
-    file_format: FileFormat
-    splits: dict[str, list[Path]]
-
-
-def find_format(source: Path) -> Found:
-    """Recognise the data set in a folder by its file names."""
+def find_format(source: Path) -> tuple[FileFormat, dict[str, list[Path]]]:
+    """Recognise the data set in a folder by its file names; return its format and the files of its splits."""
     if source.is_file():
         raise UsageError(f"{source} is a file; expected the folder with the data set. Unpack an archive first (tar xf)")
     if not source.is_dir():
@@ -218,7 +209,7 @@ def find_format(source: Path) -> Found:
     for file_format in FORMATS.values():
         for folder in (source, source / file_format.folder):
             if splits := find_splits(folder, file_format):
-                return Found(file_format, splits)
+                return file_format, splits
     known = "\n".join(f"  {one.name}: {' '.join(one.train + one.val)}" for one in FORMATS.values())
     raise DataError(f"no known data set in {source}; looked for\n{known}")
 
