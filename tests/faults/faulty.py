@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.cluster.messages import Done, Response, decode_request, decode_response
-from echelon.transport.interface import Buffer, Endpoint, Peer, Transport
+from echelon.transport.interface import Buffer, Endpoint, Peer, Placer, Transport
 
 LOSE = "lose"  # the request never arrives
 REPEAT = "repeat"  # it arrives twice
@@ -74,6 +74,7 @@ class _FaultyEndpoint:
         self._open: dict[int, tuple[str, int | None]] = {}  # request id -> kind and clock
         self._late: dict[str, tuple[Peer, list[bytes]]] = {}
         self._again: list[tuple[Peer, list[memoryview]]] = []
+        self.placer: Placer | None = None  # not used: answers are copied to their places
         self.address = inner.address
         self.wake = inner.wake
         self.close = inner.close
@@ -81,8 +82,7 @@ class _FaultyEndpoint:
     def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
         request: Any = decode_request(memoryview(frames[0]))
         kind = type(request).__name__
-        clock = getattr(request, "clock", None)
-        clock = clock - 1 if kind == "Pull" else clock
+        clock = request.clock - 1 if kind == "Pull" else getattr(request, "clock", None)
         self._open[request.id] = kind, clock
         action = self._faults.take(self._rank, kind, clock, (LOSE, REPEAT, REPEAT_LATE))
         if action == LOSE:

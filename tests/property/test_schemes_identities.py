@@ -237,6 +237,16 @@ def test_queries_about_a_worker_that_left_are_answered() -> None:
 # --- the dials
 
 
+def test_groups_are_everybody_alone_or_listed() -> None:
+    def groups(rules: Rules) -> list[int]:
+        return [rules.group_of(worker) for worker in range(4)]
+
+    assert len(set(groups(bsp()))) == 1
+    assert len(set(groups(asp()))) == len(set(groups(ssp(2)))) == 4
+    assert groups(gsp([[0, 2], [1, 3]])) == [0, 1, 0, 1]
+    assert [rules.sums_over_everybody for rules in (bsp(), asp(), ssp(0), gsp([range(4)]))] == [True] + [False] * 3
+
+
 @pytest.mark.parametrize(
     ("store", "staleness", "groups", "rules"),
     [

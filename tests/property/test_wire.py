@@ -32,7 +32,7 @@ from echelon.cluster.messages import (
 from echelon.cluster.placement import KeySpec, Segment, Slot
 from echelon.transport.control import MAX_FRAME, FrameReader, frame
 
-Decode = Callable[[bytes], Any]
+Decode = Callable[[bytes | memoryview], Any]
 
 INTS = st.integers(-(2**63), 2**64 - 1)
 FLOATS = st.floats(allow_nan=False)
@@ -144,7 +144,7 @@ def test_a_message_of_another_family_is_malformed(decode: Decode, other: Any, da
 def test_bytes_after_a_message_are_malformed(decode: Decode, data: bytes) -> None:
     family = next(family for family, known in FAMILIES if known is decode)
     kind = next(kind for kind in get_args(family) if kind.__name__ in ("Heartbeat", "Retire", "Placed"))
-    empty = {"Heartbeat": (), "Retire": (1,), "Placed": (1, [], [])}[kind.__name__]
+    empty: tuple[Any, ...] = {"Heartbeat": (), "Retire": (1,), "Placed": (1, [], [])}[kind.__name__]
     with pytest.raises(Malformed):
         decode(encode(kind(*empty)) + data)
 
@@ -184,7 +184,8 @@ def test_a_message_is_returned_when_its_last_byte_arrives(first: Any, second: An
 def test_messages_before_a_bad_frame_are_returned(messages: list[Any], garbage: bytes, cuts: list[int]) -> None:
     bad = b"\xc1" + garbage  # a byte that MessagePack never uses
     stream = b"".join(map(frame, messages)) + struct.pack("!I", len(bad)) + bad
-    reader, seen = FrameReader(), []
+    reader = FrameReader()
+    seen: list[Any] = []
 
     def read() -> None:
         for chunk in chunks(stream, cuts):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import pytest
 
 from echelon.cluster.membership import Membership, Send
 from echelon.cluster.messages import (
     Abort,
     BarrierDone,
-    ControlMessage,
     Departure,
     Finish,
     Halt,
@@ -21,6 +23,8 @@ from echelon.cluster.messages import (
     View,
     WorkerExited,
 )
+
+Message = TypeVar("Message")
 
 SERVERS_AT = 200
 
@@ -44,7 +48,7 @@ def gathered(workers: int, servers: int) -> Membership:
     return membership
 
 
-def sent(sends: list[Send], kind: type[ControlMessage]) -> dict[int, ControlMessage]:
+def sent(sends: list[Send], kind: type[Message]) -> dict[int, Message]:
     """Return the messages of one kind by connection."""
     return {send.to: send.message for send in sends if isinstance(send.message, kind)}
 
@@ -268,7 +272,7 @@ def test_no_worker_can_register_after_another_exited() -> None:
 @pytest.mark.parametrize("server_first", [True, False])
 def test_servers_finish_if_no_worker_needs_them(server_first: bool) -> None:
     membership = Membership(2, 1)
-    events = [
+    events: list[Callable[[], list[Send]]] = [
         lambda: membership.register(1, server(0)),
         lambda: membership.worker_exited(WorkerExited(0, "ended", failed=False)),
         lambda: membership.worker_exited(WorkerExited(1, "ended", failed=False)),
