@@ -49,17 +49,17 @@ def test_a_failing_device_shows_its_last_lines_and_ends_the_others(tmp_path: Pat
     done = run(2, "fail", str(tmp_path / "pipe"))
     assert done.returncode == 1
     assert done.stdout == "device 0 of 2\n"
-    told = r"echelon: device 1 \(pid \d+\) exited with status 1; its last lines:\n"
-    assert re.search(told + r"    device 1 of 2\n    a device has its reasons\n", done.stderr)
+    expected = r"echelon: device 1 \(pid \d+\) exited with status 1; its last lines:\n"
+    assert re.search(expected + r"    device 1 of 2\n    a device has its reasons\n", done.stderr)
 
 
 def test_signals_are_forwarded_to_all_devices(tmp_path: Path) -> None:
     with subprocess.Popen(starter(3, "wait", str(tmp_path)), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
         until(lambda: len(list(tmp_path.iterdir())) == 3, "all devices at work")
         worker.send_signal(signal.SIGTERM)
-        said = worker.communicate(timeout=20)
+        printed = worker.communicate(timeout=20)
     assert worker.returncode == 128 + signal.SIGTERM
-    assert said == (b"device 0 of 3\n", b"echelon: stopped by SIGTERM\n")
+    assert printed == (b"device 0 of 3\n", b"echelon: stopped by SIGTERM\n")
 
 
 @pytest.mark.long

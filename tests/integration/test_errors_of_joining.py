@@ -132,17 +132,17 @@ def test_a_process_that_has_left_its_job_cannot_join_again() -> None:
     def rejoin(rank: int) -> str:
         join("dist_sync", whole.as_role("worker", rank), transport).close()
         began = time.monotonic()
-        said = error_of(lambda: join("dist_sync", whole.as_role("worker", rank), transport))
+        message = error_of(lambda: join("dist_sync", whole.as_role("worker", rank), transport))
         assert time.monotonic() - began < DEADLINE_S
-        return said
+        return message
 
     with ThreadPoolExecutor(4) as pool:
         pool.submit(serve_scheduler, whole, listener)
         pool.submit(serve_server, whole.as_role("server", 0), transport)
         messages = [job.result() for job in [pool.submit(rejoin, rank) for rank in range(2)]]
-    for said in (*messages, rejoin_later(whole, transport)):
-        assert f"this process has left the job of 127.0.0.1:{whole.scheduler_port}" in said
-        assert "create one store, give it to every Trainer (kvstore=store)" in said
+    for message in (*messages, rejoin_later(whole, transport)):
+        assert f"this process has left the job of 127.0.0.1:{whole.scheduler_port}" in message
+        assert "create one store, give it to every Trainer (kvstore=store)" in message
 
 
 def rejoin_later(whole: Job, transport: InProcessTransport) -> str:

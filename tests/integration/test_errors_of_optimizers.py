@@ -144,14 +144,14 @@ def test_an_instance_with_several_parameter_groups_is_rejected() -> None:
         kv.set_optimizer(optimizer)
 
 
-@pytest.mark.parametrize("who", ["everybody", "rank 0"])
-def test_an_optimizer_does_not_update_whole_numbers(who: str) -> None:
+@pytest.mark.parametrize("setters", ["all", "rank 0"])
+def test_an_optimizer_does_not_update_integers(setters: str) -> None:
     """The error comes before anything is sent or, on a worker that has set no optimizer, from the server."""
 
     def program(kv: KVStore) -> str:
         kv.init("counts", torch.zeros(3, dtype=torch.int64))
         kv.init("good", torch.zeros(3))
-        if who == "everybody" or kv.rank == 0:
+        if setters == "all" or kv.rank == 0:
             kv.set_optimizer("sgd", lr=1.0, maximize=True)
         kv.barrier()
         message = error_of(lambda: kv.pushpull("counts", torch.ones(3, dtype=torch.int64)))
@@ -169,11 +169,11 @@ def test_states_are_not_saved_where_no_file_can_be_created(tmp_path: Path) -> No
         kv.init("good", torch.zeros(3))
         kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
         kv.push("good", torch.ones(3))
-        said = error_of(lambda: kv.save_optimizer_states(tmp_path))
-        assert f"cannot write {tmp_path}: it is a folder; give a file name" in said
+        message = error_of(lambda: kv.save_optimizer_states(tmp_path))
+        assert f"cannot write {tmp_path}: it is a folder; give a file name" in message
         missing = tmp_path / "nowhere" / "states"
-        said = error_of(lambda: kv.save_optimizer_states(missing))
-        assert f"cannot write {missing}: the folder {missing.parent} does not exist; create it" in said
+        message = error_of(lambda: kv.save_optimizer_states(missing))
+        assert f"cannot write {missing}: the folder {missing.parent} does not exist; create it" in message
     assert list(tmp_path.iterdir()) == []
 
 

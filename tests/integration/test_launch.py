@@ -32,8 +32,8 @@ def test_a_failing_worker_gives_its_status_and_last_lines_and_the_other_continue
     assert lines(job.out, "worker 0") == ["imported", "rank 0 of 2", "result [1.0, 1.0]"]
     assert lines(job.out, "worker 1") == ["imported", "rank 1 of 2", "no newline at the end"]
     assert all(re.match(r"\[(worker|server|scheduler) \d\] ", line) for line in job.out.splitlines())
-    told = r"echelon: worker 1 \(pid \d+\) exited with status 3; its last lines:\n"
-    assert re.fullmatch(told + r"    imported\n    rank 1 of 2\n    no newline at the end\n", job.err)
+    expected = r"echelon: worker 1 \(pid \d+\) exited with status 3; its last lines:\n"
+    assert re.fullmatch(expected + r"    imported\n    rank 1 of 2\n    no newline at the end\n", job.err)
 
 
 def test_ctrl_c_is_forwarded_and_ends_everything(tmp_path: Path) -> None:
@@ -60,8 +60,8 @@ def test_a_second_ctrl_c_kills_the_remaining_workers_and_names_them(tmp_path: Pa
 def test_a_wrong_shape_is_the_error_of_the_worker_that_gave_it(tmp_path: Path) -> None:
     with launch(tmp_path, "shapes", "--transport", "tcp") as job:
         assert job.wait() == 1
-    said = "worker 1: server 0: key 'w' is 2 float32 on the servers but 3 float32 on this worker"
-    assert lines(job.out, "worker 1")[-1] == f"echelon.errors.UsageError: {said}"
+    expected = "worker 1: server 0: key 'w' is 2 float32 on the servers but 3 float32 on this worker"
+    assert lines(job.out, "worker 1")[-1] == f"echelon.errors.UsageError: {expected}"
     assert lines(job.out, "worker 0")[-1] == "result [1.0, 1.0]"
     assert lines(job.out, "server 0") == []
     assert job.err.startswith("echelon: worker 1 (pid ")
@@ -70,8 +70,8 @@ def test_a_wrong_shape_is_the_error_of_the_worker_that_gave_it(tmp_path: Path) -
 def test_an_unknown_store_ends_the_job_and_lists_the_known_names(tmp_path: Path) -> None:
     with launch(tmp_path, "unknown store") as job:
         assert job.wait() == 1
-    said = "unknown store 'dist_snyc'; did you mean 'dist_sync'? Choose one of local, device, nccl_allreduce, "
-    assert said in lines(job.out, "worker 1")[-1]
+    expected = "unknown store 'dist_snyc'; did you mean 'dist_sync'? Choose one of local, device, nccl_allreduce, "
+    assert expected in lines(job.out, "worker 1")[-1]
     assert lines(job.out, "scheduler 0") == ["job stopped: worker 1 exited with status 1 before it joined the job"]
     assert re.match(r"echelon: worker 1 \(pid \d+\) exited with status 1; its last lines:\n", job.err)
 
@@ -96,9 +96,9 @@ def test_one_script_in_every_role_started_by_hand_in_any_order(by_hand: ByHand) 
     assert by_hand.out("scheduler") == "imported\n", "it serves from create() and ends there"
     assert script_lines(by_hand.out("server")) == ["imported"], "it serves from create() and ends there"
     assert "received Finish()" in by_hand.out("server")
-    said = [script_lines(by_hand.out(name)) for name in ("worker late", "worker early")]
-    assert sorted(text[1] for text in said) == ["rank 0 of 2", "rank 1 of 2"]
-    assert [text[2] for text in said] == ["result [3.0, 3.0]"] * 2
+    expected = [script_lines(by_hand.out(name)) for name in ("worker late", "worker early")]
+    assert sorted(text[1] for text in expected) == ["rank 0 of 2", "rank 1 of 2"]
+    assert [text[2] for text in expected] == ["result [3.0, 3.0]"] * 2
 
 
 def test_ranks_come_from_the_order_of_arrival(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ print(threading.active_count(), any(os.readlink(path).startswith("socket:") for 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["-n", "0", "-s", "1", "true"], "a job needs at least one worker (-n), not 0"),
         (["-n", "1", "-s", "1"], "no command to launch"),
@@ -143,13 +143,13 @@ print(threading.active_count(), any(os.readlink(path).startswith("socket:") for 
         (["-n", "1", "nosuchprogram"], "cannot run 'nosuchprogram': No such file or directory"),
     ],
 )
-def test_an_invalid_command_line_gives_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_an_invalid_command_line_gives_one_line(tmp_path: Path, arguments: list[str], expected: str) -> None:
     command = [sys.executable, "-m", "echelon.cli.main", "launch", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("echelon: ")
     assert done.stderr.count("\n") == 1
-    assert said in done.stderr
+    assert expected in done.stderr
 
 
 def test_processes_that_a_command_leaves_running_are_killed(tmp_path: Path) -> None:

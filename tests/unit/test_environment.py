@@ -158,7 +158,7 @@ def test_an_invalid_number_is_rejected_with_the_name_of_its_variable(name: str, 
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"DMLC_PS_ROOT_PORT": "99999"}, "DMLC_PS_ROOT_PORT is '99999'; a port is a number from 1 to 65535"),
         ({"DMLC_NUM_WORKER": "0"}, "DMLC_NUM_WORKER is '0'; it must be 1 or more"),
@@ -169,21 +169,21 @@ def test_an_invalid_number_is_rejected_with_the_name_of_its_variable(name: str, 
         ({"ECHELON_DEVICE_PORT": "65536"}, "ECHELON_DEVICE_PORT is '65536'; a port is"),
     ],
 )
-def test_an_invalid_job_is_rejected(given: dict[str, str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_an_invalid_job_is_rejected(given: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         Job.from_environment(LAUNCHED | given)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'; it must be 1 or more"),
         ({"RANK": "3"}, "RANK is 3, but WORLD_SIZE is 3: ranks go from 0 to 2"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT is '70000'; a port is a number from 1 to 65535"),
     ],
 )
-def test_an_invalid_job_of_torchrun_is_rejected(given: dict[str, str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_an_invalid_job_of_torchrun_is_rejected(given: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         Job.from_environment({"RANK": "2", "WORLD_SIZE": "3", "MASTER_PORT": "1234"} | given)
 
 

@@ -181,7 +181,7 @@ def _create_multi_device(
     return store
 
 
-def _call_at_exit(store: ServerStore | CollectiveStore | MultiDeviceStore, end: Callable[[bool], None]) -> None:
+def _call_at_exit(store: KVStore, end: Callable[[bool], None]) -> None:
     """Call `end(failed)` when the interpreter exits, unless the store was closed before.
 
     After an uncaught exception `failed` is True, so that the other workers see a death and not a normal end.

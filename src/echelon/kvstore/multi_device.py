@@ -40,7 +40,6 @@ class MultiDeviceStore(KVStore):
         self.group = group
         self.server_store = server_store
         self.on_retire: Callable[[], None] = lambda: None
-        self.on_closed: Callable[[], None] = lambda: None
         self._specs_by_key: dict[Key, KeySpec] = {}
         self._halt_requested = False
         self._job_state = ""  # what device 0 has shared, as JSON, and how often it has changed
@@ -50,7 +49,7 @@ class MultiDeviceStore(KVStore):
         self._halted: str | None = None
         self.share_job_state()
 
-    # --- who and where
+    # --- ranks and workers
 
     @property
     def rank(self) -> int:
@@ -116,13 +115,6 @@ class MultiDeviceStore(KVStore):
         for first, tensors in zip(firsts, outs, strict=True):
             for tensor in tensors[1:]:
                 tensor.detach().copy_(first)
-
-    def pushpull(self, key: Keys, value: Values, out: Values | None = None, priority: int = 0) -> None:
-        """Push, then pull; without `out`, the weights replace the pushed values."""
-        target = value if out is None else out
-        self._targets(key, target)
-        self.push(key, value, priority)
-        self.pull(key, target, priority)
 
     def _use_optimizer(self, spec: OptimizerSpec) -> None:
         self.group.check_same("the optimizer", str(spec))

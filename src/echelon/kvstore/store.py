@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -44,11 +44,12 @@ CLOSED = "this store is closed; close it after the last call"
 
 
 class KVStore(ABC):
-    """Created by `echelon.kvstore.create`."""
+    """The base class of all stores, which `echelon.kvstore.create` returns."""
 
     def __init__(self, name: str, events: EventLog, *, check_finite: bool, sums_replace: bool) -> None:
         self.type = name
         self.events = events
+        self.on_closed: Callable[[], None] = lambda: None
         self.optimizer_spec: OptimizerSpec | None = None
         self._closed = False
         self._check_finite = check_finite
@@ -103,9 +104,12 @@ class KVStore(ABC):
     def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
         """Wait until the scheme answers, then copy the weights into `out` (into every tensor of a list)."""
 
-    @abstractmethod
     def pushpull(self, key: Keys, value: Values, out: Values | None = None, priority: int = 0) -> None:
         """Push, then pull. Without `out`, the weights replace the pushed values."""
+        target = value if out is None else out
+        self._targets(key, target)  # raises before anything is pushed
+        self.push(key, value, priority)
+        self.pull(key, target, priority)
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
         """Call `init`, then `pull`, so that every worker has rank 0's values."""

@@ -90,7 +90,7 @@ class ControlClient:
             try:
                 self._socket.sendall(frame(message))
             except OSError as error:
-                self.lost = self.lost or f"the scheduler is gone: {error}"
+                self.lost = self.lost or f"the connection to the scheduler was lost: {error}"
 
     def close(self) -> None:
         """Close the connection and stop the thread."""
@@ -118,9 +118,9 @@ class ControlClient:
                     self._on_message(message)
                 self._send_heartbeat_if_due()
         except (OSError, Malformed) as error:
-            self.lost = self.lost or f"the scheduler is gone: {error}"
+            self.lost = self.lost or f"the connection to the scheduler was lost: {error}"
         if not self._closed:
-            self.lost = self.lost or "the scheduler is gone: its connection closed"
+            self.lost = self.lost or "the connection to the scheduler was lost: it closed"
             self._on_message(Heartbeat())  # wakes a waiting thread, which then checks `lost`
 
     def _send_heartbeat_if_due(self) -> None:

@@ -27,8 +27,8 @@ Handler = Callable[[ControlMessage], None]
 class DepartedJobs:
     """The jobs that this process has left, by the address of their scheduler.
 
-    A job admits nobody twice, and its scheduler may be gone. Joining it again would wait for the whole timeout and end
-    with a misleading error. This record makes it fail at once, with an error that says what to do instead.
+    A job admits no process twice, and its scheduler may have ended. Joining it again would wait for the whole timeout
+    and end with a misleading error. This record makes it fail at once, with an error that says what to do instead.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("-i nosuch0", "network interface 'nosuch0' has no IPv4 address (-i or DMLC_INTERFACE); this machine has "),
         ("--stall-seconds -3", "--stall-seconds must be above 0 and finite, not -3"),
@@ -39,13 +39,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_an_invalid_flag_is_rejected_before_anything_starts(
-    folder: Path, capsys: pytest.CaptureFixture[str], flags: str, said: str
+    folder: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str
 ) -> None:
     assert main(["launch", "-n", "2", "-s", "1", *flags.split(), *TOUCH]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("echelon: ")
-    assert said in err
+    assert message in err
     assert sorted(os.listdir(folder)) == ["by-host", "latin"]
 
 

@@ -34,7 +34,7 @@ def test_devices(six_gpus: None, gpus: str | None, devices: str | None, found: l
 
 
 @pytest.mark.parametrize(
-    ("gpus", "devices", "said"),
+    ("gpus", "devices", "message"),
     [
         ("0,1,0", None, "--gpus 0,1,0 names GPU 0 twice; a GPU has one process"),
         (None, "cuda:1,cuda:1", "--devices cuda:1,cuda:1 names GPU 1 twice"),
@@ -49,8 +49,8 @@ def test_devices(six_gpus: None, gpus: str | None, devices: str | None, found: l
         (None, "cpu,cuda:0", "is neither cpu:COUNT nor a list"),
     ],
 )
-def test_invalid_devices(six_gpus: None, gpus: str | None, devices: str | None, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_devices(six_gpus: None, gpus: str | None, devices: str | None, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         parse_devices(gpus, devices)
 
 

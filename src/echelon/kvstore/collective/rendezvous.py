@@ -1,7 +1,7 @@
 """Rendezvous of a process group: its members find each other at a TCP store, which rank 0 hosts.
 
-A waiting process prints every `stall_seconds` whom it waits for, and after `timeout_s` that becomes an error. This
-module does the waiting itself, because torch's own waits cannot be interrupted or observed, and print pages of
+A waiting process prints every `stall_seconds` which members it waits for, and after `timeout_s` it raises an error.
+This module does the waiting itself, because torch's own waits cannot be interrupted or observed, and print pages of
 warnings when they time out.
 """
 
@@ -61,7 +61,7 @@ class Rendezvous:
 
 
 def rendezvous_of_store(name: str, job: Job) -> Rendezvous | None:
-    """Return where the process group of a store without servers meets, or None if this process is its only member."""
+    """Return the rendezvous of a store without servers, or None if this process is the only member of its group."""
     if not store_kind(name).spans_workers:
         return rendezvous_of_devices(name, job)
     if job.num_workers * job.num_devices == 1:
@@ -82,7 +82,7 @@ def rendezvous_of_store(name: str, job: Job) -> Rendezvous | None:
 
 
 def rendezvous_of_devices(name: str, job: Job) -> Rendezvous | None:
-    """Return where the devices of this worker meet, or None if it has only one.
+    """Return the rendezvous of this worker's devices, or None if it has only one.
 
     Their own port is used, if there is one. Otherwise the job's port is free for it, provided the job has one worker.
     """

@@ -46,19 +46,18 @@ class _Value:
 
 
 class CollectiveStore(KVStore):
-    """Created by `echelon.kvstore.create`."""
+    """The store of a process group. Created by `echelon.kvstore.create`."""
 
     def __init__(self, name: str, group: ProcessGroup, events: EventLog, *, check_finite: bool = False) -> None:
         super().__init__(name, events, check_finite=check_finite, sums_replace=True)
         self.group = group
         self.sharded = store_kind(name).sharded
         self.on_retire: Callable[[], None] = lambda: None
-        self.on_closed: Callable[[], None] = lambda: None
         self._values: dict[Key, _Value] = {}
         self._requested_halt: str | None = None
         self._halted: str | None = None
 
-    # --- who and where
+    # --- ranks and workers
 
     @property
     def rank(self) -> int:
@@ -72,7 +71,7 @@ class CollectiveStore(KVStore):
 
     @property
     def halted(self) -> str | None:
-        """Why a worker asked everybody to stop training, or None."""
+        """The reason why a worker asked all workers to stop training, or None."""
         return self._halted
 
     @property
@@ -96,17 +95,10 @@ class CollectiveStore(KVStore):
             self._apply([kept for kept, _ in some], [tensor for _, tensor in some])
 
     def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
-        """Copy the values into `out` (every tensor of a list)."""
+        """Copy the values into `out` (into every tensor of a list)."""
         for name, tensors in zip(as_keys(key), self._targets(key, out), strict=True):
             for tensor in tensors:
                 tensor.detach().copy_(self._values[name].whole)
-
-    def pushpull(self, key: Keys, value: Values, out: Values | None = None, priority: int = 0) -> None:
-        """Push, then pull; without `out`, the weights replace the pushed values."""
-        target = value if out is None else out
-        self._targets(key, target)
-        self.push(key, value, priority)
-        self.pull(key, target, priority)
 
     def _use_optimizer(self, spec: OptimizerSpec) -> None:
         if self.optimizer_spec not in (None, spec):

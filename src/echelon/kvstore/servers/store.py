@@ -10,7 +10,7 @@ none of them makes a step that the others do not make.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ class ServerStore(KVStore):
         self._lock_step = store_kind(name).lock_step
         self._halt_requested = False
         self._halted: str | None = None
-        self.on_closed: Callable[[], None] = lambda: None
         listed = [sorted(group) for group in groups] if groups else None
         self._to_all(lambda i: Configure(i, session.rank, name, staleness, listed))
 
