@@ -96,9 +96,11 @@ def test_the_weights_match_mxnet() -> None:
     for case, theirs in zip(CASES, mxnet(requests), strict=True):
         found = ours(*CASES[case][2:], weights, gradients)
         assert not torch.equal(found[-1], weights), case
-        torch.testing.assert_close(
-            found, theirs, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text, case=case: f"{case}: {text}"
-        )
+        assert_close(case, found, theirs)
+
+
+def assert_close(case: str, found: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(found, theirs, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{case}: {text}")
 
 
 def test_the_drift_and_noise_of_sgld_match_mxnet() -> None:

@@ -5,8 +5,10 @@ import sys
 import torch
 
 from echelon import kvstore
+from echelon.kvstore.servers.store import ServerStore
 
 kv = kvstore.create(sys.argv[1])
+assert isinstance(kv, ServerStore)
 kv.init("x", torch.zeros(100_000))
 out = torch.zeros(100_000)
 kv.pushpull("x", torch.full((100_000,), kv.rank + 1.0), out)

@@ -34,14 +34,14 @@ def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_images_have_the_size_of_photographs(photographs: Path) -> None:
     source = RecordSource(photographs)
-    infos = [inspect(source.read(number).payload) for number in range(len(source))]
+    infos = [inspect(bytes(source.read(number).payload)) for number in range(len(source))]
     assert {(info.height, info.width) for info in infos} == {(360, 480)}
     assert 40_000 < photographs.stat().st_size / len(source) < 90_000
 
 
 def test_the_images_have_restart_markers_by_default(photographs: Path, tmp_path: Path) -> None:
     for rec, is_cut in ((photographs, True), (Path(io.make_file(tmp_path, 1, 0)), False)):
-        assert (cut(RecordSource(rec).read(0).payload, (100, 100, 324, 324)) is not None) == is_cut
+        assert (cut(bytes(RecordSource(rec).read(0).payload), (100, 100, 324, 324)) is not None) == is_cut
 
 
 def test_the_result_file_contains_the_figures(tmp_path: Path) -> None:
