@@ -1,6 +1,6 @@
-"""A worker that says how many pages the kernel had to bring in during a step: the median of nine, after a few others.
+"""A worker that prints the number of page faults per step: the median of nine steps, after a few others.
 
-The median, because now and then the heap grows by a block: where the allocator gives memory back, every step pays.
+The median, because the heap sometimes grows by a block. If the allocator returns memory, every step has page faults.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BATCH = 256
 
 
 def main() -> None:
-    """Weights, gradients and activations of about 64 MB each: more than malloc keeps by itself."""
+    """Train with weights, gradients and activations of about 64 MB each, which is more than malloc keeps by default."""
     store = kvstore.create("dist_sync")
     torch.set_num_threads(1)
     model = torch.nn.Sequential(torch.nn.Linear(256, 65536), torch.nn.ReLU(), torch.nn.Linear(65536, 1))

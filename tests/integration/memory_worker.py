@@ -1,14 +1,14 @@
-"""A worker that trains a model of about 50 MB and says what that took: itself, and (rank 0) every server.
+"""A worker that trains a model of about 50 MB and prints how much memory it used, and (rank 0) every server.
 
-Measured is what is resident, from /proc/PID/smaps: `own` is every page without a file (the heap, stacks, anonymous
-maps, private or shared), `segments` the pages of the memfds by which workers share gradients and weights. A worker's
-segments are the worker's; a server maps them too, and there they are not counted.
+It measures resident memory, from /proc/PID/smaps. `own` is every page without a file (heap, stacks, anonymous maps,
+private or shared), `segments` are the pages of the memfds in which workers share gradients and weights. Segments count
+for the worker; a server maps them, too, but they do not count there.
 
-The worker hands back what its allocator only keeps for reuse (malloc_trim) before each measure of itself: otherwise
-the memory of freed tensors, up to a few of the biggest layer's, would come and go in the figure.
+Before each measurement of itself, the worker returns memory that its allocator keeps for reuse (malloc_trim). Otherwise
+the figure would vary by the memory of freed tensors, up to that of a few of the largest layers.
 
-The first measure comes after a whole small job has run in this process, so that what torch loads once is in
-it; the model exists by then, without gradients.
+The first measurement is after a small job in this process, so that it includes what torch loads once. At that time the
+model exists, without gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WIDTH = 1870  # 3 layers of 14 MB and one of 10 MB
 
 
 def resident(pid: int) -> tuple[int, int]:
-    """Bytes of a process without a file, and in Echelon's segments."""
+    """Return the resident bytes of a process that have no file, and those in Echelon's segments."""
     own = segments = 0
     where = ""
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -46,19 +46,19 @@ def resident(pid: int) -> tuple[int, int]:
 
 
 def resident_trimmed() -> tuple[int, int]:
-    """This process, without free memory."""
+    """Return `resident` of this process, without free memory."""
     ctypes.CDLL(None).malloc_trim(0)
     return resident(os.getpid())
 
 
 def servers() -> list[int]:
-    """The servers' pids: this process's siblings."""
+    """Return the process ids of the servers, which are siblings of this process."""
     siblings = psutil.Process(os.getppid()).children()
     return [p.pid for p in siblings if p.status() != psutil.STATUS_ZOMBIE and "echelon.server" in p.cmdline()]
 
 
 def step(model: nn.Module, trainer: echelon.Trainer) -> None:
-    """One small batch."""
+    """Train one small batch."""
     model(torch.ones(2, WIDTH)).square().mean().backward()
     trainer.step(2)
     trainer.sync()

@@ -1,4 +1,4 @@
-"""A job with servers whose workers have several devices, as forks of the test: real processes, started in no time."""
+"""A job with servers whose workers have several devices, as forks of the test: real processes that start quickly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Sizes = tuple[int, int, int]  # workers, devices of each, servers
 
 
 def run(program: Callable[[KVStore], Any], store: str, *, sizes: Sizes = (1, 2, 1), **options: Any) -> list[Any]:
-    """Run `program` on every device of every worker; what each returned, or the error it ended by, by rank."""
+    """Run `program` on every device of every worker. Return the results, or the errors, by rank."""
 
     def work(job: Job) -> Any:
         with create(store, job=job, **options) as kv:
@@ -31,7 +31,7 @@ def run(program: Callable[[KVStore], Any], store: str, *, sizes: Sizes = (1, 2, 
 
 
 def run_as_launched(program: Callable[[], Any], sizes: Sizes, run_dir: str | None = None) -> list[Any]:
-    """The same for a program that reads its environment."""
+    """Run a program that reads its environment on every device of every worker."""
 
     def work(job: Job) -> Any:
         os.environ.update(replace(job, run_dir=run_dir).to_environment())
@@ -43,17 +43,17 @@ def run_as_launched(program: Callable[[], Any], sizes: Sizes, run_dir: str | Non
 
 
 def run_processes(program: Callable[[Job], Any], sizes: Sizes) -> list[Any]:
-    """A scheduler, servers, and `program` for every device."""
+    """Run a scheduler, servers, and `program` for every device. Return the results of `program`."""
     num_workers, num_devices, num_servers = sizes
 
-    def work(job: Job, *meeting: socket.socket) -> Any:
-        return program(replace(job, device_fd=meeting[0].detach() if meeting else None))
+    def work(job: Job, *listening: socket.socket) -> Any:
+        return program(replace(job, device_fd=listening[0].detach() if listening else None))
 
     def serve(job: Job) -> int:
         return serve_server(job, by_name("auto"))
 
     with ExitStack() as sockets:
-        scheduler, *meetings = [
+        scheduler, *rendezvous = [
             sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=128)) for _ in range(num_workers + 1)
         ]
         job = Job(
@@ -69,9 +69,9 @@ def run_processes(program: Callable[[Job], Any], sizes: Sizes) -> list[Any]:
         devices = []
         for rank in range(num_workers * num_devices):
             worker, index = divmod(rank, num_devices)
-            meeting = meetings[worker]
-            mine = replace(job, rank=worker, device_index=index, device_port=meeting.getsockname()[1])
-            devices.append(Fork(work, mine, sockets=[] if index else [meeting]))
+            listening = rendezvous[worker]
+            mine = replace(job, rank=worker, device_index=index, device_port=listening.getsockname()[1])
+            devices.append(Fork(work, mine, sockets=[] if index else [listening]))
     found = [fork.result() for fork in devices]
     assert [fork.result() for fork in others] == [0] * len(others)
     return found

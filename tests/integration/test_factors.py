@@ -1,4 +1,4 @@
-"""Pushing factors instead of gradients changes nothing but what is sent: the weights are the same to the bit."""
+"""Pushing factors instead of gradients only changes what is sent: the weights are the same bit for bit."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
 from echelon.transport import by_name
 
-SAMPLES, INPUTS, WIDTH = 6, 1100, 1024  # 4.5 MB of weights: a bucket by themselves
+SAMPLES, INPUTS, WIDTH = 6, 1100, 1024  # 4.5 MB of weights, which are a bucket by themselves
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 Step = Callable[[nn.Module, echelon.Trainer | None, Batch], None]
 
 
 class Wide(nn.Module):
-    """A large layer in front, a small one behind."""
+    """Has a large layer and then a small one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,16 +64,16 @@ def backward(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) ->
 def trained(
     kv: KVStore, model: nn.Module, make: MakeOptimizer, data: list[Batch], step: Step = backward, factors: bool = True
 ) -> tuple[State, list[bool]]:
-    """The weights after training, and for each step whether factors left instead of the large layer's gradient."""
+    """Return the weights, and for each step whether factors were pushed instead of the large layer's gradient."""
     torch.set_num_threads(1)
     mine = copy.deepcopy(model)
-    left = []
+    factored = []
     with echelon.Trainer(mine, make(mine), kv, push_factors=factors) as trainer:
         for batch in data:
             step(mine, trainer, batch)
-            left.append(mine.get_parameter("large.weight").grad is None)
+            factored.append(mine.get_parameter("large.weight").grad is None)
             trainer.step()
-        return snapshot(mine), left
+        return snapshot(mine), factored
 
 
 def plain(model: nn.Module, make: MakeOptimizer, data: list[Batch], step: Step = backward) -> State:
@@ -88,18 +88,18 @@ def plain(model: nn.Module, make: MakeOptimizer, data: list[Batch], step: Step =
 
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize("store", [name for name in STORES if name.startswith("dist")])
-def test_one_worker_is_plain_pytorch_to_the_bit(store: str, make: MakeOptimizer) -> None:
+def test_one_worker_is_plain_pytorch_bit_for_bit(store: str, make: MakeOptimizer) -> None:
     model, data = seeded(Wide), batches(4)
-    found, left = on_one_worker(lambda kv: trained(kv, model, make, data), store)
-    assert left == [True] * 4
+    found, factored = on_one_worker(lambda kv: trained(kv, model, make, data), store)
+    assert factored == [True] * 4
     expected = plain(model, make, data)
     assert differs(expected, snapshot(model))
     assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_workers_get_the_bits_that_gradients_would_give(transport: str) -> None:
-    """One of them has too many samples in its second batch: a gradient and factors meet in a sum."""
+def test_several_workers_get_the_same_bits_as_with_gradients(transport: str) -> None:
+    """One of them has too many samples in its second batch, so the servers add factors to a gradient."""
     model = seeded(Wide)
     data = [batches(3, seed=rank) for rank in (0, 1)]
     data[1][1] = batches(1, seed=5, size=200)[0]
@@ -112,13 +112,13 @@ def test_workers_get_the_bits_that_gradients_would_give(transport: str) -> None:
         )
 
     with_factors, without = both(True), both(False)
-    assert [left for _, left in with_factors] == [[True] * 3, [True, False, True]]
-    assert [left for _, left in without] == [[False] * 3] * 2
+    assert [factored for _, factored in with_factors] == [[True] * 3, [True, False, True]]
+    assert [factored for _, factored in without] == [[False] * 3] * 2
     for one in with_factors:
         assert_same_bits(one[0], without[0][0])
 
 
-def test_fewer_servers_than_workers_get_gradients_where_memory_is_shared() -> None:
+def test_gradients_are_pushed_if_fewer_servers_than_workers_share_memory() -> None:
     model = seeded(Wide)
     found = run(lambda kv: trained(kv, model, sgd, batches(1))[1], "dist_sync", num_workers=2, num_servers=1)
     assert found == [[False], [False]]
@@ -128,16 +128,16 @@ def test_fewer_servers_than_workers_get_gradients_where_memory_is_shared() -> No
 
 
 def twice(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
-    """The layer is used two times in one pass."""
+    """Use the layer twice in one pass."""
     large, small = model.get_submodule("large"), model.get_submodule("small")
     if trainer is not None:
-        model(batch[0])  # without a backward pass, and not to be counted
+        model(batch[0])  # without a backward pass, so it must not count
     logits = small(torch.relu(large(batch[0])) + torch.tanh(large(2 * batch[0])))
     nn.functional.cross_entropy(logits, batch[1]).backward()
 
 
 def in_parts(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
-    """Forward passes before `accumulate`, the last part behind it."""
+    """Run a forward pass before `accumulate`, and the last part after it."""
     parts = [(batch[0][at : at + 2], batch[1][at : at + 2]) for at in (0, 2, 4)]
     first = loss_of(model, parts[0])
     if trainer is None:
@@ -151,14 +151,14 @@ def in_parts(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) ->
 
 
 def towards_the_inputs(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
-    """A small step of the inputs against the loss, as adversarial training makes it; then the step itself."""
+    """Change the inputs by the sign of their gradient, as adversarial training does; then make the step."""
     inputs = batch[0].clone().requires_grad_()
     (gradient,) = torch.autograd.grad(loss_of(model, (inputs, batch[1])), inputs)
     loss_of(model, (batch[0] + 0.01 * gradient.sign(), batch[1])).backward()
 
 
 def from_a_copy(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
-    """A copy of the model runs by itself: what it computes is its own, and its backward pass sends nothing."""
+    """Run a copy of the model, which has its own weights and sends nothing in its backward pass; then the step."""
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.get_parameter("large.weight").mul_(2)
@@ -170,46 +170,48 @@ def from_a_copy(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch)
 
 
 @pytest.mark.parametrize(
-    ("step", "leaves"), [(twice, True), (in_parts, False), (towards_the_inputs, True), (from_a_copy, True)]
+    ("step", "pushed"), [(twice, True), (in_parts, False), (towards_the_inputs, True), (from_a_copy, True)]
 )
-def test_other_ways_to_a_gradient_give_the_bits_of_plain_pytorch(step: Step, leaves: bool) -> None:
+def test_unusual_steps_give_the_bits_of_plain_pytorch(step: Step, pushed: bool) -> None:
     model, data = seeded(Wide), batches(2)
-    found, left = on_one_worker(lambda kv: trained(kv, model, sgd, data, step), "dist_sync")
-    assert left == [leaves] * 2
+    found, factored = on_one_worker(lambda kv: trained(kv, model, sgd, data, step), "dist_sync")
+    assert factored == [pushed] * 2
     if step is not twice:
         assert_same_bits(found, plain(model, sgd, data, step))
         return
-    expected = plain(model, sgd, data, step)  # one product of all rows, not a sum of two: rounded otherwise
+    expected = plain(
+        model, sgd, data, step
+    )  # one product, not a sum of two, which is rounded differently
     assert_close(found, expected, tolerances.of_training(data))
 
 
 @pytest.mark.parametrize("frozen", ["large.weight", "large.bias"])
-def test_what_is_frozen_in_mid_training_stays_as_it_is(frozen: str) -> None:
+def test_parameters_frozen_during_training_do_not_change(frozen: str) -> None:
     def step(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
         model.get_parameter(frozen).requires_grad_(bool(batch[1][0] >= 0))
         loss_of(model, (batch[0], batch[1].abs())).backward()
 
     model, data = seeded(Wide), batches(3)
-    data[1][1][0] = -1  # the sign to freeze
-    found, left = on_one_worker(lambda kv: trained(kv, model, sgd, data, step), "dist_sync")
-    assert left == [True, True, True]
+    data[1][1][0] = -1  # tells `step` to freeze
+    found, factored = on_one_worker(lambda kv: trained(kv, model, sgd, data, step), "dist_sync")
+    assert factored == [True, True, True]
     assert_same_bits(found, plain(model, sgd, data, step))
 
 
-def test_half_precision_by_autocast_pushes_gradients() -> None:
+def test_gradients_are_pushed_under_autocast() -> None:
     def step(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(model, batch)
         loss.backward()
 
     model, data = seeded(Wide), batches(2)
-    found, left = on_one_worker(lambda kv: trained(kv, model, sgd, data, step), "dist_sync")
-    assert left == [False, False]
+    found, factored = on_one_worker(lambda kv: trained(kv, model, sgd, data, step), "dist_sync")
+    assert factored == [False, False]
     assert_same_bits(found, plain(model, sgd, data, step))
 
 
 class Shared(Wide):
-    """Two modules with one weight."""
+    """Two modules share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,14 +223,14 @@ class Shared(Wide):
         return logits
 
 
-def test_a_weight_of_two_modules_is_pushed_as_a_gradient() -> None:
+def test_the_gradient_of_a_weight_of_two_modules_is_pushed() -> None:
     model, data = seeded(Shared), batches(2)
-    found, left = on_one_worker(lambda kv: trained(kv, model, sgd, data), "dist_sync")
-    assert left == [False, False]
+    found, factored = on_one_worker(lambda kv: trained(kv, model, sgd, data), "dist_sync")
+    assert factored == [False, False]
     assert_same_bits(found, plain(model, sgd, data))
 
 
-# --- what cannot be done is said
+# --- errors
 
 
 def second_derivative(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
@@ -238,7 +240,7 @@ def second_derivative(model: nn.Module, trainer: echelon.Trainer | None, batch: 
 
 
 def clipped(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> None:
-    """With a part that is not used, what is not large has not left when it is clipped."""
+    """Clip the gradients. A parameter is unused, so only the factors of the large layer were sent before."""
     loss_of(model, batch).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     if trainer is not None:
@@ -246,7 +248,7 @@ def clipped(model: nn.Module, trainer: echelon.Trainer | None, batch: Batch) -> 
 
 
 class WithUnused(Wide):
-    """A head that the loss does not see."""
+    """Has a head that the loss does not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +262,7 @@ class WithUnused(Wide):
         (clipped, r"was changed after gradients were sent.*overlap=False"),
     ],
 )
-def test_what_factors_cannot_do_is_an_error(step: Step, said: str) -> None:
+def test_steps_that_factors_do_not_support_are_errors(step: Step, said: str) -> None:
     def program(kv: KVStore) -> None:
         model: Any = copy.deepcopy(wide)
         trainer = echelon.Trainer(model, sgd(model), kv, push_factors=True)
@@ -272,7 +274,7 @@ def test_what_factors_cannot_do_is_an_error(step: Step, said: str) -> None:
     on_one_worker(program, "dist_sync")
 
 
-def test_what_is_not_finite_is_found_though_its_factors_are() -> None:
+def test_check_finite_checks_the_product_of_finite_factors() -> None:
     def program(kv: KVStore) -> None:
         model = copy.deepcopy(wide)
         trainer = echelon.Trainer(model, sgd(model), kv, push_factors=True, check_finite=True)

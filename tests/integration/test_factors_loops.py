@@ -1,4 +1,4 @@
-"""Whatever people do to a layer, its outputs and its gradient: with factors it gives the weights of plain PyTorch."""
+"""Factors with hooks, patched layers, checkpoints and transforms: the weights are those of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def of_hidden(model: Wide, hidden: Tensor, batch: Batch) -> Tensor:
     return of_logits(model.small(torch.relu(hidden)), batch)
 
 
-def entered(model: Wide, batch: Batch) -> None:
-    """The Trainer learns the size of the batch from a pass through the whole model; this one has no way back."""
+def infer_batch_size(model: Wide, batch: Batch) -> None:
+    """Run a forward pass of the whole model, from which the Trainer infers the batch size. It has no backward pass."""
     model(batch[0])
 
 
@@ -51,7 +51,7 @@ other_inputs = hooked(lambda model: model.large.register_forward_pre_hook(lambda
 
 
 def hook_on_the_outputs(model: Wide, batch: Batch) -> Tensor:
-    entered(model, batch)
+    infer_batch_size(model, batch)
     hidden = model.large(batch[0])
     hidden.register_hook(lambda gradient: -gradient)
     return of_hidden(model, hidden, batch)
@@ -65,12 +65,12 @@ def penalty_in_a_hook(model: Wide, batch: Batch) -> Tensor:
     return of_logits(logits, batch) + 0.1 * found[0]
 
 
-# --- other ways through the layer
+# --- other uses of the layer
 
 
 def changed_outputs(model: Wide, batch: Batch) -> Tensor:
-    """In place, and seen as three dimensions."""
-    entered(model, batch)
+    """Change the outputs in place, with inputs of three dimensions."""
+    infer_batch_size(model, batch)
     hidden = model.large(batch[0].view(2, 3, -1))
     hidden[:, :, :10] = 0
     hidden.relu_()
@@ -78,8 +78,8 @@ def changed_outputs(model: Wide, batch: Batch) -> Tensor:
 
 
 def patched(model: Wide, batch: Batch) -> Tensor:
-    """As adapters do it that are put around a layer."""
-    entered(model, batch)
+    """Replace `forward`, as adapters around a layer do."""
+    infer_batch_size(model, batch)
     forward = model.large.forward
     model.large.__dict__["forward"] = lambda inputs: 2 * forward(inputs)
     logits = model(batch[0])
@@ -88,24 +88,24 @@ def patched(model: Wide, batch: Batch) -> Tensor:
 
 
 def computed_again(model: Wide, batch: Batch) -> Tensor:
-    entered(model, batch)
+    infer_batch_size(model, batch)
     hidden: Tensor = checkpoint(model.large, batch[0], use_reentrant=False)  # type: ignore[no-untyped-call]
     return of_hidden(model, hidden, batch)
 
 
 def of_other_weights(model: Wide, batch: Batch) -> Tensor:
-    entered(model, batch)
+    infer_batch_size(model, batch)
     weights = {name: 2 * parameter for name, parameter in model.named_parameters()}
     return of_logits(torch.func.functional_call(model, weights, (batch[0],)), batch)
 
 
 def beside_transforms(model: Wide, batch: Batch) -> Tensor:
-    entered(model, batch)
+    infer_batch_size(model, batch)
     slopes: Tensor = torch.func.jacrev(model)(batch[0][:1])
     return of_logits(model(batch[0] + 0 * slopes.sum()), batch)
 
 
-# --- other ways back
+# --- other backward passes
 
 
 def backward(model: Wide, loss: Tensor) -> None:
@@ -133,7 +133,7 @@ def masked(model: Wide, loss: Tensor) -> None:
 
 
 def frozen(model: Wide, loss: Tensor) -> None:
-    """After the forward pass."""
+    """Freeze the weights after the forward pass."""
     model.large.weight.requires_grad_(False)
     loss.backward()  # type: ignore[no-untyped-call]
     model.large.weight.requires_grad_(True)
@@ -177,23 +177,23 @@ def test_a_weight_that_is_used_elsewhere_gets_both_gradients() -> None:
         (ordinary(model, batch) + 0.1 * nn.functional.linear(batch[0], model.large.weight).square().mean()).backward()
 
     model, data = seeded(Wide), batches(2)
-    found, left = on_one_worker(lambda kv: trained(kv, model, sgd, data, step), "dist_sync")
-    assert left == [False, False]
-    expected = plain(model, sgd, data, step)  # the two are added in another order
+    found, factored = on_one_worker(lambda kv: trained(kv, model, sgd, data, step), "dist_sync")
+    assert factored == [False, False]
+    expected = plain(model, sgd, data, step)  # the two gradients are added in another order
     assert_close(found, expected, tolerances.of_training(data))
 
 
-def test_what_was_put_around_a_layer_stays_when_training_is_over() -> None:
+def test_a_wrapper_around_a_layer_stays_after_training() -> None:
     def program(kv: KVStore) -> None:
         model = seeded(Wide)
         assert isinstance(model, Wide)
         with Trainer(model, sgd(model), kv, push_factors=True) as trainer:
             forward = model.large.forward
-            around = model.large.__dict__["forward"] = lambda inputs: 2 * forward(inputs)
+            wrapper = model.large.__dict__["forward"] = lambda inputs: 2 * forward(inputs)
             ordinary(model, batch).backward()  # type: ignore[no-untyped-call]
             trainer.step()
             late = ordinary(model, batch)
-        assert model.large.forward is around
+        assert model.large.forward is wrapper
         for loss in (late, ordinary(model, batch)):
             model.large.weight.grad = None
             loss.backward()  # type: ignore[no-untyped-call]

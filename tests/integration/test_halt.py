@@ -1,4 +1,4 @@
-"""Who asks all to stop: under `dist_sync` all stop after the same step, whoever hears of it first."""
+"""A worker asks all to stop: under `dist_sync` all stop after the same step, whoever receives the request first."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from echelon.train.loop.fit import fit
 from echelon.train.loop.stopping import EXIT_STATUS
 from echelon.train.recipe.options import TrainOptions
 
-ASKED_AFTER = 3
+REQUESTED_AFTER = 3
 
 
 def until_halted(kv: KVStore) -> tuple[str | None, int, dict[str, torch.Tensor]]:
-    """Rank 1 asks; rank 0 waits for its weights after every step, as one that evaluates does; the others do not."""
+    """Train until rank 1 asks to stop. Rank 0 waits for its weights after every step, as evaluation does."""
     model = seeded(Net)
     trainer = echelon.Trainer(model, SGD(model.parameters(), lr=0.01, momentum=0.9), kv)
     for batch in batches(1000, 1, seed=kv.rank):
@@ -36,7 +36,7 @@ def until_halted(kv: KVStore) -> tuple[str | None, int, dict[str, torch.Tensor]]
         trainer.step()
         if kv.rank == 0:
             trainer.sync()
-        if kv.rank == 1 and trainer.clock == ASKED_AFTER:
+        if kv.rank == 1 and trainer.clock == REQUESTED_AFTER:
             kv.halt("enough")
         if kv.halted:
             break
@@ -48,16 +48,16 @@ def until_halted(kv: KVStore) -> tuple[str | None, int, dict[str, torch.Tensor]]
     return kv.halted, trainer.clock, state
 
 
-@pytest.mark.parametrize(("sizes", "steps"), [((3, 1, 2), ASKED_AFTER + 2), ((2, 2, 1), ASKED_AFTER + 3)])
+@pytest.mark.parametrize(("sizes", "steps"), [((3, 1, 2), REQUESTED_AFTER + 2), ((2, 2, 1), REQUESTED_AFTER + 3)])
 def test_trainers_stop_after_the_same_step_with_the_same_weights(sizes: Sizes, steps: int) -> None:
-    """A word goes with the next push, whose answer is heard in the step after; between devices it takes one more."""
+    """The request is part of the next push, whose answer comes a step later; between devices one more step later."""
     found = run(until_halted, "dist_sync", sizes=sizes)
     assert [one[:2] for one in found] == [("enough", steps)] * len(found)
     for one in found[1:]:
         assert_same_bits(one[2], found[0][2])
 
 
-def test_a_single_worker_stops_at_once() -> None:
+def test_a_single_worker_stops_immediately() -> None:
     def program(kv: KVStore) -> tuple[str | None, str | None]:
         before = kv.halted
         kv.halt("enough")
@@ -73,32 +73,32 @@ def classic(kv: KVStore) -> tuple[str | None, int]:
     while not kv.halted and rounds < 1000:
         kv.pushpull("w", value.clone())
         rounds += 1
-        if kv.rank == 1 and rounds == ASKED_AFTER:
+        if kv.rank == 1 and rounds == REQUESTED_AFTER:
             kv.halt("enough")
     kv.retire()
     kv.barrier()
     return kv.halted, rounds
 
 
-def test_the_classic_calls_hear_it_in_the_round_that_asks() -> None:
-    assert run(classic, "dist_sync", sizes=(3, 1, 1)) == [("enough", ASKED_AFTER + 1)] * 3
+def test_pushpull_receives_the_request_in_the_next_round() -> None:
+    assert run(classic, "dist_sync", sizes=(3, 1, 1)) == [("enough", REQUESTED_AFTER + 1)] * 3
 
 
 def at_a_barrier(kv: KVStore) -> list[str | None]:
     if kv.rank == 1:
         kv.halt("enough")
-    heard = [kv.halted]
+    reasons = [kv.halted]
     kv.barrier()
     kv.barrier()
-    return [*heard, kv.halted]
+    return [*reasons, kv.halted]
 
 
-def test_those_who_only_meet_hear_it_there() -> None:
+def test_barriers_pass_the_request_on() -> None:
     assert run(at_a_barrier, "dist_sync", sizes=(2, 1, 1)) == [[None, "enough"]] * 2
 
 
 def after_a_barrier(kv: KVStore) -> list[str | None]:
-    """The word comes when all have been there, to one that has not woken up yet."""
+    """Receive the request after the barrier is complete, but before this worker has woken up."""
     session: Any = kv._session  # type: ignore[attr-defined]
     wake = session._changed.wait
 
@@ -111,38 +111,38 @@ def after_a_barrier(kv: KVStore) -> list[str | None]:
     session._changed.wait = wake_late
     kv.barrier()
     session._changed.wait = wake
-    heard = [kv.halted]
+    reasons = [kv.halted]
     kv.barrier()
-    return [*heard, kv.halted]
+    return [*reasons, kv.halted]
 
 
-def test_a_word_that_comes_after_a_barrier_is_heard_in_the_next() -> None:
+def test_a_request_after_a_barrier_counts_at_the_next_one() -> None:
     assert run(after_a_barrier, "dist_sync", sizes=(1, 1, 1)) == [[None, "enough"]]
 
 
 def two_reasons(kv: KVStore) -> list[str | None]:
-    heard = []
+    reasons = []
     for rank in (1, 0):
         if kv.rank == rank:
             kv.halt(f"worker {rank} has enough")
         kv.barrier()
         kv.barrier()
-        heard.append(kv.halted)
-    return heard
+        reasons.append(kv.halted)
+    return reasons
 
 
 @pytest.mark.parametrize("store", ["dist_sync", "dist_async"])
-def test_of_two_reasons_all_give_the_first(store: str) -> None:
+def test_of_two_reasons_all_workers_have_the_first(store: str) -> None:
     assert run(two_reasons, store, sizes=(2, 1, 1)) == [["worker 1 has enough"] * 2] * 2
 
 
-def test_a_run_that_one_worker_ends_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_run_that_one_worker_stopped_resumes_with_the_same_bits(tmp_path: Path) -> None:
     options = TrainOptions(
         kv_store="dist_sync", batch_size=64, num_epochs=2, num_examples=1280, lr=0.1, disp_batches=1, seed=7
     )
     line = log_lines.speed_line
 
-    def tell_and_terminate(epoch: int, first: int, last: int, *rest: object) -> str:
+    def print_and_terminate(epoch: int, first: int, last: int, *rest: object) -> str:
         if (epoch, last) == (1, 4) and os.environ["ECHELON_RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)
         return line(epoch, first, last, *rest)  # type: ignore[arg-type]
@@ -152,13 +152,13 @@ def test_a_run_that_one_worker_ends_goes_on_with_the_same_bits(tmp_path: Path) -
         mine = replace(given, model_prefix=str(tmp_path / name / "m"))
 
         def program() -> int:
-            log_lines.speed_line = speed_line  # in this process alone
+            log_lines.speed_line = speed_line  # in this process only
             return fit(mine)
 
         return run_as_launched(program, (2, 1, 1))
 
     assert fitted("whole", options) == [0, 0]
-    assert fitted("parts", options, tell_and_terminate) == [EXIT_STATUS["SIGTERM"]] * 2
+    assert fitted("parts", options, print_and_terminate) == [EXIT_STATUS["SIGTERM"]] * 2
     prefix = tmp_path / "parts" / "m"
     assert [find(str(prefix), rank=rank)[0].position for rank in (0, 1)] == [(1, 7), (1, 7)]
     assert fitted("parts", replace(options, resume=True)) == [0, 0]

@@ -1,4 +1,4 @@
-"""Workers of several devices under the stores with servers: to the scheme a worker is one, whatever it consists of."""
+"""Workers with several devices under the stores with servers: for the scheme, each is one worker."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 import torch
 from collective_loops import Normed, joined, largest_difference, train
 from multi_device_jobs import Sizes, run, run_as_launched
-from plain_loops import Batch, Loop, Net, State, assert_same_bits, batches, differs, loss_of, seeded, snapshot
+from plain_loops import Batch, Loop, Net, State, assert_same_bits, batches, differs, loss_of, momentum, seeded, snapshot
 from tiny_data import make_data
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import Adam
 from torch.optim.lr_scheduler import StepLR
 
 import echelon
@@ -35,12 +35,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "image-classification"
 STEPS = 4
 
 
-def momentum(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-
-
 def parts_of(*sizes: int, steps: int = STEPS) -> list[list[Batch]]:
-    """A device's batches, for each of them."""
+    """Return the batches of each device."""
     return [batches(steps, size, seed=rank + 1) for rank, size in enumerate(sizes)]
 
 
@@ -69,14 +65,14 @@ def test_lock_step_is_one_process_on_the_joined_batch(batch_sizes: tuple[int, ..
 
 
 def channels_last() -> nn.Module:
-    """Weights whose order in memory is not that of the store's."""
+    """Return a model whose weights have another order in memory than the store's."""
     layers = nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.Conv2d(4, 5, 3), nn.Flatten())
     return layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
 
 @pytest.mark.parametrize("make", [Normed, channels_last])
-def test_what_is_not_used_is_left_alone_and_layouts_do_not_matter(make: Callable[[], nn.Module]) -> None:
-    model = seeded(make).eval()  # statistics of half a batch would be others
+def test_unused_parameters_and_memory_layouts(make: Callable[[], nn.Module]) -> None:
+    model = seeded(make).eval()  # the statistics of half a batch would differ
     loop = Loop(model, momentum)
     parts = parts_of(4, 3)
     for state in on_devices("dist_sync", loop, parts, (1, 2, 1)):
@@ -84,7 +80,7 @@ def test_what_is_not_used_is_left_alone_and_layouts_do_not_matter(make: Callable
 
 
 @pytest.mark.parametrize(("store", "more"), [("dist_async", {}), ("dist_ssync", {"staleness": 1})])
-def test_the_only_worker_of_a_relaxed_scheme_is_plain_pytorch(store: str, more: dict[str, int]) -> None:
+def test_a_single_worker_is_plain_pytorch_under_schemes_that_wait_less(store: str, more: dict[str, int]) -> None:
     loop = Loop(seeded(Net), lambda model: Adam(model.parameters(), lr=0.01))
     parts = parts_of(2, 5, 3)
     for state in on_devices(store, loop, parts, (1, 3, 1), **more):
@@ -97,7 +93,7 @@ def test_the_only_worker_of_a_relaxed_scheme_is_plain_pytorch(store: str, more: 
 
 
 def places(kv: KVStore) -> tuple[Any, ...]:
-    """Who a device is; then worker 0 trains alone, and worker 1 not at all."""
+    """Return a device's ranks and progress after worker 0 has trained and worker 1 has not."""
     model = seeded(Net)
     trainer = echelon.Trainer(model, momentum(model), kv)
     facts = [kv.rank, kv.worker_rank, kv.workers, kv.num_workers]
@@ -114,7 +110,7 @@ def places(kv: KVStore) -> tuple[Any, ...]:
 
 
 def test_groups_are_of_workers_not_of_devices() -> None:
-    """Were 1 a device of worker 0, its group would wait for worker 1; and rank 3 would be in no group."""
+    """If groups listed devices, the first group would wait for worker 1, and rank 3 would be in no group."""
     found = run(places, "dist_gsync", sizes=(2, 2, 1), groups=[[0], [1]])
     assert [one[:4] for one in found] == [(r, r // 2, [0, 1, 2, 3], 4) for r in range(4)]
     assert [one[4:6] for one in found] == [(3, 12), (3, 6), (0, 0), (0, 0)], "device 0 reports for the worker"
@@ -123,7 +119,7 @@ def test_groups_are_of_workers_not_of_devices() -> None:
 
 
 def unequal(kv: KVStore) -> tuple[int, State]:
-    """Device 1 of worker 0 has a batch more than the others."""
+    """Train; device 1 of worker 0 has one batch more than the others."""
     model = seeded(Net)
     trainer = echelon.Trainer(model, momentum(model), kv)
     for batch in batches(3 if kv.rank == 1 else 2, 2, seed=kv.rank):
@@ -137,7 +133,7 @@ def unequal(kv: KVStore) -> tuple[int, State]:
     return trainer.progress()["clock"], state
 
 
-def test_who_has_no_more_data_takes_part_with_nothing() -> None:
+def test_devices_without_more_data_make_steps_of_0_samples() -> None:
     found = run(unequal, "dist_sync", sizes=(2, 2, 1))
     assert [clock for clock, _ in found] == [3, 3, 2, 2]
     for _, state in found[1:]:
@@ -148,7 +144,7 @@ def test_who_has_no_more_data_takes_part_with_nothing() -> None:
 
 
 def stopped(kv: KVStore) -> tuple[str | None, int]:
-    """The last device asks for a stop after its second step."""
+    """Train until the last device asks for a stop, after its second step."""
     model = seeded(Net)
     trainer = echelon.Trainer(model, momentum(model), kv)
     for batch in batches(1000, 1, seed=kv.rank):
@@ -164,7 +160,7 @@ def stopped(kv: KVStore) -> tuple[str | None, int]:
     return kv.halted, trainer.clock
 
 
-def test_a_stop_is_heard_by_all_and_by_a_workers_devices_at_the_same_step() -> None:
+def test_all_stop_and_the_devices_of_a_worker_stop_after_the_same_step() -> None:
     found = run(stopped, "dist_async", sizes=(2, 2, 1))
     assert [reason for reason, _ in found] == ["enough"] * 4
     clocks = [clock for _, clock in found]
@@ -175,8 +171,8 @@ def test_a_stop_is_heard_by_all_and_by_a_workers_devices_at_the_same_step() -> N
 # --- states
 
 
-def saved_and_taken_up(kv: KVStore) -> tuple[State, State, State]:
-    """Two steps, a snapshot, two steps; then back to the snapshot, and the last two steps again."""
+def saved_and_loaded(kv: KVStore) -> tuple[State, State, State]:
+    """Make two steps, a snapshot, two more steps; then load the snapshot and repeat the last two steps."""
     model = seeded(Normed)
     trainer = echelon.Trainer(model, momentum(model), kv, average_buffers=True)
     data = batches(STEPS, 2, seed=kv.rank)
@@ -188,7 +184,7 @@ def saved_and_taken_up(kv: KVStore) -> tuple[State, State, State]:
         return snapshot(model)
 
     weights = steps(data[:2])
-    if kv.rank:  # what device 0 of worker 0 has counts
+    if kv.rank:  # only the weights of device 0 of worker 0 count
         weights = {name: torch.zeros_like(value) for name, value in weights.items()}
     optimizer = trainer.optimizer_state()
     first = steps(data[2:])
@@ -201,8 +197,8 @@ def saved_and_taken_up(kv: KVStore) -> tuple[State, State, State]:
     return first, second, optimizer | {f"buffer {name}": value for name, value in buffers.items()}
 
 
-def test_weights_and_optimizer_are_taken_up_again_on_all_devices() -> None:
-    found = run(saved_and_taken_up, "dist_sync", sizes=(1, 3, 1))
+def test_weights_and_optimizer_are_loaded_on_all_devices() -> None:
+    found = run(saved_and_loaded, "dist_sync", sizes=(1, 3, 1))
     names = [name for name, _ in seeded(Normed).named_parameters()]
     for first, second, shared in found:
         for name in names:
@@ -210,11 +206,11 @@ def test_weights_and_optimizer_are_taken_up_again_on_all_devices() -> None:
         assert_same_bits(shared, found[0][2])
     assert "last.weight/momentum_buffer" in found[0][2]
     running = [second["norm.running_mean"] for _, second, _ in found]
-    assert not torch.equal(running[0], running[1]), "statistics are a device's own until they are averaged"
+    assert not torch.equal(running[0], running[1]), "each device has its own statistics until they are averaged"
     torch.testing.assert_close(found[0][2]["buffer norm.running_mean"], torch.stack(running).mean(0))
 
 
-# --- the store by itself
+# --- the store without a Trainer
 
 
 def classic(kv: KVStore) -> list[float]:
@@ -240,7 +236,7 @@ def test_the_classic_calls_sum_over_devices_and_workers(tmp_path: Path, monkeypa
 
 @pytest.mark.long
 def test_the_devices_of_one_worker_pass_the_conformance_suite() -> None:
-    """Of several workers sums are made in two stages, which is another order than the suite's."""
+    """With several workers, sums have two stages, which is another order than the suite expects."""
 
     def on_one_worker(program: Callable[[KVStore], Any], store: str, **options: Any) -> list[Any]:
         found = run(program, store, sizes=(1, options.pop("num_workers"), options.pop("num_servers")), **options)
@@ -252,7 +248,7 @@ def test_the_devices_of_one_worker_pass_the_conformance_suite() -> None:
     check_kvstore(on_one_worker, "dist_sync", num_workers=2)
 
 
-# --- mistakes and deaths
+# --- mistakes and failures
 
 
 def wrong_model(kv: KVStore) -> None:
@@ -260,7 +256,7 @@ def wrong_model(kv: KVStore) -> None:
     echelon.Trainer(model, momentum(model), kv)
 
 
-def test_another_model_is_refused_before_a_server_hears_of_it() -> None:
+def test_models_that_differ_are_an_error_before_a_server_gets_a_key() -> None:
     found = run(wrong_model, "dist_sync")
     assert (
         "worker 0, device 1: the model's parameters must be the same on all: worker 0, device 0 has bias (2,)"
@@ -276,14 +272,14 @@ def infinite(kv: KVStore) -> None:
     trainer.step()
 
 
-def test_what_is_not_finite_is_named_where_it_came_from() -> None:
+def test_a_gradient_that_is_not_finite_is_named_with_its_device() -> None:
     found = run(infinite, "dist_sync")
     assert "worker 1: the gradient of " in str(found[1])
     assert "at clock 0 contains NaN or infinity" in str(found[1])
 
 
-def mortal(kv: KVStore) -> tuple[list[int], int]:
-    """Device 1 of worker 1 is killed in its third step; who lives goes on."""
+def killed_in_the_third_step(kv: KVStore) -> tuple[list[int], int]:
+    """Train; device 1 of worker 1 is killed in its third step."""
     model = seeded(Net)
     trainer = echelon.Trainer(model, momentum(model), kv)
     for batch in batches(6, 2, seed=kv.rank):
@@ -295,8 +291,8 @@ def mortal(kv: KVStore) -> tuple[list[int], int]:
     return kv.workers, trainer.clock
 
 
-def test_a_worker_ends_with_any_of_its_devices_and_the_others_go_on() -> None:
-    *living, orphan, killed = run(mortal, "dist_sync", sizes=(2, 2, 1))
+def test_a_worker_ends_with_any_of_its_devices_and_the_others_continue() -> None:
+    *living, orphan, killed = run(killed_in_the_third_step, "dist_sync", sizes=(2, 2, 1))
     assert living == [([0, 1], 6)] * 2
     assert re.match(r"worker 1, device 0: .* of 2 processes failed: one of them died", str(orphan))
     assert "a fork ended without a word" in str(killed)
@@ -314,16 +310,16 @@ def test_the_command_of_two_workers_of_two_devices(tmp_path: Path) -> None:
     with Job(tmp_path / "job", num_workers=2, command=words, environment={"OMP_NUM_THREADS": "1"}) as job:
         assert job.wait() == 0, job.out + job.err
     for worker in (0, 1):
-        said = "\n".join(re.findall(rf"^\[worker {worker}\] INFO:root:(.*)$", job.out, re.MULTILINE))
-        assert said.count("Train-accuracy=") == 1, "device 0 speaks for the worker"
-        assert said.count("Validation-accuracy=") == (worker == 0)
+        lines = "\n".join(re.findall(rf"^\[worker {worker}\] INFO:root:(.*)$", job.out, re.MULTILINE))
+        assert lines.count("Train-accuracy=") == 1, "only device 0 prints"
+        assert lines.count("Validation-accuracy=") == (worker == 0)
     assert len(job.events("registered")) == 3, "a server and two workers"
     done = sorted((row["rank"], row["clock"], row["samples"]) for row in job.events("done"))
-    assert done == [(0, 1, 16), (1, 1, 16)], "a line a worker"
+    assert done == [(0, 1, 16), (1, 1, 16)], "one line per worker"
 
 
 def fitted(folder: Path, **options: Any) -> list[int]:
-    """Two workers of two devices train the network of the digits; their exit statuses."""
+    """Train the digits' network on two workers of two devices, and return their exit statuses."""
     given = TrainOptions(
         network="mlp", num_examples=256, batch_size=32, num_epochs=2, devices=("cpu", "cpu"), **options
     )
@@ -331,7 +327,7 @@ def fitted(folder: Path, **options: Any) -> list[int]:
     return run_as_launched(lambda: fit(replace(given, model_prefix=str(folder / "m"))), (2, 2, 1))
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert fitted(whole, kv_store="dist_sync") == [0] * 4
     parts.mkdir()
@@ -342,13 +338,13 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert names == ["m-0002.safetensors", *(f"m-{rank}-0002.safetensors" for rank in (1, 2, 3))]
     assert_same_bits(load(parts / names[0]).weights, load(whole / names[0]).weights)
     measured = [load(whole / f"m{one}-0002.safetensors").metadata["metrics"] for one in ("", "-1", "-2", "-3")]
-    assert measured[0] == measured[1], "what is shown is of all devices of a worker"
+    assert measured[0] == measured[1], "metrics are those of all devices of a worker"
     assert measured[2] == measured[3] != measured[0]
     assert differs(load(whole / names[0]).weights, load(whole / "m-0001.safetensors").weights)
 
 
-def test_unequal_shares_of_a_relaxed_scheme(tmp_path: Path) -> None:
-    """Worker 1 has thrice the data; a worker's devices make as many steps, workers need not."""
+def test_unequal_shares_under_gsync(tmp_path: Path) -> None:
+    """Worker 1 has three times the data. The devices of a worker make equally many steps; workers need not."""
     shares = tmp_path / "data_sharding"
     shares.write_text("0 0.25\n0.25 1\n")
     run_dir = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""A worker's memory is its own from the first steps on: no step asks the kernel for it again."""
+"""A worker keeps its memory after the first steps: later steps cause almost no page faults."""
 
 from __future__ import annotations
 

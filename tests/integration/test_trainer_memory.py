@@ -1,4 +1,4 @@
-"""What training costs in memory, in real processes over shared memory."""
+"""How much memory training needs, in real processes over shared memory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ SCRIPT = Path(__file__).with_name("memory_worker.py")
 
 
 def test_memory_stays_within_its_bounds() -> None:
-    """From a model in memory to three steps of it: a worker grows by at most twice the model, and a server to its
-    part of the weights and the optimizer's state (momentum: as much again) and 64 MB. See memory_worker.py for what
-    is counted."""
+    """In three steps, a worker grows by at most twice the model. A server grows by its part of the weights and of the
+    optimizer's state (the same size with momentum), and 64 MB. memory_worker.py describes what counts."""
     facts: list[dict[str, object]] = []
 
     def take(name: str, text: str) -> None:

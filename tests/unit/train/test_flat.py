@@ -1,4 +1,4 @@
-"""Flat buckets: every parameter has its place, parts are equal and cover everything, strides are kept."""
+"""Flat buckets: every parameter has a place, shards are equal and cover all elements, strides are kept."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_parameter_has_an_aligned_place_of_its_own(size: int, limit: int) 
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_parts_cover_every_element_once(size: int) -> None:
+def test_shards_cover_every_element_once(size: int) -> None:
     for bucket in buckets_of(size):
         seen = torch.zeros(bucket.length, dtype=torch.int32)
         for rank in range(size):
@@ -69,7 +69,7 @@ def test_parts_cover_every_element_once(size: int) -> None:
         assert torch.equal(seen, wanted)
 
 
-def test_gradients_are_collected_wide_and_absent_ones_are_zero() -> None:
+def test_gradients_are_collected_in_float32_or_wider_and_missing_ones_are_zero() -> None:
     for bucket in buckets_of(2):
         bucket.gradients.fill_(9.0)
         for name, parameter in bucket.parameters.items():
@@ -82,7 +82,7 @@ def test_gradients_are_collected_wide_and_absent_ones_are_zero() -> None:
             assert bucket.gradients.dtype == (torch.float32 if half else parameter.dtype)
 
 
-def test_weights_move_and_stay_what_they_are() -> None:
+def test_weights_keep_values_and_strides_when_they_move() -> None:
     for bucket in buckets_of(3):
         before = {name: parameter.detach().clone() for name, parameter in bucket.parameters.items()}
         strides = {name: parameter.stride() for name, parameter in bucket.parameters.items() if is_dense(parameter)}
