@@ -295,7 +295,7 @@ def test_a_worker_ends_with_any_of_its_devices_and_the_others_continue() -> None
     *living, orphan, killed = run(killed_in_the_third_step, "dist_sync", sizes=(2, 2, 1))
     assert living == [([0, 1], 6)] * 2
     assert re.match(r"worker 1, device 0: .* of 2 processes failed: one of them died", str(orphan))
-    assert "a fork ended without a word" in str(killed)
+    assert "a forked test process ended without a result" in str(killed)
 
 
 # --- whole runs
