@@ -179,9 +179,8 @@ def test_unusual_steps_give_the_bits_of_plain_pytorch(step: Step, pushed: bool) 
     if step is not twice:
         assert_same_bits(found, plain(model, sgd, data, step))
         return
-    expected = plain(
-        model, sgd, data, step
-    )  # one product, not a sum of two, which is rounded differently
+    # One product of all rows is rounded differently than a sum of two products.
+    expected = plain(model, sgd, data, step)
     assert_close(found, expected, tolerances.of_training(data))
 
 

@@ -38,7 +38,6 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
         self._reductions: list[Reduction] = []  # of the current step, in the order of the buckets
         self._versions: dict[str, int] = {}  # of gradients that were sent
         self._given: set[str] = set()  # parameters whose gradients were sent
-        self._arrived: set[str] = set()
         self._halt_flag: tuple[Tensor, torch.cuda.Event] | None = None  # of the last step, being copied to the host
         if self.kvstore.sharded:
             check_elementwise(self.optimizer)
@@ -56,9 +55,8 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
         for name in self._parameters:
             if name in self._versions:
                 self._versions[name] = ABSENT
-            elif name in self._arrived:
-                self._arrived.remove(name)
-                self._missing[self._bucket_of[name].index] += 1
+            elif self._buckets:
+                self._bucket_of[name].arrived.discard(name)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load weights and buffers into the model; those of rank 0 count. All workers call it."""
@@ -83,7 +81,6 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
         self._broadcast_model()
         self._buckets = make_flat_buckets(self._parameters, self._group.size)
         self._bucket_of = bucket_by_name(self._buckets)
-        self._missing = [len(bucket.parameters) for bucket in self._buckets]
         kind = ShardedReplica if self.kvstore.sharded else FullReplica
         self._replica: Replica = kind(self._group, self.optimizer, self._buckets)
         self.kvstore.on_retire = self._take_part_without_data
@@ -97,12 +94,11 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
         def ready(parameter: Tensor) -> None:
             if self._accumulating or not self._overlap or self._samples_seen is None:
                 return
-            if name in self._arrived:
+            if name in bucket.arrived:
                 raise self._second_backward_error()
             self._check_gradient(name, parameter.grad)
-            self._arrived.add(name)
-            self._missing[bucket.index] -= 1
-            while len(self._reductions) < len(self._buckets) and not self._missing[len(self._reductions)]:
+            bucket.arrived.add(name)
+            while len(self._reductions) < len(self._buckets) and self._buckets[len(self._reductions)].is_complete:
                 self._reduce_next(self._samples_seen)
 
         return ready
@@ -129,7 +125,7 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
         self._check_unchanged()
         self._check_frozen()
         for name, parameter in self._parameters.items():
-            if name not in self._arrived:
+            if name not in self._bucket_of[name].arrived:
                 self._check_gradient(name, parameter.grad)
         self._receive_halt(self._take_part(samples, active=True).halt)
 
@@ -154,8 +150,8 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
         self._reductions.clear()
         self._versions.clear()
         self._given = set()
-        self._arrived.clear()
-        self._missing = [len(bucket.parameters) for bucket in self._buckets]
+        for bucket in self._buckets:
+            bucket.arrived.clear()
 
     def _receive_halt(self, total: Tensor) -> None:
         """Pass the sum of the halt flags to the store, on all ranks after the same step.

@@ -30,9 +30,15 @@ class FlatBucket:
     starts: dict[str, int]
     gradients: Tensor
     places: dict[str, Tensor] = field(init=False)
+    arrived: set[str] = field(default_factory=set)  # parameters that backward has finished in the current step
 
     def __post_init__(self) -> None:
         self.places = {name: self.place(self.gradients, name) for name in self.parameters}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether backward has finished all gradients of the bucket."""
+        return len(self.arrived) == len(self.parameters)
 
     @property
     def length(self) -> int:
