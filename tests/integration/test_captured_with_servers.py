@@ -87,24 +87,31 @@ def train(
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+def eager_and_captured(
+    half: torch.dtype | None, num_workers: int = 1, first: nn.Module = FIRST
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Train with eager and with captured steps; returns the final states of all workers of each."""
+
+    def states(captured: bool) -> list[dict[str, Tensor]]:
+        return run(lambda kv: train(kv, half, captured, first=first), "dist_sync", num_workers=num_workers)
+
+    return states(captured=False), states(captured=True)
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_in_float32_the_weights_equal_those_of_eager_steps_bit_for_bit(num_workers: int) -> None:
-    plain, ours = (
-        run(lambda kv, captured=captured: train(kv, None, captured), "dist_sync", num_workers=num_workers)  # type: ignore[misc]
-        for captured in (False, True)
-    )
-    for left, right in zip(plain, ours, strict=True):
+    eager, captured = eager_and_captured(None, num_workers)
+    for left, right in zip(eager, captured, strict=True):
         assert all(torch.equal(left[name], right[name]) for name in left)
     first = network().state_dict()
-    assert any(not torch.equal(first[name], ours[0][name]) for name in first)
+    assert any(not torch.equal(first[name], captured[0][name]) for name in first)
 
 
 def test_in_bfloat16_the_servers_keep_float32_weights() -> None:
-    (plain,), (ours,) = (
-        run(lambda kv, captured=captured: train(kv, torch.bfloat16, captured), "dist_sync", num_workers=1)  # type: ignore[misc]
-        for captured in (False, True)
-    )
-    flat = [torch.cat([weights[name].flatten() for name in weights if "weight" in name]) for weights in (plain, ours)]
+    (eager,), (captured,) = eager_and_captured(torch.bfloat16)
+    flat = [
+        torch.cat([weights[name].flatten() for name in weights if "weight" in name]) for weights in (eager, captured)
+    ]
     assert flat[1].dtype is torch.float32
     assert float((flat[0] - flat[1]).norm() / flat[0].norm()) < 5e-3
 
@@ -114,12 +121,12 @@ def test_compiling_in_regions_gives_the_same() -> None:
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, backend="aot_eager")
 
-    (plain,), (ours,) = (
+    (plain,), (compiled,) = (
         run(lambda kv, one=one: train(kv, None, True, one), "dist_sync", num_workers=1)  # type: ignore[misc]
         for one in (None, compiler)
     )
     for name in plain:
-        assert torch.allclose(plain[name], ours[name], rtol=1e-4, atol=1e-6), name
+        assert torch.allclose(plain[name], compiled[name], rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.parametrize(
@@ -162,7 +169,7 @@ def test_a_network_that_is_not_a_chain_is_one_region() -> None:
 class Transposed(nn.Module):
     """Multiplies by the weight of a linear layer. Its own type would not get a half-precision copy."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = weight
 
@@ -207,13 +214,10 @@ def test_a_module_that_is_used_twice_learns_from_both_uses(
 ) -> None:
     torch.manual_seed(1)
     first = make()
-    (plain,), (ours,) = (
-        run(lambda kv, captured=captured: train(kv, half, captured, first=first), "dist_sync", num_workers=1)  # type: ignore[misc]
-        for captured in (False, True)
-    )
+    (eager,), (captured,) = eager_and_captured(half, first=first)
     moved, off = (
-        torch.cat([(plain[name] - other[name]).flatten() for name in plain]).norm()
-        for other in (first.state_dict(), ours)
+        torch.cat([(eager[name] - other[name]).flatten() for name in eager]).norm()
+        for other in (first.state_dict(), captured)
     )
     assert moved > 0.1, "training must change the weights, or the comparison means nothing"
     assert off <= (0.01 * moved if half else 0)
@@ -280,12 +284,9 @@ class PartlyUsed(nn.Module):
 def test_unused_weights_do_not_change(half: torch.dtype | None, num_workers: int) -> None:
     torch.manual_seed(1)
     first = PartlyUsed()
-    plain, ours = (
-        run(lambda kv, captured=captured: train(kv, half, captured, first=first), "dist_sync", num_workers=num_workers)  # type: ignore[misc]
-        for captured in (False, True)
-    )
+    eager, captured = eager_and_captured(half, num_workers, first)
     start = first.state_dict()
-    for left, right in zip(plain, ours, strict=True):
+    for left, right in zip(eager, captured, strict=True):
         assert all(torch.equal(right[name], start[name]) for name in start if "used" not in name)
         assert not torch.equal(right["used.weight"], start["used.weight"])
         if half is None:

@@ -64,10 +64,10 @@ def plan(network: str, num_layers: int | None, image_shape: Shape, *, small_heig
 def _unsupported_depth(network: str, depth: int, height: int, small_height: int) -> UsageError:
     small = "8, 14, 20, ... 158 (6n+2) and 164, 173, 182, ... 1001 (9n+2)"
     large = ", ".join(map(str, IMAGENET_UNITS))
-    ours, other = (small, large) if height <= small_height else (large, small)
+    valid, other = (small, large) if height <= small_height else (large, small)
     where = "over" if height <= small_height else "up to"
     return UsageError(
-        f"{network} does not exist with {depth} layers for images of height {height}; choose from {ours}. "
+        f"{network} does not exist with {depth} layers for images of height {height}; choose from {valid}. "
         f"Images of height {where} {small_height} use another layout, with {other}."
     )
 

@@ -96,7 +96,7 @@ def _gmac(model: nn.Module, row: Row) -> float:
     macs = []
 
     def count(module: nn.Module, _: object, output: Tensor) -> None:
-        macs.append(output.numel() * module.weight[0].numel())
+        macs.append(output.numel() * module.get_parameter("weight")[0].numel())
 
     for module in list(model.modules()):
         if isinstance(module, nn.Conv2d | nn.Linear):

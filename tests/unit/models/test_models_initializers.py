@@ -20,7 +20,7 @@ def _draw(initializer: str, network: str = "") -> torch.Tensor:
     torch.manual_seed(0)
     convolution = nn.Conv2d(64, 64, 3, groups=2)  # fan-in counts 32 channels
     initialize(convolution, initializer, network)
-    assert not convolution.bias.any()
+    assert not convolution.get_parameter("bias").any()
     return convolution.weight.detach()
 
 

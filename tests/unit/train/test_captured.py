@@ -47,7 +47,7 @@ def sgd(model: nn.Module, **settings: Any) -> SGD:
     return SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9, weight_decay=1e-4, **settings)
 
 
-def eager(
+def train_eager(
     half: torch.dtype | None, scaler: LossScaler | None = None, make: Callable[[], nn.Module] = network
 ) -> tuple[nn.Module, Tensor]:
     model = make()
@@ -57,7 +57,7 @@ def eager(
     return model, step.forward_pass.sums
 
 
-def whole(
+def train_captured(
     half: torch.dtype | None,
     scaler: LossScaler | None = None,
     compiler: Callable[..., Any] | None = None,
@@ -90,21 +90,21 @@ def distance(left: nn.Module, right: nn.Module) -> float:
 
 @pytest.mark.parametrize("in_memory", [True, False], ids=["loader on the device", "batches copied in"])
 def test_in_float32_the_weights_equal_those_of_eager_steps_bit_for_bit(in_memory: bool) -> None:
-    plain, sums = eager(None)
-    ours, measured = whole(None, in_memory=in_memory)
-    assert same(ours, plain)
+    eager, sums = train_eager(None)
+    captured, measured = train_captured(None, in_memory=in_memory)
+    assert same(captured, eager)
     assert torch.equal(measured, sums)
     assert measured[-1] == 64
 
 
 def test_in_bfloat16_half_copies_give_what_autocast_gives() -> None:
-    plain, sums = eager(torch.bfloat16)
-    ours, measured = whole(torch.bfloat16)
-    assert distance(ours, plain) < 2e-3  # both round gradients to bfloat16, but cast in a different order
+    eager, sums = train_eager(torch.bfloat16)
+    captured, measured = train_captured(torch.bfloat16)
+    assert distance(captured, eager) < 2e-3  # both round gradients to bfloat16, but cast in a different order
     assert measured[-1] == sums[-1]
-    assert all(p.dtype is torch.float32 for p in ours.parameters()), "the parameters themselves stay float32"
+    assert all(p.dtype is torch.float32 for p in captured.parameters()), "the parameters themselves stay float32"
     first = network()
-    assert distance(ours, first) > 0.01, "training must change the weights, or the comparison means nothing"
+    assert distance(captured, first) > 0.01, "training must change the weights, or the comparison means nothing"
 
 
 def tied() -> nn.Module:
@@ -122,10 +122,10 @@ def all_shared() -> nn.Module:
 
 @pytest.mark.parametrize("make", [tied, all_shared])
 def test_in_bfloat16_a_weight_that_is_used_twice_learns_from_both_uses(make: Callable[[], nn.Module]) -> None:
-    plain, _ = eager(torch.bfloat16, make=make)
-    ours, _ = whole(torch.bfloat16, make=make)
-    assert distance(ours, plain) < 1e-4
-    assert distance(ours, make()) > 0.01, "training must change the weights, or the comparison means nothing"
+    eager, _ = train_eager(torch.bfloat16, make=make)
+    captured, _ = train_captured(torch.bfloat16, make=make)
+    assert distance(captured, eager) < 1e-4
+    assert distance(captured, make()) > 0.01, "training must change the weights, or the comparison means nothing"
 
 
 class PartlyUsed(nn.Module):
@@ -147,18 +147,18 @@ def partly_used() -> nn.Module:
 
 @pytest.mark.parametrize("half", [None, torch.bfloat16])
 def test_unused_weights_do_not_change(half: torch.dtype | None) -> None:
-    ours, _ = whole(half, make=partly_used)
-    plain, _ = eager(half, make=partly_used)
+    captured, _ = train_captured(half, make=partly_used)
+    eager, _ = train_eager(half, make=partly_used)
     never = partly_used().get_submodule("never")
-    assert same(ours.get_submodule("never"), never)
-    assert same(plain.get_submodule("never"), never)
-    assert distance(ours, plain) < 2e-3
+    assert same(captured.get_submodule("never"), never)
+    assert same(eager.get_submodule("never"), never)
+    assert distance(captured, eager) < 2e-3
 
 
 def test_a_compiled_body_gives_the_same() -> None:
-    ours, measured = whole(torch.bfloat16)
-    compiled, sums = whole(torch.bfloat16, compiler=lambda f: torch.compile(f, backend="aot_eager"))
-    assert distance(compiled, ours) < 2e-3
+    captured, measured = train_captured(torch.bfloat16)
+    compiled, sums = train_captured(torch.bfloat16, compiler=lambda f: torch.compile(f, backend="aot_eager"))
+    assert distance(compiled, captured) < 2e-3
     assert measured[-1] == sums[-1]
 
 
