@@ -18,7 +18,7 @@ from echelon.testing.assertions import assert_equal, assert_tensor
 from echelon.testing.trial import Trial, pull_all_pushes, rank_order_sum, sum_of_pushes
 
 RATE = 2.0
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 BIG = (1200, 1200)
 SIZES = (100_003, 5, 64)  # the first key is split over servers, the other two are not
 _OPTIMIZERS: tuple[tuple[str, type[Optimizer], dict[str, Any]], ...] = (
@@ -148,7 +148,7 @@ def workers_wait_only_as_the_scheme_requires(trial: Trial) -> None:
             if store_kind(trial.store).scheme == "SSP":
                 assert_tensor("updates beyond the staleness bound are visible", out, 1000.0 * (workers - 1) + lead + 1)
         else:
-            deadline = time.monotonic() + PATIENCE_S
+            deadline = time.monotonic() + TIMEOUT_S
             while float(out) % 1000 != lead + 1 and time.monotonic() < deadline:
                 kv.pull("w", out)  # until rank 0 has pushed; it may be waiting now
             kv.push("w", torch.full((1,), 1000.0))

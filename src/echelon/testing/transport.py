@@ -18,7 +18,7 @@ MakeTransport = Callable[[], Transport]
 Check = Callable[[MakeTransport], None]
 
 HOST = "127.0.0.1"
-PATIENCE_S = 30.0  # timeout of what must happen; only a broken transport reaches it
+TIMEOUT_S = 30.0  # timeout of what must happen; only a broken transport reaches it
 SHORT_S = 0.05
 LARGE_BYTES = 24 << 20
 _GARBAGE = ("", " ", "x", "a b c d e", "1 2 3 4", "0 0 0 0 0", "\0", "é" * 40, "9" * 5000, "- - - - -")
@@ -98,7 +98,7 @@ def every_client_reaches_every_server(make_transport: MakeTransport) -> None:
     """Peer i of a client is the server at addresses[i], and an answer reaches the client that asked."""
     with _network(make_transport(), clients=3, servers=3) as (clients, servers):
         assert_equal("servers have different addresses", len({server.address for server in servers}), 3)
-        assert_equal("clients have none", {client.address for client in clients}, {""})
+        assert_equal("clients have no address", {client.address for client in clients}, {""})
         for c, client in enumerate(clients):
             for s in range(len(servers)):
                 client.send(s, [b"from %d to %d" % (c, s)])
@@ -137,7 +137,7 @@ def recv_returns_at_its_timeout(make_transport: MakeTransport) -> None:
                 began = time.monotonic()
                 assert_equal("nothing has come", endpoint.recv(timeout_s), None)
                 waited = time.monotonic() - began
-                assert_equal(f"recv({timeout_s}) waited its time", timeout_s * 0.9 <= waited < PATIENCE_S / 2, True)
+                assert_equal(f"recv({timeout_s}) waited its time", timeout_s * 0.9 <= waited < TIMEOUT_S / 2, True)
 
 
 def wake_ends_recv(make_transport: MakeTransport) -> None:
@@ -149,8 +149,8 @@ def wake_ends_recv(make_transport: MakeTransport) -> None:
             assert_equal("a woken recv has no message", waiter.result(), None)
             endpoint.wake()
             began = time.monotonic()
-            assert_equal("a wake before recv ends that recv", endpoint.recv(PATIENCE_S), None)
-            assert_equal("it ends at once", time.monotonic() - began < PATIENCE_S / 2, True)
+            assert_equal("a wake before recv ends that recv", endpoint.recv(TIMEOUT_S), None)
+            assert_equal("it ends at once", time.monotonic() - began < TIMEOUT_S / 2, True)
             began = time.monotonic()
             assert_equal("nothing has come", endpoint.recv(SHORT_S), None)
             assert_equal("a wake ends only one recv", time.monotonic() - began >= SHORT_S * 0.9, True)
@@ -242,24 +242,24 @@ class _Waiter:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._received: list[tuple[Peer, list[memoryview]] | None] = []
-        self._thread = threading.Thread(target=lambda: self._received.append(endpoint.recv(PATIENCE_S)))
+        self._thread = threading.Thread(target=lambda: self._received.append(endpoint.recv(TIMEOUT_S)))
         self._thread.start()
 
     def result(self) -> tuple[Peer, list[memoryview]] | None:
         """Return what `recv` returned. It must return well before its timeout."""
-        self._thread.join(PATIENCE_S / 2)
+        self._thread.join(TIMEOUT_S / 2)
         assert_equal("recv returned", not self._thread.is_alive(), True)
         return self._received[0]
 
 
 def _receive(endpoint: Endpoint) -> tuple[Peer, list[memoryview]]:
     """Return the next message. A None before the deadline comes from a late wake."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        received = endpoint.recv(PATIENCE_S)
+        received = endpoint.recv(TIMEOUT_S)
         if received is not None:
             return received
-    raise AssertionError(f"no message in {PATIENCE_S:g} s")
+    raise AssertionError(f"no message in {TIMEOUT_S:g} s")
 
 
 @contextmanager
