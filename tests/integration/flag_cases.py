@@ -1,7 +1,7 @@
-"""Runs many commands in one process, because every import of torch takes seconds: `flag_cases.py CASES.json`.
+"""Runs many commands in one process, because each import of torch takes seconds: `flag_cases.py CASES.json`.
 
-The file maps names to command lines: `train_imagenet.py …` is run as the script that it is, `echelon …` as the command.
-Before and after a case a line with its name goes to standard error, the second one with its exit status.
+The file maps names to command lines: `train_imagenet.py …` runs the script, `echelon …` the command. A line with the
+name is written to standard error before and after each case; the second one has the exit status.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "image-classification"
 
 
 def run(command: list[str]) -> int:
-    """Run a command in this process; its exit status, as the interpreter would give it."""
+    """Run a command in this process; returns the exit status that the interpreter would return."""
     if command[0] == "echelon":
         return main(command[1:])
     sys.argv = [str(EXAMPLES / command[0]), *command[1:]]

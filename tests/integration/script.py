@@ -1,4 +1,4 @@
-"""What a user writes: the same script in every role. Its first argument says how it goes wrong, if it does."""
+"""A user's script that runs in every role. Its first argument selects a failure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if MODE == "wait":
     if kv.rank == 0:
         kv.barrier()
     signal.pause()
-if MODE == "deaf":  # it has a long step to make, and notes that it should stop
+if MODE == "deaf":  # it is in a long step, and then notices that it should stop
     signal.signal(signal.SIGINT, lambda *_: print("noted", flush=True))
     print("at work", flush=True)
     while True:

@@ -1,7 +1,7 @@
-"""The data and augmentation flags reach training: real processes on tiny files, every flag seen by what it changes.
+"""The data and augmentation flags reach training: real processes on tiny files; every flag changes the result.
 
-The same images lie as a .rec with an index, a .rec without, and class folders, as JPEG, PNG and WebP. The cross-entropy
-of an epoch's training, to six digits, tells whether the network saw the same pixels in the same order.
+The same images exist as a .rec with an index, a .rec without one, and class folders, as JPEG, PNG and WebP. Equal
+cross-entropies of an epoch, to six digits, show that the network received the same pixels in the same order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHAPE = "--image-shape 3,32,32 --num-classes 3"
 TRAIN = f"train_imagenet.py {SMALL} {SHAPE} --num-examples 24"
 INDEXED = "--data-train train.rec --data-train-idx train.idx"
 
-AUGMENTATIONS = {  # what each is added to, and the flags; a result of its own shows that they arrive
+AUGMENTATIONS = {  # the command to which flags are added, and the flags; each must give another result
     "random-crop": ("", "--random-crop 1"),
     "random-mirror": ("", "--random-mirror 1"),
     "hue": ("", "--max-random-h 40"),
@@ -109,14 +109,14 @@ BAD = (5, 9)
 
 @dataclass(frozen=True)
 class Case:
-    """What a command came to."""
+    """The outcome of a command."""
 
     status: int
     text: str
 
     @property
     def loss(self) -> str:
-        """The cross-entropy of the first epoch's training."""
+        """The training cross-entropy of the first epoch."""
         assert self.status == 0, self.text
         found = re.search(r"Epoch\[0\] Train-cross-entropy=([\d.]+)", self.text)
         assert found is not None, self.text
@@ -124,9 +124,9 @@ class Case:
 
     @property
     def lines(self) -> list[str]:
-        """Without what is said at the beginning of every run."""
-        said = re.compile(r"INFO:root:(start with arguments|engine|precision)")
-        return [line for line in self.text.splitlines() if not said.match(line)]
+        """The lines, without those at the start of every run."""
+        message = re.compile(r"INFO:root:(start with arguments|engine|precision)")
+        return [line for line in self.text.splitlines() if not message.match(line)]
 
 
 def write_images(root: Path, part: str, count: int) -> None:
@@ -142,7 +142,7 @@ def write_images(root: Path, part: str, count: int) -> None:
 
 
 def damage(rec: Path, images: Sequence[int] = BAD[:1], frames: Sequence[int] = BAD[1:]) -> None:
-    """Some records are no images, others no records."""
+    """Replace some records by invalid images, and others by invalid records."""
     data = bytearray(rec.read_bytes())
     offsets = read_index(rec.with_suffix(".idx"))[1]
     for start in (int(offsets[number]) for number in images):
@@ -153,7 +153,7 @@ def damage(rec: Path, images: Sequence[int] = BAD[:1], frames: Sequence[int] = B
 
 
 def second_batch(worker: int) -> list[int]:
-    """The records that one of two workers reads in its second step of four samples."""
+    """Return the records that one of two workers reads in its second step of four samples."""
     sampling = Sampling(24, 4, sharding=ByPart(worker, 2), num_batches=3)
     return next(islice(sampling.batches(State()), 1, None)).records.tolist()
 
@@ -198,7 +198,7 @@ def cases(folder: Path) -> dict[str, Case]:
         return {name: case for some in ran for name, case in some.items()}
 
 
-def test_the_same_images_train_alike_wherever_they_lie(cases: dict[str, Case]) -> None:
+def test_the_format_of_the_images_does_not_change_the_training(cases: dict[str, Case]) -> None:
     for name in ("scanned", "folders", "one thread"):
         assert cases[name].loss == cases["indexed"].loss, name
     for name in ("indexed", "scanned", "folders", "one thread"):
@@ -206,7 +206,7 @@ def test_the_same_images_train_alike_wherever_they_lie(cases: dict[str, Case]) -
     assert "Validation" not in cases["half"].text
 
 
-def test_an_epoch_has_as_many_examples_as_told(cases: dict[str, Case]) -> None:
+def test_num_examples_sets_the_length_of_an_epoch(cases: dict[str, Case]) -> None:
     batches = {name: re.findall(r"Epoch\[0\] Batch \[(.*)\]\t", cases[name].text)[-1] for name in ("indexed", "half")}
     assert {name: int(last.split("-")[-1]) for name, last in batches.items()} == {"indexed": 3, "half": 1}
 
@@ -224,14 +224,14 @@ def test_an_augmentation_has_an_effect_on_training(cases: dict[str, Case], name:
 
 
 @pytest.mark.parametrize("name", ["test-io", "command, test-io"])
-def test_reading_alone_prints_the_speed(cases: dict[str, Case], name: str) -> None:
+def test_test_io_prints_the_speed(cases: dict[str, Case], name: str) -> None:
     assert cases[name].status == 0
     speed = re.compile(r"INFO:root:Batch \[(\d+)\]\tSpeed: \d+\.\d\d samples/sec")
-    said = [speed.fullmatch(line) for line in cases[name].lines]
-    assert [line and line[1] for line in said] == ["1", "3"]
+    message = [speed.fullmatch(line) for line in cases[name].lines]
+    assert [line and line[1] for line in message] == ["1", "3"]
 
 
-def test_a_bad_record_ends_training_with_its_place(cases: dict[str, Case]) -> None:
+def test_a_bad_record_ends_training_and_is_named(cases: dict[str, Case]) -> None:
     assert cases["bad"].status == 1
     assert re.search(r"train_imagenet\.py: error: bad\.rec: record [59] at byte \d+: ", cases["bad"].lines[-1])
     assert cases["cifar, bad"].status == 1
@@ -242,13 +242,15 @@ def test_bad_records_are_skipped_and_counted_every_epoch(cases: dict[str, Case])
     case = cases["bad, skipped"]
     assert case.status == 0, case.text
     counts = [line for line in case.lines if "in this epoch" in line]
-    assert counts == ["WARNING:root:bad records skipped in this epoch: 2"] * 3  # training twice; validation is kept
+    assert (
+        counts == ["WARNING:root:bad records skipped in this epoch: 2"] * 3
+    )  # training reads twice; validation data is kept in memory
     for number in BAD:
         assert re.search(rf"skipped bad record \d: bad\.rec: record {number} at byte", case.text)
     assert "Epoch[1] Validation-accuracy" in case.text
 
 
-def test_damage_found_while_opening_is_counted_too(cases: dict[str, Case]) -> None:
+def test_damage_found_while_opening_is_counted(cases: dict[str, Case]) -> None:
     for name, count in (("bad, scanned", 1), ("cifar, bad, skipped", 2)):
         assert cases[name].status == 0, cases[name].text
         assert f"WARNING:root:bad records skipped while opening: {count}, the first: bad" in cases[name].text
@@ -256,7 +258,7 @@ def test_damage_found_while_opening_is_counted_too(cases: dict[str, Case]) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         (
             "contradiction",
@@ -279,13 +281,13 @@ def test_damage_found_while_opening_is_counted_too(cases: dict[str, Case]) -> No
         ("own files", "echelon: --data-train train.rec cannot be used with digits"),
     ],
 )
-def test_what_does_not_go_together_is_one_line(cases: dict[str, Case], name: str, said: str) -> None:
+def test_contradictory_flags_cause_one_line(cases: dict[str, Case], name: str, message: str) -> None:
     assert cases[name].status in (1, 2)
     assert len(cases[name].lines) == 1, cases[name].text
-    assert said in cases[name].lines[0]
+    assert message in cases[name].lines[0]
 
 
-def test_flags_of_mxnet_that_do_nothing_are_warned_of_and_the_rest_is_done(cases: dict[str, Case]) -> None:
+def test_mxnet_flags_without_effect_cause_warnings_only(cases: dict[str, Case]) -> None:
     assert cases["in vain"].loss
     assert [line for line in cases["in vain"].lines if "has no effect" in line] == [
         "WARNING:root:--macrobatch-size 64 has no effect: only --optimizer lbsgd uses it, not sgd",
@@ -296,11 +298,11 @@ def test_flags_of_mxnet_that_do_nothing_are_warned_of_and_the_rest_is_done(cases
 
 def test_a_label_beyond_the_classes_is_named(cases: dict[str, Case]) -> None:
     assert cases["few classes"].status == 1
-    said = r"error: train\.rec: record \d+ at byte \d+: its label is 2, but --num-classes 2 allows 0 \.\.\. 1"
-    assert re.search(said, cases["few classes"].lines[-1])
+    message = r"error: train\.rec: record \d+ at byte \d+: its label is 2, but --num-classes 2 allows 0 \.\.\. 1"
+    assert re.search(message, cases["few classes"].lines[-1])
 
 
-def test_cifar_takes_records_and_its_recipe_can_be_changed(cases: dict[str, Case]) -> None:
+def test_cifar_reads_records_and_its_augmentation_can_be_changed(cases: dict[str, Case]) -> None:
     assert "Epoch[0] Validation-accuracy=" in cases["cifar"].text
     assert cases["cifar, resized"].loss != cases["cifar"].loss
 
@@ -313,7 +315,7 @@ def test_the_command_shows_what_its_workers_skipped(cases: dict[str, Case]) -> N
     assert sum(map(int, counts)) == 2
 
 
-def test_workers_in_lock_step_make_as_many_steps_though_one_loses_a_batch(cases: dict[str, Case]) -> None:
+def test_lock_step_workers_run_equal_steps_even_if_one_loses_a_batch(cases: dict[str, Case]) -> None:
     case = cases["command, lost batch"]
     assert case.status == 0, case.text
     assert re.findall(r"\[worker (\d)\] bad records skipped in this epoch: (\d)", case.text) == [("0", "4")]

@@ -1,4 +1,4 @@
-"""The training loop in one process: what it logs, what it saves, and that going on changes nothing, bit for bit."""
+"""The training loop in one process: its log, its checkpoints, and that resuming gives the same bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from echelon.train.loop.fit import fit
 from echelon.train.loop.stopping import EXIT_STATUS
 from echelon.train.recipe.options import TrainOptions
 
-# 1437 samples in batches of 128: 12 steps an epoch, the last of 29 samples.
+# 1437 samples in batches of 128: 12 steps per epoch, the last with 29 samples.
 OPTIONS = TrainOptions(batch_size=128, num_epochs=3, lr=0.1, lr_step_epochs="2", disp_batches=5, seed=7)
 STEPS = 12
 
@@ -44,13 +44,13 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three epochs in one go; the prefix of its checkpoints."""
+    """Train three epochs without interruption; returns the prefix of the checkpoints."""
     prefix = tmp_path_factory.mktemp("whole") / "model"
     assert fit(replace(OPTIONS, model_prefix=str(prefix))) == 0
     return prefix
 
 
-def test_the_log_is_mxnets(lines: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_the_log_lines_are_mxnets(lines: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     prefix = tmp_path / "model"
     assert fit(replace(OPTIONS, num_epochs=2, top_k=3, loss="ce", lr_step_epochs="1", model_prefix=str(prefix))) == 0
     text = "\n".join(record.getMessage() for record in lines.records)
@@ -73,13 +73,13 @@ def test_the_log_is_mxnets(lines: pytest.LogCaptureFixture, tmp_path: Path) -> N
     assert re.search(r"^engine eager: ", text, re.MULTILINE)
 
 
-def test_it_learns(uninterrupted: Path) -> None:
-    facts = load(path_for(uninterrupted, 0, 3)).metadata
-    assert facts["metrics"]["accuracy"] > 0.8
-    assert (facts["epoch"], facts["batch"], facts["network"]) == (3, 0, "digits-cnn")
+def test_training_reaches_a_good_accuracy(uninterrupted: Path) -> None:
+    metadata = load(path_for(uninterrupted, 0, 3)).metadata
+    assert metadata["metrics"]["accuracy"] > 0.8
+    assert (metadata["epoch"], metadata["batch"], metadata["network"]) == (3, 0, "digits-cnn")
 
 
-def test_going_on_from_an_epoch_gives_the_same_bits(uninterrupted: Path, tmp_path: Path) -> None:
+def test_resuming_from_an_epoch_gives_the_same_bits(uninterrupted: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "model"
     part = replace(OPTIONS, model_prefix=str(prefix))
     fit(replace(part, num_epochs=1))
@@ -96,12 +96,12 @@ def test_going_on_from_an_epoch_gives_the_same_bits(uninterrupted: Path, tmp_pat
         pytest.param({"benchmark": True, "image_shape": (1, 8, 8), "num_classes": 10, "num_examples": 512}, id="made"),
     ],
 )
-def test_every_kind_of_loader_goes_on_in_mid_epoch_with_the_same_bits(
+def test_every_kind_of_loader_resumes_in_mid_epoch_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
 ) -> None:
     options = replace(OPTIONS, batch_size=64, num_epochs=2, save_batches=3, model_prefix=str(tmp_path / "m"), **changed)
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "prune", lambda *_, **__: [])  # what was saved in mid-epoch goes when the epoch ends
+        patch.setattr(saving, "prune", lambda *_, **__: [])  # mid-epoch checkpoints are deleted when the epoch ends
         fit(options)
     whole = weights(tmp_path / "m", 2)
     for end in (2, 1):
@@ -113,12 +113,12 @@ def test_every_kind_of_loader_goes_on_in_mid_epoch_with_the_same_bits(
     assert same(weights(tmp_path / "m", 2), whole)
 
 
-def test_what_was_saved_in_mid_epoch_goes_when_the_epoch_ends(tmp_path: Path) -> None:
+def test_mid_epoch_checkpoints_are_deleted_at_the_end_of_the_epoch(tmp_path: Path) -> None:
     fit(replace(OPTIONS, num_epochs=2, save_batches=3, model_prefix=str(tmp_path / "m")))
     assert [one.position for one in find(tmp_path / "m")] == [(2, 0), (1, 0)]
 
 
-def test_sigterm_saves_and_leaves_and_going_on_gives_the_same_bits(
+def test_sigterm_saves_and_exits_and_resuming_gives_the_same_bits(
     uninterrupted: Path, tmp_path: Path, lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = tmp_path / "model"
@@ -140,7 +140,7 @@ def test_sigterm_saves_and_leaves_and_going_on_gives_the_same_bits(
     assert same(weights(prefix, 3), weights(uninterrupted, 3))
 
 
-def test_a_half_written_checkpoint_is_named_and_the_last_good_one_used(
+def test_a_damaged_checkpoint_is_named_and_the_newest_valid_one_used(
     uninterrupted: Path, tmp_path: Path, lines: pytest.LogCaptureFixture
 ) -> None:
     prefix = tmp_path / "model"
@@ -161,20 +161,20 @@ def test_a_half_written_checkpoint_is_named_and_the_last_good_one_used(
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"network": "mlp"}, "network digits-cnn there, mlp here"),
         ({"optimizer": "adam"}, "optimizer sgd there, adam here"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(uninterrupted: Path, changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_a_checkpoint_of_another_run_is_rejected(uninterrupted: Path, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         fit(replace(OPTIONS, model_prefix=str(uninterrupted), load_epoch=1, **changed))
 
 
 @pytest.fixture(scope="module")
 def middle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 512 synthetic images that ends in the middle of its first epoch, after 3 steps."""
+    """A run on 512 synthetic images that stopped in the middle of its first epoch, after 3 steps."""
     prefix = tmp_path_factory.mktemp("middle") / "m"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "prune", lambda *_, **__: [])
@@ -189,7 +189,7 @@ SHUFFLED = replace(
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"seed": 8}, "order: seed 7 there, 8 here. Give"),
         ({"num_examples": 640}, "num_samples 512 there, 640 here; num_examples 512 there, 640 here"),
@@ -197,20 +197,22 @@ SHUFFLED = replace(
         ({"benchmark": False, "num_examples": None}, "num_examples 512 there, 1437 here"),
     ],
 )
-def test_a_place_in_another_order_of_samples_is_refused(middle: Path, changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said) as refused:
+def test_a_mid_epoch_position_in_another_order_of_samples_is_rejected(
+    middle: Path, changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message) as refused:
         fit(replace(SHUFFLED, model_prefix=str(middle), resume=True, **changed))
     assert f"{middle}-0000-b00003.safetensors was saved in the middle of an epoch" in str(refused.value)
 
 
-def test_a_place_is_taken_up_where_the_checkpoint_does_not_know_its_order(middle: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_an_order_of_samples_is_accepted(middle: Path, tmp_path: Path) -> None:
     checkpoint = load(path_for(middle, 0, 0, 3))
     older = {name: value for name, value in checkpoint.metadata.items() if name != "order"}
     save(path_for(tmp_path / "m", 0, 0, 3), replace(checkpoint, metadata=older))
     assert fit(replace(SHUFFLED, seed=8, model_prefix=str(tmp_path / "m"), resume=True)) == 0
 
 
-def test_another_seed_is_welcome_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+def test_another_seed_is_accepted_at_the_end_of_an_epoch(tmp_path: Path) -> None:
     part = replace(MADE, image_shape=(1, 8, 8), model_prefix=str(tmp_path / "m"))
     fit(part)
     assert fit(replace(part, seed=8, num_examples=16, num_epochs=2, resume=True)) == 0
@@ -220,7 +222,7 @@ def test_another_seed_is_welcome_at_the_end_of_an_epoch(tmp_path: Path) -> None:
 MADE = replace(OPTIONS, benchmark=True, num_classes=10, num_examples=8, batch_size=8, num_epochs=1)
 
 
-def test_other_images_are_refused_where_the_weights_do_not_fit(tmp_path: Path) -> None:
+def test_another_image_shape_is_rejected_if_the_weights_do_not_fit(tmp_path: Path) -> None:
     lenet = replace(MADE, network="lenet", image_shape=(1, 32, 32), model_prefix=str(tmp_path / "lenet"))
     fit(lenet)
     with pytest.raises(UsageError) as refused:
@@ -233,27 +235,27 @@ def test_other_images_are_refused_where_the_weights_do_not_fit(tmp_path: Path) -
         fit(replace(lenet, network_options={"add_stn": True}, resume=True))
 
 
-def test_other_images_are_welcome_where_the_weights_fit(tmp_path: Path) -> None:
+def test_another_image_shape_is_accepted_if_the_weights_fit(tmp_path: Path) -> None:
     resnet = replace(MADE, network="resnet", num_layers=8, model_prefix=str(tmp_path / "resnet"))
     fit(replace(resnet, image_shape=(3, 8, 8), optimizer="SGD"))
     assert fit(replace(resnet, image_shape=(3, 12, 12), num_epochs=2, resume=True)) == 0, "names are of any case"
     assert load(path_for(tmp_path / "resnet", 0, 2)).metadata["image_shape"] == [3, 12, 12]
 
 
-def test_with_nothing_left_to_train_that_is_said(uninterrupted: Path, lines: pytest.LogCaptureFixture) -> None:
+def test_a_finished_run_is_reported(uninterrupted: Path, lines: pytest.LogCaptureFixture) -> None:
     before = weights(uninterrupted, 3)
     assert fit(replace(OPTIONS, model_prefix=str(uninterrupted), resume=True)) == 0
     assert "nothing is left to train: 3 of --num-epochs 3 epochs are done" in lines.text
     assert same(weights(uninterrupted, 3), before)
 
 
-def test_with_nothing_to_resume_training_begins(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
+def test_without_a_checkpoint_resume_starts_from_the_beginning(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
     assert fit(replace(OPTIONS, num_epochs=1, model_prefix=str(tmp_path / "none"), resume=True)) == 0
     assert "training starts from the beginning" in lines.text
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "nag", "adadelta", "nadam", "dcasgd", "sgld", "lamb"])
-def test_other_optimizers_go_on_with_the_same_bits_too(tmp_path: Path, optimizer: str) -> None:
+def test_every_optimizer_resumes_with_the_same_bits(tmp_path: Path, optimizer: str) -> None:
     options = replace(OPTIONS, optimizer=optimizer, lr=0.01, num_epochs=2)
     fit(replace(options, model_prefix=str(tmp_path / "whole")))
     fit(replace(options, model_prefix=str(tmp_path / "part"), num_epochs=1))
@@ -261,7 +263,7 @@ def test_other_optimizers_go_on_with_the_same_bits_too(tmp_path: Path, optimizer
     assert same(weights(tmp_path / "part", 2), weights(tmp_path / "whole", 2))
 
 
-def test_mixup_and_smoothing_change_the_training_and_not_what_is_measured(tmp_path: Path) -> None:
+def test_mixup_and_smoothing_change_the_training(tmp_path: Path) -> None:
     results = {}
     for name, changed in {"plain": {}, "smooth": {"label_smoothing": 0.1}, "mixed": {"mixup": 0.4}}.items():
         prefix = tmp_path / name
@@ -281,7 +283,7 @@ def test_half_precision_learns_with_float32_weights(tmp_path: Path) -> None:
         assert ("loss_scale" in checkpoint.extra) == (dtype == "float16")
 
 
-def test_the_monitor_and_the_pipeline_alone(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
+def test_monitor_and_test_io(tmp_path: Path, lines: pytest.LogCaptureFixture) -> None:
     fit(replace(OPTIONS, num_epochs=1, monitor=6, num_examples=1024))
     shown = [line for line in lines.text.splitlines() if "Batch:" in line]
     assert shown
@@ -310,7 +312,7 @@ def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
     assert list((tmp_path / "board").glob("events.out.tfevents.*"))
 
 
-def test_an_average_of_the_weights_is_validated_saved_and_gone_on_with(tmp_path: Path) -> None:
+def test_the_moving_average_is_validated_saved_and_resumed(tmp_path: Path) -> None:
     options = replace(OPTIONS, num_epochs=2, ema_epochs=1.0)
     fit(replace(options, model_prefix=str(tmp_path / "whole")))
     fit(replace(options, model_prefix=str(tmp_path / "part"), num_epochs=1))

@@ -1,4 +1,4 @@
-"""Training from a set that is large enough for processes to decode it, as a user runs it: stopped, and gone on with."""
+"""Training on a data set large enough for decoding processes: stopped by a signal, and resumed."""
 
 from __future__ import annotations
 
@@ -52,25 +52,25 @@ def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
         )
 
 
-def test_a_signal_to_all_processes_saves_and_leaves_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_signal_to_all_processes_saves_and_exits_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     write_many(tmp_path / "many.rec")
-    said = tmp_path / "log"
+    message = tmp_path / "log"
     run = start(tmp_path, "--num-epochs", "1000", "--pace", "0.05")
     try:
-        until(lambda: "Epoch[0] Batch [2-4]" in said.read_text(), "training", 60)
+        until(lambda: "Epoch[0] Batch [2-4]" in message.read_text(), "training", 60)
         children = psutil.Process(run.pid).children(recursive=True)
-        assert len(children) == 3  # one that forks, two that decode
+        assert len(children) == 3  # the fork server and two decoding processes
         os.killpg(run.pid, signal.SIGTERM)
         assert run.wait(30) == 128 + signal.SIGTERM
     finally:
         run.kill()
         run.wait()
     assert not psutil.wait_procs(children, 30)[1]
-    log = said.read_text()
+    log = message.read_text()
     assert "Traceback" not in log
     saved = find(tmp_path / "model")[0]
     assert log.endswith(f'Saved checkpoint to "{saved.path.name}"\nINFO:root:training stopped: SIGTERM\n')
     assert (saved.epoch, saved.batch) > (0, 2)
     on = start(tmp_path, "--num-epochs", str(saved.epoch + 1))
     assert on.wait(60) == 0
-    assert re.search(rf"Epoch\[{saved.epoch}\] Validation-accuracy=", said.read_text())
+    assert re.search(rf"Epoch\[{saved.epoch}\] Validation-accuracy=", message.read_text())

@@ -1,4 +1,4 @@
-"""What a run says about its evaluations and its end, and how it leaves when a signal spoils a step."""
+"""The log lines about evaluations and the end of a run, and the exit when a step fails after a signal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from echelon.train.loop.fit import fit
 from echelon.train.loop.stopping import EXIT_STATUS
 from echelon.train.recipe.options import TrainOptions
 
-# 1437 samples in batches of 128: 12 steps an epoch.
+# 1437 samples in batches of 128: 12 steps per epoch.
 OPTIONS = TrainOptions(batch_size=128, num_epochs=2, lr=0.1, disp_batches=50, seed=7)
 
 
@@ -43,9 +43,7 @@ def where_validated(lines: pytest.LogCaptureFixture) -> list[str]:
         (0, ["0]", "1]"]),
     ],
 )
-def test_every_evaluation_has_its_line_and_none_is_made_twice(
-    lines: pytest.LogCaptureFixture, every: int, where: list[str]
-) -> None:
+def test_every_evaluation_is_logged_once(lines: pytest.LogCaptureFixture, every: int, where: list[str]) -> None:
     assert fit(replace(OPTIONS, eval_every=every)) == 0
     assert where_validated(lines) == [f"Epoch[{one}" for one in where]
     assert "training stopped" not in lines.text
@@ -58,7 +56,7 @@ def test_every_evaluation_has_its_line_and_none_is_made_twice(
         pytest.param({"target_accuracy": 0.15, "eval_every": 4}, (0, 4), slice(None), id="in an epoch"),
     ],
 )
-def test_a_run_that_goes_on_evaluates_after_the_steps_of_one_that_was_never_stopped(
+def test_a_resumed_run_evaluates_after_the_same_steps(
     lines: pytest.LogCaptureFixture, tmp_path: Path, stopped: dict[str, Any], point: tuple[int, int], left: slice
 ) -> None:
     options = replace(OPTIONS, eval_every=5, model_prefix=str(tmp_path / "m"))
@@ -71,9 +69,7 @@ def test_a_run_that_goes_on_evaluates_after_the_steps_of_one_that_was_never_stop
     assert where_validated(lines) == whole[left]
 
 
-def test_a_run_that_goes_on_counts_its_steps_from_the_beginning(
-    lines: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_a_resumed_run_counts_its_steps_from_the_beginning(lines: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     options = replace(OPTIONS, eval_every=8, disp_batches=2, model_prefix=str(tmp_path / "m"))
@@ -85,21 +81,21 @@ def test_a_run_that_goes_on_counts_its_steps_from_the_beginning(
     assert [event.step for event in board.Scalars("samples/s")] == [12 + 3]
 
 
-def test_a_target_that_is_reached_in_mid_epoch_is_the_reason_that_is_given(
+def test_a_target_reached_in_mid_epoch_stops_the_run_with_that_reason(
     lines: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     options = replace(OPTIONS, num_epochs=5, eval_every=4, target_accuracy=0.15, model_prefix=str(tmp_path / "m"))
     assert fit(options) == 0
     *before, last = lines.messages
-    said = re.fullmatch(r"training stopped: target accuracy 0\.15 reached: (0\.\d{4}) after (\d+) steps", last)
-    assert said, last
-    assert float(said[1]) >= 0.15
-    assert where_validated(lines)[-1] == f"Epoch[0] Batch [{said[2]}]"
+    message = re.fullmatch(r"training stopped: target accuracy 0\.15 reached: (0\.\d{4}) after (\d+) steps", last)
+    assert message, last
+    assert float(message[1]) >= 0.15
+    assert where_validated(lines)[-1] == f"Epoch[0] Batch [{message[2]}]"
     assert not any("Train-accuracy" in line for line in before), "the epoch was not gone through"
-    assert [one.position for one in find(tmp_path / "m")] == [(0, int(said[2]))]
+    assert [one.position for one in find(tmp_path / "m")] == [(0, int(message[2]))]
 
 
-def test_a_target_that_is_reached_at_an_epochs_end_leaves_a_checkpoint_of_it(
+def test_a_target_reached_at_the_end_of_an_epoch_saves_a_checkpoint(
     lines: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     prefix = str(tmp_path / "m")
@@ -110,7 +106,7 @@ def test_a_target_that_is_reached_at_an_epochs_end_leaves_a_checkpoint_of_it(
 
 
 @pytest.mark.parametrize(("every", "batches"), [(20, [11]), (5, [4, 9, 11]), (6, [5, 11])])
-def test_reading_alone_shows_a_line_at_the_end_too(
+def test_test_io_logs_the_speed_also_at_the_end(
     lines: pytest.LogCaptureFixture, every: int, batches: list[int]
 ) -> None:
     assert fit(replace(OPTIONS, test_io=True, disp_batches=every)) == 0
@@ -118,7 +114,7 @@ def test_reading_alone_shows_a_line_at_the_end_too(
     assert [int(one[1]) for one in found if one] == batches
 
 
-def test_an_unknown_loss_is_said_once(lines: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_loss_is_reported_once(lines: pytest.LogCaptureFixture) -> None:
     assert fit(replace(OPTIONS, num_examples=64, loss="ce,foo")) == 0
     assert [line for line in lines.messages if "foo" in line and "start with" not in line] == [
         "--loss: unknown loss 'foo' is ignored; choose from ce, nll_loss, nll"
@@ -127,7 +123,7 @@ def test_an_unknown_loss_is_said_once(lines: pytest.LogCaptureFixture) -> None:
 
 
 class Spoilt(nn.Module):
-    """Its third step fails, as when a signal to the process group ends the compiler that a step waits for."""
+    """Fails in its third step, as if a signal to the process group had ended a compiler that the step needs."""
 
     def __init__(self, features: int, num_classes: int) -> None:
         super().__init__()
@@ -149,7 +145,7 @@ def spoilt(*, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_step_that_a_signal_spoils_ends_the_run_and_is_not_saved(
+def test_a_step_that_fails_after_a_signal_ends_the_run_and_is_not_saved(
     lines: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("SPOILT_BY", name)
@@ -161,13 +157,13 @@ def test_a_step_that_a_signal_spoils_ends_the_run_and_is_not_saved(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_step_that_fails_by_itself_is_an_error_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_without_a_signal_raises_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SPOILT_BY", raising=False)
     with pytest.raises(RuntimeError, match=re.escape("C++ compile error")):
         fit(replace(OPTIONS, network=f"{__name__}:spoilt"))
 
 
-def test_fewer_samples_than_devices_are_refused_with_both_numbers() -> None:
+def test_fewer_samples_than_devices_are_rejected_with_both_numbers() -> None:
     options = replace(OPTIONS, benchmark=True, image_shape=(1, 8, 8), num_classes=10, devices=("cpu",) * 4)
     with pytest.raises(UsageError, match="3 samples are too few for 4 devices"):
         fit(replace(options, num_examples=3))

@@ -1,8 +1,8 @@
-"""The commands of examples/image-classification/seed_commands.toml train, in real processes, as they are written.
+"""The commands of examples/image-classification/seed_commands.toml train unchanged, in real processes.
 
-What the test appends only makes them small: --num-examples (which caps the batch, too), --num-epochs, and --devices for
-the GPUs. `echelon launch` is told to be patient, because on a busy machine it would remark on who is late, and every
-line that is not the trainers' log is a failure here.
+The test only appends flags that make them small: --num-examples (which also limits the batch), --num-epochs, and
+--devices instead of GPUs. `echelon launch` gets a long --stall-seconds, because on a busy machine it would report slow
+workers, and every line that is not the trainers' log fails the test.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ACCURACY = r"(0\.\d{6}|1\.000000)"
 
 @dataclass(frozen=True)
 class Seed:
-    """A command of the list. `validates`: it has validation data. `files`: what lies in its working directory."""
+    """A command of the list. `validates`: it has validation data. `files`: the files in its working directory."""
 
     name: str
     run: str
@@ -45,18 +45,18 @@ class Seed:
 
     @property
     def num_workers(self) -> int:
-        """As -n says."""
+        """The number given by -n."""
         found = re.search(r"launch -n (\d+)", self.run)
         return int(found[1]) if found else 1
 
     @property
     def num_devices(self) -> int:
-        """How many CPU processes stand for the GPUs."""
+        """The number of CPU processes that replace the GPUs."""
         several = re.search(r"--gpus? \d,", self.run) is not None
         return 2 if several else 1
 
     def scaled(self, data: Path) -> list[str]:
-        """The command's words, made small."""
+        """The words of the command, scaled down."""
         program = {"python": [sys.executable], "echelon": [sys.executable, "-m", "echelon.cli.main"]}
         here = re.sub(r"--gpus? [\d,]+ ?", "", self.run).replace(" /data/", f" {data}/")
         here = here.replace("echelon launch ", "echelon launch --stall-seconds 60 ")
@@ -74,24 +74,24 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_data(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.long  # ResNet-50 in float16 takes a CPU five seconds an image
+@pytest.mark.long  # ResNet-50 in float16 takes five seconds per image on a CPU
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_runs(name: str, data: Path, tmp_path: Path) -> None:
     command = COMMANDS[name]
     lines = run(command, data, tmp_path)
     for worker in range(command.num_workers):
-        said = "\n".join(text for who, text in lines if who == worker)
+        message = "\n".join(text for who, text in lines if who == worker)
         validates = command.validates and worker == 0
-        assert said.startswith("start with arguments Namespace(data='"), said
-        assert re.search(rf"^Epoch\[0\] Train-accuracy={ACCURACY}$", said, re.MULTILINE), said
-        assert re.search(r"^Epoch\[0\] Time cost=\d+\.\d{3}$", said, re.MULTILINE), said
-        found = re.findall(rf"^Epoch\[0\] Validation-accuracy={ACCURACY}$", said, re.MULTILINE)
-        assert len(found) == validates, said
-        assert "Epoch[1]" not in said
+        assert message.startswith("start with arguments Namespace(data='"), message
+        assert re.search(rf"^Epoch\[0\] Train-accuracy={ACCURACY}$", message, re.MULTILINE), message
+        assert re.search(r"^Epoch\[0\] Time cost=\d+\.\d{3}$", message, re.MULTILINE), message
+        found = re.findall(rf"^Epoch\[0\] Validation-accuracy={ACCURACY}$", message, re.MULTILINE)
+        assert len(found) == validates, message
+        assert "Epoch[1]" not in message
 
 
 def run(command: Seed, data: Path, folder: Path) -> list[tuple[int, str]]:
-    """Run a command to its end; its log as (worker, line), in which every line must be."""
+    """Run a command; returns its log as (worker, line). All output must be log lines."""
     (folder / "data").symlink_to(data / "data")
     for name, text in command.files.items():
         (folder / name).write_text(text)
@@ -113,14 +113,14 @@ def run(command: Seed, data: Path, folder: Path) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("row", SWEEP["rows"], ids=lambda row: "-".join(map(str, row)))
 def test_a_setting_of_the_sweep_trains(row: list[float], data: Path) -> None:
-    """Understood as it is written, with all its devices; then one step, in this process."""
+    """Check the command as written, with all its devices; then run one step in this process."""
     given = dict(zip(SWEEP["columns"], row, strict=True))
     form = SWEEP["run"] if given["num_gpus"] else SWEEP["run"].replace("--gpus {gpus} ", "")
     words = shlex.split(form.format(gpus=",".join(map(str, range(int(given["num_gpus"])))), **given))
     parser = runpy.run_path(str(EXAMPLES / "train_cifar10.py"), run_name="example")["parser"]
     parsed = parser.parse_args(words[2:])
     devices = len((parsed.gpus or "cpu").split(","))
-    parsed.gpus = None  # there may be none here
+    parsed.gpus = None  # this machine may have none
     options = options_from(parsed, "cifar10")
     assert (options.num_layers, options.batch_size, options.lr) == (given["layers"], given["batch"], given["lr"])
     assert devices == max(1, given["num_gpus"])

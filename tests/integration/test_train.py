@@ -1,4 +1,4 @@
-"""`echelon train` with real processes: what it writes, what it says, and what it refuses."""
+"""`echelon train` with real processes: its files, its output and its errors."""
 
 from __future__ import annotations
 
@@ -61,28 +61,28 @@ def gsync(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_run_writes_a_summary_of_itself_and_its_workers(gsync: Run) -> None:
     assert gsync.status == 0, gsync.out + gsync.err
     assert gsync.err == ""
-    facts = gsync.summary
-    assert facts["store"] == "dist_gsync"
-    assert facts["accuracy"] > 0.5
-    assert facts["seconds"] > 0
-    assert facts["samples"] == EPOCHS * NUM_TRAIN
-    assert facts["samples_per_s"] == pytest.approx(facts["samples"] / facts["seconds"], rel=0.01)
-    assert [worker["rank"] for worker in facts["workers"]] == [0, 1, 2, 3]
-    for worker in facts["workers"]:
+    summary = gsync.summary
+    assert summary["store"] == "dist_gsync"
+    assert summary["accuracy"] > 0.5
+    assert summary["seconds"] > 0
+    assert summary["samples"] == EPOCHS * NUM_TRAIN
+    assert summary["samples_per_s"] == pytest.approx(summary["samples"] / summary["seconds"], rel=0.01)
+    assert [worker["rank"] for worker in summary["workers"]] == [0, 1, 2, 3]
+    for worker in summary["workers"]:
         assert worker.keys() >= WORKER_KEYS
         assert sum(worker["staleness"].values()) == worker["clock"] > 0
-        assert 0 <= worker["wait_s"] <= facts["seconds"]
-    assert any(int(value) > 0 for worker in facts["workers"] for value in worker["staleness"])
+        assert 0 <= worker["wait_s"] <= summary["seconds"]
+    assert any(int(value) > 0 for worker in summary["workers"] for value in worker["staleness"])
 
 
-def test_the_shares_of_the_data_are_those_of_the_file(gsync: Run) -> None:
+def test_the_shares_of_the_data_come_from_data_sharding(gsync: Run) -> None:
     samples = [worker["samples"] for worker in gsync.summary["workers"]]
     assert samples == [pytest.approx(EPOCHS * NUM_TRAIN * share, abs=EPOCHS) for share in (0.1, 0.2, 0.3, 0.4)]
     clocks = [worker["clock"] for worker in gsync.summary["workers"]]
     assert clocks == [EPOCHS * -(-count // (EPOCHS * 16)) for count in samples], "each its own epoch"
 
 
-def test_the_run_directory_has_a_link_a_picture_and_events(gsync: Run) -> None:
+def test_the_run_directory_has_a_link_curves_and_events(gsync: Run) -> None:
     assert (gsync.folder / "runs" / "latest").readlink() == Path("first")
     assert (gsync.directory / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     kinds = {json.loads(line)["event"] for line in (gsync.directory / "events.jsonl").read_text().splitlines()}
@@ -113,17 +113,17 @@ def test_score_and_predictor_read_the_checkpoint_of_a_run(gsync: Run, capsys: py
     assert right / len(labels) == gsync.summary["accuracy"]
 
 
-def test_the_final_weights_have_the_updates_of_those_who_finished_after_the_leader(gsync: Run) -> None:
+def test_the_final_weights_include_updates_of_workers_that_finished_after_rank_0(gsync: Run) -> None:
     lines = (gsync.directory / "events.jsonl").read_text().splitlines()
     (final,) = [event for event in map(json.loads, lines) if event["event"] == "final"]
     assert final["accuracy"] == gsync.summary["accuracy"]
     assert final["loss"] != gsync.summary["validations"][-1]["loss"], "rank 0 has the smallest share and ends first"
 
 
-def test_what_came_out_is_printed(gsync: Run) -> None:
-    facts = gsync.summary
-    assert f"accuracy      {facts['accuracy']:.4f}\n" in gsync.out
-    assert f"samples/s     {facts['samples_per_s']:.0f}  ({facts['samples']} samples in " in gsync.out
+def test_the_result_is_printed(gsync: Run) -> None:
+    summary = gsync.summary
+    assert f"accuracy      {summary['accuracy']:.4f}\n" in gsync.out
+    assert f"samples/s     {summary['samples_per_s']:.0f}  ({summary['samples']} samples in " in gsync.out
     assert "staleness     updates by others" in gsync.out
     assert "written to    runs/first/  (also runs/latest)\n" in gsync.out
 
@@ -136,23 +136,23 @@ def test_what_came_out_is_printed(gsync: Run) -> None:
         pytest.param("--kv-store dist_ssync --staleness 3 --optimizer adamw --lr 0.005", id="ssync"),
     ],
 )
-def test_the_other_stores_learn_too_and_stop_at_the_target(tmp_path: Path, arguments: str) -> None:
+def test_other_stores_stop_at_the_target_accuracy(tmp_path: Path, arguments: str) -> None:
     run = train(tmp_path, *f"-n 2 -s 1 --num-epochs 40 --eval-every 10 --target-accuracy 0.9 {arguments}".split())
     assert run.status == 0, run.out + run.err
-    facts = run.summary
-    assert facts["validations"][-1]["accuracy"] >= 0.9
-    assert all(point["accuracy"] < 0.9 for point in facts["validations"][:-1])
-    assert 0 < facts["samples"] < 20 * NUM_TRAIN, "all workers stopped"
-    clocks = [worker["clock"] for worker in facts["workers"]]
+    summary = run.summary
+    assert summary["validations"][-1]["accuracy"] >= 0.9
+    assert all(point["accuracy"] < 0.9 for point in summary["validations"][:-1])
+    assert 0 < summary["samples"] < 20 * NUM_TRAIN, "all workers stopped"
+    clocks = [worker["clock"] for worker in summary["workers"]]
     if "dist_sync" in arguments:
         assert len(set(clocks)) == 1, "all stop after the same step"
-        assert [worker["staleness"] for worker in facts["workers"]] == [{"0": clock} for clock in clocks]
+        assert [worker["staleness"] for worker in summary["workers"]] == [{"0": clock} for clock in clocks]
     if "dist_ssync" in arguments:
-        assert max(int(value) for worker in facts["workers"] for value in worker["staleness"]) <= 2 * 3 + 1
+        assert max(int(value) for worker in summary["workers"] for value in worker["staleness"]) <= 2 * 3 + 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--kv-store dist_snyc", "unknown store 'dist_snyc'; did you mean 'dist_sync'?"),
         ("-n 2", "--kv-store local is for one worker; with -n 2 use a dist_ store"),
@@ -182,19 +182,19 @@ def test_the_other_stores_learn_too_and_stop_at_the_target(tmp_path: Path, argum
         ("--name a/b", "'a/b' is not a valid name of a run"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line_before_anything_happens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, said: str
+def test_wrong_flags_are_rejected_in_one_line_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", *arguments.split()]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("echelon: ")
-    assert said in err
+    assert message in err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_data_sharding_file_with_a_gap_is_refused_with_its_line(
+def test_a_data_sharding_file_with_a_gap_is_rejected_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -204,31 +204,31 @@ def test_a_data_sharding_file_with_a_gap_is_refused_with_its_line(
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("groups", b"127.0.0.1\nelsewhere", r"groups line 2: no worker runs on 'elsewhere'; .* hosts are 127\.0\.0\.1"),
         ("groups", b"0 \xe9", r"groups is not valid UTF-8 \(byte 2\)"),
         ("data_sharding", b"0 \xe9", r"data_sharding is not valid UTF-8 \(byte 2\)"),
     ],
 )
-def test_a_wrong_file_is_refused_before_anything_is_started(
+def test_a_wrong_file_is_rejected_before_the_start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     name: str,
     content: bytes,
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(content)
     flags = ["--kv-store", "dist_gsync"] if name == "groups" else ["--kv-store", "dist_sync", "--data-allocator", "1"]
     assert main(["train", "-n", "2", *flags]) == 2
-    assert re.search(said, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 @pytest.mark.parametrize("job", ["", "-n 2 -s 1 --kv-store dist_sync"])
-def test_a_job_that_fails_before_its_first_step_shows_the_error_and_leaves_no_run(tmp_path: Path, job: str) -> None:
+def test_a_job_that_fails_before_its_first_step_shows_the_error_and_deletes_the_run(tmp_path: Path, job: str) -> None:
     run = train(tmp_path, *f"--data mnist --data-dir nowhere {job}".split())
     assert run.status == 1
     assert len(re.findall(r"\[worker \d\] error: MNIST: no file train-images-idx3-ubyte", run.out)) == 1, run.out
@@ -238,7 +238,7 @@ def test_a_job_that_fails_before_its_first_step_shows_the_error_and_leaves_no_ru
     assert list(tmp_path.iterdir()) == []
 
 
-def test_last_words_that_workers_share_are_shown_once_and_their_own_are_kept() -> None:
+def test_an_error_of_several_workers_is_shown_once() -> None:
     shown: list[tuple[str, str]] = []
     show = once(lambda name, text: shown.append((name, text)))
     lines = [

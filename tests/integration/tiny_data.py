@@ -1,7 +1,7 @@
-"""The files that the example scripts read, in their own formats, with a few images each.
+"""The files that the example scripts read, in their formats, with a few images each.
 
-A class has a colour (or a grey) of its own, so that even a few steps can learn something. The folder looks like what
-the scripts expect below their working directory, and like the /data of a machine that has ImageNet.
+Each class has its own colour (or grey), so that a few steps are enough to learn. The folder is laid out as the scripts
+expect their working directory, and as /data of a machine with ImageNet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IMAGENET = Path("imagenet") / "train-480-val-256-recordio"
 
 
 def make_data(folder: Path) -> Path:
-    """MNIST's idx files and CIFAR-10's record files under data/, ImageNet's under imagenet/."""
+    """Write MNIST's idx files and CIFAR-10's record files to data/, and ImageNet's to imagenet/."""
     data = folder / "data"
     data.mkdir(parents=True)
     for part, count in (("train", NUM_TRAIN), ("t10k", NUM_VALIDATION)):
@@ -35,7 +35,7 @@ def make_data(folder: Path) -> Path:
 
 
 def write_idx(folder: Path, part: str, count: int) -> None:
-    """A pair of idx files: 28x28 images, grey as their class, and labels."""
+    """Write a pair of idx files: 28x28 images, grey by class, and labels."""
     labels = _labels(count)
     images = np.repeat(labels * 25, 28 * 28) + _noise(count * 28 * 28)
     (folder / f"{part}-images-idx3-ubyte").write_bytes(
@@ -47,7 +47,7 @@ def write_idx(folder: Path, part: str, count: int) -> None:
 
 
 def write_records(path: Path, count: int, height: int, width: int) -> None:
-    """A record file with its index: JPEGs, coloured as their class."""
+    """Write a record file with its index: JPEGs, coloured by class."""
     with IndexedWriter(path) as writer:
         for number, label in enumerate(_labels(count)):
             colour = np.array([label * 25, 255 - label * 25, (label * 75) % 256])

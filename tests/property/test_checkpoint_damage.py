@@ -1,4 +1,4 @@
-"""Checkpoints over arbitrary tensors: what is saved is loaded, others can read it, and no damage is passed over."""
+"""Checkpoints of arbitrary tensors: they are loaded unchanged, safetensors reads them, and all damage is detected."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ JSON = st.recursive(
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
-    """Any type and shape, empty and of no dimension too, contiguous or turned, and any bits: NaNs of every kind."""
+    """Draw any dtype and shape, including empty and scalar, contiguous or permuted, with any bits, such as all NaNs."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
     size = torch.Size(shape).numel()
@@ -74,7 +74,7 @@ def a_file() -> Iterator[Path]:
 
 
 @given(CHECKPOINTS)
-def test_what_is_saved_is_loaded(checkpoint: Checkpoint) -> None:
+def test_saved_checkpoints_are_loaded_unchanged(checkpoint: Checkpoint) -> None:
     with a_file() as path:
         save(path, checkpoint)
         loaded = load(path)
@@ -92,7 +92,7 @@ def test_what_is_saved_is_loaded(checkpoint: Checkpoint) -> None:
 
 
 @given(CHECKPOINTS, st.data())
-def test_a_file_cut_off_anywhere_is_noticed(checkpoint: Checkpoint, draw: st.DataObject) -> None:
+def test_a_file_cut_off_anywhere_is_detected(checkpoint: Checkpoint, draw: st.DataObject) -> None:
     with a_file() as path:
         save(path, checkpoint)
         whole = path.read_bytes()
@@ -103,7 +103,7 @@ def test_a_file_cut_off_anywhere_is_noticed(checkpoint: Checkpoint, draw: st.Dat
 
 
 @given(CHECKPOINTS, st.data())
-def test_a_changed_byte_anywhere_is_noticed(checkpoint: Checkpoint, draw: st.DataObject) -> None:
+def test_a_changed_byte_anywhere_is_detected(checkpoint: Checkpoint, draw: st.DataObject) -> None:
     with a_file() as path:
         save(path, checkpoint)
         changed = bytearray(path.read_bytes())
@@ -115,7 +115,7 @@ def test_a_changed_byte_anywhere_is_noticed(checkpoint: Checkpoint, draw: st.Dat
 
 
 @given(CHECKPOINTS, st.binary(min_size=1, max_size=9))
-def test_bytes_too_many_are_noticed(checkpoint: Checkpoint, more: bytes) -> None:
+def test_extra_bytes_are_detected(checkpoint: Checkpoint, more: bytes) -> None:
     with a_file() as path:
         save(path, checkpoint)
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""The event log: whole lines from everybody, a pen that never waits for the disk, a reader that waits for the line."""
+"""The event log: whole lines from all processes, a writer that never blocks, a reader that waits for complete lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def lines(directory: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (directory / FILE_NAME).read_text().splitlines()]
 
 
-def test_a_fact_is_a_line(tmp_path: Path) -> None:
+def test_an_event_is_one_line(tmp_path: Path) -> None:
     before = time.time()
     with EventLog(tmp_path / "new" / "run", "worker", 3) as log:
         log.write("progress", clock=4, samples=128, staleness={"0": 3}, note="line one\nline two")
@@ -47,16 +47,16 @@ def test_without_a_directory_nothing_is_written_and_nothing_runs(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_close_writes_what_is_left_in_order_and_ends_the_thread(tmp_path: Path) -> None:
+def test_close_writes_the_queue_in_order_and_ends_the_thread(tmp_path: Path) -> None:
     before = set(threading.enumerate())
     log = EventLog.open(str(tmp_path), "server", 0)
     for number in range(1000):
-        log.write("fact", number=number)
+        log.write("event", number=number)
     log.close()
     assert [line["number"] for line in lines(tmp_path)] == list(range(1000))
     assert set(threading.enumerate()) == before
-    log.close()  # a second time is harmless
-    log.write("fact", number=1000)  # and so is a word after the end
+    log.close()  # a second call does nothing
+    log.write("event", number=1000)  # neither does writing after closing
     assert len(lines(tmp_path)) == 1000
 
 
@@ -65,7 +65,7 @@ def test_processes_append_to_one_file(tmp_path: Path) -> None:
 
     def talk(rank: int) -> None:
         for number in range(500):
-            logs[rank].write("fact", number=number, filler="x" * 200)
+            logs[rank].write("event", number=number, filler="x" * 200)
 
     threads = [threading.Thread(target=talk, args=(rank,)) for rank in range(4)]
     for thread in threads:
@@ -74,14 +74,14 @@ def test_processes_append_to_one_file(tmp_path: Path) -> None:
         thread.join()
     for log in logs:
         log.close()
-    written = lines(tmp_path)  # every line is whole, or json would say so
+    written = lines(tmp_path)  # json.loads fails for a line that is not whole
     for rank in range(4):
         assert [line["number"] for line in written if line["who"] == f"worker {rank}"] == list(range(500))
 
 
 @contextmanager
 def stuck_disk(directory: Path) -> Iterator[tuple[int, threading.Event]]:
-    """An events file that takes 64 kB and then stands still until the event is set: a pipe, and its reading end."""
+    """An events file that accepts 64 kB and then blocks until the event is set: a pipe, and its reading end."""
     path = directory / FILE_NAME
     os.mkfifo(path)
     reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -103,42 +103,42 @@ def stuck_disk(directory: Path) -> Iterator[tuple[int, threading.Event]]:
         reader.join()
 
 
-def test_a_disk_that_stands_still_holds_nobody_and_the_oldest_facts_are_dropped_and_counted(tmp_path: Path) -> None:
+def test_a_stuck_disk_blocks_nobody_and_the_oldest_events_are_dropped_and_counted(tmp_path: Path) -> None:
     with stuck_disk(tmp_path) as (disk, go):
         log = EventLog(tmp_path, "worker", 0)
-        log.write("first", filler="x" * 100_000)  # more than the pipe takes
-        assert select.select([disk], [], [], 30)[0]  # its beginning is written: the pen's thread waits for the disk
+        log.write("first", filler="x" * 100_000)  # more than the pipe holds
+        assert select.select([disk], [], [], 30)[0]  # its beginning is written: the thread waits for the disk
         total = MAX_QUEUED + 50
         for number in range(total):
-            log.write("fact", number=number)
-        go.set()  # all of them were taken while the disk stood still
+            log.write("event", number=number)
+        go.set()  # all were queued while the disk was stuck
         log.close()
     events = [json.loads(line) for line in (tmp_path / "copy.jsonl").read_text().splitlines()]
     assert events[0]["event"] == "first"
-    assert [event["number"] for event in events if event["event"] == "fact"] == list(range(50, total))
+    assert [event["number"] for event in events if event["event"] == "event"] == list(range(50, total))
     assert [event["count"] for event in events if event["event"] == "dropped"] == [50]
 
 
 # --- reading
 
 
-def test_no_file_yet_is_no_event_yet(tmp_path: Path) -> None:
+def test_without_a_file_there_are_no_events(tmp_path: Path) -> None:
     reader = EventReader(tmp_path / "not there")
     assert reader.poll() == []
 
 
-def test_events_are_read_once_and_as_they_come(tmp_path: Path) -> None:
+def test_events_are_read_once_as_they_arrive(tmp_path: Path) -> None:
     reader = EventReader(tmp_path)
     for number in range(3):
         with EventLog(tmp_path, "worker", 0) as log:
-            log.write("fact", number=number)
+            log.write("event", number=number)
         assert [event["number"] for event in reader.poll()] == [number]
         assert reader.poll() == []
     assert [event["number"] for event in EventReader(tmp_path).poll()] == [0, 1, 2]
 
 
-def test_a_half_written_line_waits_for_its_end(tmp_path: Path) -> None:
-    """Cut anywhere, also inside a character of several bytes: every event comes, once, when it is whole."""
+def test_a_half_written_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
+    """Wherever a line is cut, even inside a multi-byte character, every event is read once."""
     events = [{"event": "a", "text": "é漢\n\r\u2028"}, {"event": "b"}, {"event": "c", "n": 1.5}]
     data = b"".join(json.dumps(event, ensure_ascii=False).encode() + b"\n" for event in events)
     for cut in range(len(data) + 1):
@@ -154,8 +154,8 @@ def test_a_half_written_line_waits_for_its_end(tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    facts = {"text": 'quotes " and \\ and \u2028', "none": None, "list": [1, 2.5, True], "nested": {"a": {"1": 2}}}
+    fields = {"text": 'quotes " and \\ and \u2028', "none": None, "list": [1, 2.5, True], "nested": {"a": {"1": 2}}}
     with EventLog(tmp_path, "scheduler", 0) as log:
-        log.write("fact", **facts)
+        log.write("event", **fields)
     (event,) = EventReader(tmp_path).poll()
-    assert {name: event[name] for name in facts} == facts
+    assert {name: event[name] for name in fields} == fields

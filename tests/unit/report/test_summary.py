@@ -1,4 +1,4 @@
-"""What a run came to, from its events; and the directory it is written to."""
+"""The summary of a run from its events, and run directories."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from echelon.report.runs import discard_run, latest_run, new_run
 from echelon.report.summary import Event, RunState, WorkerState, summary, write_summary
 
 
-def event(kind: str, at: float, **facts: Any) -> Event:
-    return {"event": kind, "at": at, "who": "test", **facts}
+def event(kind: str, at: float, **fields: Any) -> Event:
+    return {"event": kind, "at": at, "who": "test", **fields}
 
 
-def report(kind: str, at: float, rank: int, clock: int, **facts: Any) -> Event:
-    usual = {"samples": 32 * clock, "wait_s": 0.25, "staleness": {"0": clock}} | facts
+def report(kind: str, at: float, rank: int, clock: int, **fields: Any) -> Event:
+    usual = {"samples": 32 * clock, "wait_s": 0.25, "staleness": {"0": clock}} | fields
     return event(kind, at, rank=rank, clock=clock, **usual, **({"seconds": at - 1000} if kind == "done" else {}))
 
 
@@ -49,17 +49,17 @@ def taken(events: list[Event]) -> RunState:
     return state
 
 
-def test_a_run_in_numbers() -> None:
-    facts = summary(taken(RUN), "dist_gsync", {"lr": 0.1}, 0)
-    assert facts["store"] == "dist_gsync"
-    assert facts["settings"] == {"lr": 0.1}
-    assert facts["exit_status"] == 0
-    assert facts["seconds"] == 6.0  # from the first beginning to the last end
-    assert facts["samples"] == 32 * 7
-    assert facts["samples_per_s"] == round(32 * 7 / 6, 3)
-    assert facts["accuracy"] == 0.93
-    assert [line["accuracy"] for line in facts["validations"]] == [0.90, 0.93]
-    assert facts["workers"] == [
+def test_the_summary_of_a_run() -> None:
+    result = summary(taken(RUN), "dist_gsync", {"lr": 0.1}, 0)
+    assert result["store"] == "dist_gsync"
+    assert result["settings"] == {"lr": 0.1}
+    assert result["exit_status"] == 0
+    assert result["seconds"] == 6.0  # from the first start to the last end
+    assert result["samples"] == 32 * 7
+    assert result["samples_per_s"] == round(32 * 7 / 6, 3)
+    assert result["accuracy"] == 0.93
+    assert [line["accuracy"] for line in result["validations"]] == [0.90, 0.93]
+    assert result["workers"] == [
         {
             "rank": 0,
             "clock": 4,
@@ -81,22 +81,22 @@ def test_a_run_in_numbers() -> None:
     ]
 
 
-def test_the_final_accuracy_outranks_validations() -> None:
+def test_the_final_accuracy_replaces_that_of_validations() -> None:
     assert summary(taken([*RUN, event("final", 1007.0, accuracy=0.97)]), "dist_sync", {}, 0)["accuracy"] == 0.97
 
 
-def test_nothing_validated_is_no_accuracy() -> None:
+def test_without_validation_there_is_no_accuracy() -> None:
     assert summary(taken(RUN[:2]), "dist_sync", {}, 0)["accuracy"] is None
 
 
-def test_an_empty_run_has_a_summary_too() -> None:
-    facts = summary(RunState(), "dist_sync", {}, 1)
-    assert (facts["seconds"], facts["samples_per_s"], facts["samples"], facts["workers"]) == (0.0, 0.0, 0, [])
+def test_an_empty_run_has_a_summary() -> None:
+    result = summary(RunState(), "dist_sync", {}, 1)
+    assert (result["seconds"], result["samples_per_s"], result["samples"], result["workers"]) == (0.0, 0.0, 0, [])
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, len(RUN)), max_size=4))
-def test_it_does_not_matter_how_events_are_dealt_out(cuts: list[int]) -> None:
+def test_the_state_does_not_depend_on_how_events_are_grouped(cuts: list[int]) -> None:
     state = RunState()
     borders = [0, *sorted(cuts), len(RUN)]
     for start, stop in pairwise(borders):
@@ -104,25 +104,25 @@ def test_it_does_not_matter_how_events_are_dealt_out(cuts: list[int]) -> None:
     assert summary(state, "s", {}, 0) == summary(taken(RUN), "s", {}, 0)
 
 
-def test_workers_are_in_rank_order_whoever_began_first() -> None:
+def test_workers_are_in_rank_order() -> None:
     state = taken([event("begin", 5.0, rank=2), event("begin", 4.0, rank=0), event("begin", 6.0, rank=1)])
     assert [worker["rank"] for worker in summary(state, "s", {}, 0)["workers"]] == [0, 1, 2]
     assert state.began == 4.0
 
 
-def test_a_worker_that_died_shows_how_far_it_came() -> None:
+def test_a_worker_that_died_keeps_its_last_report() -> None:
     died = "worker 1 (pid 7 on host) died: its connection closed"
     state = taken([*RUN[:-1], event("view", 1003.2, number=2, workers=[0], reason=died, departure="died")])
-    facts = summary(state, "dist_sync", {}, 1)
-    assert facts["news"] == [died]
-    assert [(w["rank"], w["finished"], w["clock"], w["seconds"]) for w in facts["workers"]] == [
+    result = summary(state, "dist_sync", {}, 1)
+    assert result["news"] == [died]
+    assert [(w["rank"], w["finished"], w["clock"], w["seconds"]) for w in result["workers"]] == [
         (0, True, 4, 4.0),
         (1, False, 1, 3.0),
     ]
-    assert facts["seconds"] == 4.0
+    assert result["seconds"] == 4.0
 
 
-def test_workers_that_leave_are_no_news_and_stalls_are() -> None:
+def test_news_contain_deaths_and_stalls_but_no_regular_departures() -> None:
     state = taken(
         [
             event("view", 1.0, number=2, workers=[0], reason="worker 1 left: done", departure="left"),
@@ -138,18 +138,18 @@ def test_a_finished_worker_stays_finished() -> None:
     assert state.workers[0].clock == 4
 
 
-def test_the_end_is_the_last_one_whoever_writes_first() -> None:
-    """Processes write their events some time after they happened."""
+def test_the_run_ends_with_the_last_worker() -> None:
+    """Processes write their events with a delay."""
     assert taken([*RUN[:-2], RUN[-1], RUN[-2]]).seconds == 6.0
 
 
-def test_rates_follow_what_is_reported() -> None:
+def test_rates_follow_the_reports() -> None:
     state = taken([event("begin", 10.0, rank=0), report("progress", 12.0, 0, 2)])
     assert state.workers[0].rate == pytest.approx(32.0)
     state.take([report("progress", 13.0, 0, 4)])
     assert state.workers[0].rate == pytest.approx(0.6 * 32 + 0.4 * 64)
     before = state.workers[0].rate
-    state.take([report("progress", 13.01, 0, 5)])  # too soon after the last to say anything
+    state.take([report("progress", 13.01, 0, 5)])  # too soon after the last report
     assert (state.workers[0].rate, state.workers[0].clock) == (before, 5)
 
 
@@ -160,15 +160,15 @@ def test_staleness_over_all_workers() -> None:
     assert state.workers[0].mean_staleness == pytest.approx(0.5)
     assert WorkerState(0).mean_staleness == 0.0
     wide = taken([report("done", 1.0, 0, 3, staleness={"10": 1, "9": 2})])
-    assert list(wide.histogram().items()) == [(9, 2), (10, 1)]  # by number, not by letter
+    assert list(wide.histogram().items()) == [(9, 2), (10, 1)]  # sorted as numbers, not as text
 
 
-def test_the_summary_is_written_whole(tmp_path: Path) -> None:
-    facts = summary(taken(RUN), "dist_gsync", {"groups": [[0], [1]]}, 0)
-    path = write_summary(tmp_path, facts)
+def test_the_summary_is_written_atomically(tmp_path: Path) -> None:
+    result = summary(taken(RUN), "dist_gsync", {"groups": [[0], [1]]}, 0)
+    path = write_summary(tmp_path, result)
     assert path == tmp_path / "summary.json"
-    assert json.loads(path.read_text()) == facts
-    write_summary(tmp_path, facts | {"exit_status": 1})
+    assert json.loads(path.read_text()) == result
+    write_summary(tmp_path, result | {"exit_status": 1})
     assert json.loads(path.read_text())["exit_status"] == 1
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
 
@@ -176,7 +176,7 @@ def test_the_summary_is_written_whole(tmp_path: Path) -> None:
 # --- run directories
 
 
-def test_a_run_is_made_and_is_the_latest(tmp_path: Path) -> None:
+def test_a_new_run_becomes_the_latest(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     one = new_run("one", "dist_sync", root)
     assert one == root / "one"
@@ -195,7 +195,7 @@ def test_runs_without_a_name_are_named_by_time_and_store(tmp_path: Path) -> None
         assert re.fullmatch(r"\d{8}-\d{6}-dist_ssync(\.\d+)?", name)
 
 
-def test_a_name_that_is_taken_is_refused_and_latest_stays(tmp_path: Path) -> None:
+def test_an_existing_name_is_rejected_and_latest_is_unchanged(tmp_path: Path) -> None:
     new_run("one", "s", tmp_path)
     new_run("two", "s", tmp_path)
     with pytest.raises(UsageError, match=r"the run .*one already exists; choose another --name"):
@@ -204,7 +204,7 @@ def test_a_name_that_is_taken_is_refused_and_latest_stays(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("earlier", [["one"], []])
-def test_a_run_that_did_nothing_leaves_things_as_they_were(tmp_path: Path, earlier: list[str]) -> None:
+def test_discarding_a_run_restores_latest(tmp_path: Path, earlier: list[str]) -> None:
     root = tmp_path / "runs"
     for name in earlier:
         new_run(name, "s", root)
@@ -216,7 +216,7 @@ def test_a_run_that_did_nothing_leaves_things_as_they_were(tmp_path: Path, earli
     assert root.exists() == bool(earlier)
 
 
-def test_a_run_that_did_nothing_leaves_alone_what_began_since(tmp_path: Path) -> None:
+def test_discarding_a_run_keeps_a_later_one(tmp_path: Path) -> None:
     before, made = latest_run(tmp_path), new_run("none", "s", tmp_path)
     new_run("since", "s", tmp_path)
     discard_run(made, before)
@@ -232,7 +232,7 @@ def test_a_run_has_trained_with_its_first_step() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "latest", "a/b", "../a", "a b", "a\n", "/a", ".."])
-def test_a_name_that_is_no_directory_is_refused(name: str, tmp_path: Path) -> None:
+def test_an_invalid_name_is_rejected(name: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         new_run(name, "s", tmp_path / "runs")
     assert not (tmp_path / "runs" / "latest").is_symlink()

@@ -1,4 +1,4 @@
-"""The trainers' flags: MXNet's short forms, its defaults, and what is said about wrong ones."""
+"""The flags of the trainers: MXNet's short forms and defaults, and messages about wrong flags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.train.flags.check import check_flags
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "image-classification"
 
-# The shortest forms that MXNet 1.9's train_imagenet.py and train_cifar10.py take, with what they mean.
+# The shortest forms that MXNet 1.9's train_imagenet.py and train_cifar10.py accept, and the flags they mean.
 SHORT = {
     "ne": "network", "num-l": "num_layers", "gp": "gpus", "k": "kv_store", "num-ep": "num_epochs",
     "lr-f": "lr_factor", "lr-s": "lr_step_epochs", "in": "initializer", "o": "optimizer", "mom": "mom", "wd": "wd",
@@ -54,7 +54,7 @@ IMAGENET, CIFAR, MNIST = script("train_imagenet"), script("train_cifar10"), scri
 
 @pytest.mark.parametrize(("short", "meant"), SHORT.items())
 @pytest.mark.parametrize("parser", [IMAGENET, CIFAR], ids=["imagenet", "cifar10"])
-def test_mxnets_short_forms_mean_what_they_meant(parser: Parser, short: str, meant: str) -> None:
+def test_mxnets_short_forms_have_their_meaning(parser: Parser, short: str, meant: str) -> None:
     given = vars(parser.parse_args([f"--{short}", "7"]))
     assert given[meant] in (7, 7.0, "7")
 
@@ -65,19 +65,19 @@ def test_train_mnist_has_short_forms_of_its_own(short: str, meant: str) -> None:
 
 
 @pytest.mark.parametrize("short", AMBIGUOUS)
-def test_what_was_ambiguous_is_still_an_error(short: str) -> None:
+def test_ambiguous_short_forms_are_rejected(short: str) -> None:
     with pytest.raises(UsageError, match="ambiguous option"):
         IMAGENET.parse_args([f"--{short}", "7"])
 
 
-def test_train_mnist_takes_the_shape_with_an_underscore_only() -> None:
+def test_train_mnist_accepts_image_shape_only_with_an_underscore() -> None:
     options = options_from(MNIST.parse_args(["--image_shape", "1, 28, 28"]), "imagenet")
     assert options.image_shape == (1, 28, 28)
     with pytest.raises(UsageError, match="unrecognized arguments: --image-shape"):
         MNIST.parse_args(["--image-shape", "1,28,28"])
 
 
-def test_the_scripts_defaults_are_mxnets() -> None:
+def test_the_defaults_of_the_scripts_are_mxnets() -> None:
     imagenet, cifar, mnist = (options_from(parser.parse_args([]), "imagenet") for parser in (IMAGENET, CIFAR, MNIST))
     assert (imagenet.network, imagenet.num_layers, imagenet.num_classes, imagenet.num_examples) == (
         "resnet", 50, 1000, 1281167,
@@ -108,7 +108,7 @@ def test_a_fourth_channel_may_have_a_mean() -> None:
     assert options.augment["rgb_mean"] == (1.0, 2.0, 3.0, 4.0)
 
 
-def test_augmentation_that_is_not_given_is_left_to_the_dataset() -> None:
+def test_options_contain_only_the_augmentation_that_was_given() -> None:
     options = options_from(
         IMAGENET.parse_args(["--max-random-h", "36", "--random-mirror", "1", "--rgb-mean", "1,2,3"]), "imagenet"
     )
@@ -118,7 +118,7 @@ def test_augmentation_that_is_not_given_is_left_to_the_dataset() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--image-shape 3,224", "--image-shape '3,224' is not channels,height,width, for example 3,224,224"),
         ("--rgb-mean a,b", "--rgb-mean 'a,b' is not numbers separated by commas"),
@@ -136,11 +136,11 @@ def test_augmentation_that_is_not_given_is_left_to_the_dataset() -> None:
         ("--lr x", "argument --lr: invalid float value: 'x'"),
     ],
 )
-def test_what_is_wrong_is_said(arguments: str, said: str) -> None:
+def test_wrong_flags_are_rejected_with_a_message(arguments: str, message: str) -> None:
     def check() -> None:
         given = IMAGENET.parse_args(arguments.split())
         check_flags(given, options_from(given, "imagenet"), Job())
 
     with pytest.raises(UsageError) as caught:
         check()
-    assert said in str(caught.value)
+    assert message in str(caught.value)

@@ -29,7 +29,7 @@ def check(parser: argparse.ArgumentParser, arguments: str, job: Job | None = Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--label-smoothing 2", "--label-smoothing must be between 0 and 1, not 2"),
         ("--label-smoothing -1", "--label-smoothing must be between 0 and 1, not -1"),
@@ -48,10 +48,10 @@ def check(parser: argparse.ArgumentParser, arguments: str, job: Job | None = Non
         ("--stall nan:2", "--stall nan:2: the probability must be between 0 and 1"),
     ],
 )
-def test_an_invalid_value_is_rejected_with_the_flag_the_value_and_what_is_valid(arguments: str, said: str) -> None:
+def test_an_invalid_value_is_rejected_with_the_flag_the_value_and_what_is_valid(arguments: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         check(PARSER, arguments)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["train_mnist", "train_cifar10", "train_imagenet", "dist_sync_mlp"])
@@ -66,7 +66,7 @@ def test_the_defaults_of_the_scripts_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--slow 1:3", "--slow and --stall multiply the seconds of --pace"),
         ("--stall 0.1:5", "--slow and --stall multiply the seconds of --pace"),
@@ -77,13 +77,13 @@ def test_the_defaults_of_the_scripts_pass(name: str) -> None:
         ("--load-epoch 3 --resume auto --model-prefix m", "--load-epoch 3 and --resume auto both choose a checkpoint"),
     ],
 )
-def test_a_flag_that_needs_or_excludes_another_is_rejected(arguments: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_a_flag_that_needs_or_excludes_another_is_rejected(arguments: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         check(PARSER, arguments)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "job", "said"),
+    ("arguments", "job", "message"),
     [
         ("", Job(num_workers=2), "--kv-store local is for one worker; with -n 2 use a dist_ store"),
         ("--kv-store dist_async", Job(num_workers=2), "--kv-store dist_async needs a server, but -s is 0"),
@@ -93,8 +93,8 @@ def test_a_flag_that_needs_or_excludes_another_is_rejected(arguments: str, said:
         ("--data-allocator 1 --data-sharding nosuch", Job(), "--data-allocator 1 needs the file nosuch"),
     ],
 )
-def test_workers_and_servers_must_suit_the_store(arguments: str, job: Job, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_workers_and_servers_must_suit_the_store(arguments: str, job: Job, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         check(PARSER, arguments, job)
 
 
@@ -103,7 +103,7 @@ def test_dist_sync_needs_no_server() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (
             TrainOptions(data="folder", target_accuracy=0.9),
@@ -115,10 +115,10 @@ def test_dist_sync_needs_no_server() -> None:
         ),
     ],
 )
-def test_flags_that_need_validation_data_are_rejected_without_it(options: TrainOptions, said: str) -> None:
+def test_flags_that_need_validation_data_are_rejected_without_it(options: TrainOptions, message: str) -> None:
     with pytest.raises(UsageError) as rejected:
         check_with_data(options, dataset(validation=False))
-    assert str(rejected.value) == said
+    assert str(rejected.value) == message
     check_with_data(options, dataset())
     check_with_data(TrainOptions(data="folder"), dataset(validation=False))
 

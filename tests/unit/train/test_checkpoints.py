@@ -1,4 +1,4 @@
-"""Checkpoint files: names, the newest good one, what is pruned, and what a crash in the middle of saving leaves."""
+"""Checkpoint files: names, the newest valid one, pruning, and crashes while saving."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_names() -> None:
         path_for("x", 0, -1)
 
 
-def test_find_is_by_epoch_then_batch_and_sees_only_its_own(tmp_path: Path) -> None:
+def test_find_sorts_by_epoch_and_batch_and_ignores_other_files(tmp_path: Path) -> None:
     prefix = tmp_path / "x"
     write(prefix, (0, 9999, 7), (0, 10000, 0), (0, 9999, 0), (0, 0, 12), (1, 3, 0), (12, 3, 4))
     for stranger in ("x-0001.params", "y-0001.safetensors", "x-012.safetensors", "x-00012.safetensors", "xx-0001-b1"):
@@ -62,7 +62,9 @@ def test_find_is_by_epoch_then_batch_and_sees_only_its_own(tmp_path: Path) -> No
     assert find(tmp_path / "nowhere" / "x") == []
 
 
-def test_the_last_good_file_is_used_and_bad_ones_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_newest_valid_file_is_loaded_and_damaged_ones_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     prefix = tmp_path / "x"
     write(prefix, (0, 1, 0), (0, 2, 0), (0, 2, 5))
     flip(path_for(prefix, 0, 2, 5))
@@ -79,7 +81,9 @@ def test_the_last_good_file_is_used_and_bad_ones_are_named(tmp_path: Path, caplo
     assert load_newest(prefix) is None
 
 
-def test_all_ranks_find_the_same_point_and_each_its_own_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_ranks_load_the_same_position_and_each_its_own_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     prefix = tmp_path / "x"
     write(prefix, *((rank, epoch, 0) for rank in range(3) for epoch in (1, 2, 3)), (0, 4, 0), (1, 4, 0))
     for rank, epoch in ((1, 3), (2, 3), (1, 4)):
@@ -99,7 +103,7 @@ def test_all_ranks_find_the_same_point_and_each_its_own_file(tmp_path: Path, cap
     assert load_newest(prefix, 0, 3) is None
 
 
-def test_a_rank_without_a_file_and_another_number_of_ranks_use_rank_0s(tmp_path: Path) -> None:
+def test_rank_0s_file_is_used_by_a_rank_without_a_file_and_after_a_change_of_size(tmp_path: Path) -> None:
     prefix = tmp_path / "x"
     save(path_for(prefix, 0, 1), Checkpoint({}, metadata={"num_processes": 3}))
     write(prefix, (1, 1, 0))
@@ -123,7 +127,7 @@ def test_one_position_is_loaded_by_epoch_and_batch(tmp_path: Path) -> None:
         load_at(prefix, 7)
 
 
-def test_prune_keeps_ends_of_epochs_and_the_newest_middles(tmp_path: Path) -> None:
+def test_prune_keeps_epoch_ends_and_the_newest_mid_epoch_files(tmp_path: Path) -> None:
     prefix = tmp_path / "x"
     write(prefix, (0, 11, 5), (0, 12, 0), (0, 12, 1), (0, 12, 2), (0, 12, 3), (1, 11, 5))
     assert sorted(prune(prefix, keep=2)) == [path_for(prefix, 0, 11, 5), path_for(prefix, 0, 12, 1)]
@@ -136,7 +140,7 @@ def test_prune_keeps_ends_of_epochs_and_the_newest_middles(tmp_path: Path) -> No
         prune(prefix, keep=-1)
 
 
-def test_tied_weights_and_channels_last(tmp_path: Path) -> None:
+def test_tied_weights_and_channels_last_can_be_saved(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -154,7 +158,7 @@ def test_tied_weights_and_channels_last(tmp_path: Path) -> None:
         assert torch.equal(tensor, other.state_dict()[name])
 
 
-def test_what_cannot_be_saved(tmp_path: Path) -> None:
+def test_unsupported_tensors_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"weights/z, a torch.strided tensor of torch.complex64; only strided"):
         save(tmp_path / "x-0001.safetensors", Checkpoint({"z": torch.zeros(2, dtype=torch.complex64)}))
     with pytest.raises(UsageError, match=r"extra/s, a torch.sparse_coo tensor"):
@@ -162,7 +166,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     assert names(tmp_path) == set()
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+def test_files_that_are_not_checkpoints_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x-0001.safetensors"
     with pytest.raises(DataError, match=r"there is no checkpoint .*x-0001\.safetensors"):
         load(path)
@@ -175,7 +179,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         load(path)
 
 
-def test_a_cut_in_the_last_tensor_is_told_in_bytes(tmp_path: Path) -> None:
+def test_a_file_cut_off_in_the_last_tensor_is_reported_in_bytes(tmp_path: Path) -> None:
     path = tmp_path / "x-0001.safetensors"
     save(path, checkpoint(1))
     size = path.stat().st_size
@@ -194,22 +198,22 @@ def test_tensors_are_aligned_for_readers_that_map_the_file(tmp_path: Path) -> No
     assert [starts[name] % odd[name].element_size() for name in odd] == [0, 0, 0]
 
 
-def test_the_folder_is_made(tmp_path: Path) -> None:
+def test_save_creates_the_folder(tmp_path: Path) -> None:
     save(tmp_path / "new" / "folder" / "x-0001.safetensors", checkpoint(1))
     assert load(tmp_path / "new" / "folder" / "x-0001.safetensors").metadata == {"value": 1}
 
 
-def test_a_failure_in_the_middle_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_failure_while_writing_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x-0001.safetensors"
     save(path, checkpoint(1))
     tensors = {"a": torch.zeros(100), "b": torch.empty(100, device="meta")}
     with pytest.raises(NotImplementedError):
-        save(path, Checkpoint(tensors))  # b has no data: it fails after a is written
+        save(path, Checkpoint(tensors))  # b has no data, so saving fails after a is written
     assert load(path).metadata == {"value": 1}
     assert names(tmp_path) == {path.name}
 
 
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x-0001.safetensors"
     save(path, checkpoint(1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -224,7 +228,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_kill_9_leaves_the_old_file(tmp_path: Path, call: str) -> None:
+def test_kill_9_keeps_the_old_file(tmp_path: Path, call: str) -> None:
     path = tmp_path / "x-0001.safetensors"
     save(path, checkpoint(1))
     assert killed_at(call, lambda: save(path, checkpoint(2)))
@@ -239,16 +243,16 @@ def test_kill_9_leaves_the_old_file(tmp_path: Path, call: str) -> None:
 
 
 def killed_at(call: str, action: Callable[[], None]) -> bool:
-    """Run the action in a process that is killed where it first calls a function of `os`."""
+    """Run the action in a process that is killed when it first calls a function of `os`."""
 
     def program() -> None:
         setattr(os, call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         action()
 
-    return "ended without a word" in str(Fork(program).result())
+    return "ended without a result" in str(Fork(program).result())
 
 
-def test_random_numbers_go_on(tmp_path: Path) -> None:
+def test_random_numbers_continue_after_restoring(tmp_path: Path) -> None:
     path = tmp_path / "x-0001.safetensors"
     torch.manual_seed(5)
     torch.rand(3)

@@ -1,4 +1,4 @@
-"""Log lines: MXNet's text to the character, the values as its parse_log finds them, and when a speed line is due."""
+"""Log lines: MXNet's exact text, the values that its parse_log finds, and when a speed line is due."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ Epoch[0] Validation-accuracy=0.666992
 Epoch[0] Validation-top_k_accuracy_5=0.950000"""
 
 
-def test_an_epoch() -> None:
+def test_the_lines_of_an_epoch() -> None:
     assert "\n".join(EPOCH) == GOLDEN
 
 
-def test_what_stands_around_the_epochs() -> None:
+def test_the_lines_before_and_after_epochs() -> None:
     assert resize_line(196) == "Resizing training data to 196 batches per machine"
     assert loaded_line("models/cifar", 7) == "Loaded model models/cifar_0007.params"
     assert io_line(19, 2125.0) == "Batch [19]\tSpeed: 2125.00 samples/sec"
@@ -53,7 +53,7 @@ def test_what_stands_around_the_epochs() -> None:
 
 
 def parse_log(lines: list[str]) -> list[tuple[str, int, float]]:
-    """What the patterns of MXNet's parse_log find for the metric accuracy, the first that fits a line."""
+    """Return what MXNet's parse_log finds for the metric accuracy: the first pattern that matches a line."""
     patterns = {
         "train": r".*Epoch\[(\d+)\] Train-accuracy.*=([.\d]+)",
         "validation": r".*Epoch\[(\d+)\] Validation-accuracy.*=([.\d]+)",
@@ -71,14 +71,14 @@ def test_parse_log_finds_the_values_and_nothing_else() -> None:
     assert parse_log(lines) == [("train", 0, 0.538261), ("time", 0, 70.614), ("validation", 0, 0.666992)]
 
 
-def test_a_validation_in_mid_epoch_is_not_taken_for_the_epochs() -> None:
+def test_parse_log_ignores_a_mid_epoch_validation() -> None:
     line = validation_line(3, "accuracy", 0.5, 40)
     assert line == "Epoch[3] Batch [40] Validation-accuracy=0.500000"
     assert parse_log([f"INFO:root:{line}"]) == []
 
 
 class Clock:
-    """Time that passes when told."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -88,7 +88,7 @@ class Clock:
 
 
 def drive(meter: Speedometer, clock: Clock, epoch: int, batches: range, seconds: float) -> list[tuple[int, int, float]]:
-    """Batches of equal length; the lines that came due."""
+    """Run batches of equal duration; returns the lines that are due."""
     lines = []
     for index in batches:
         clock.now += seconds
@@ -97,7 +97,7 @@ def drive(meter: Speedometer, clock: Clock, epoch: int, batches: range, seconds:
     return lines
 
 
-def test_a_line_at_every_period_but_not_at_the_first_batch() -> None:
+def test_a_speed_line_is_due_every_period_but_not_at_the_first_batch() -> None:
     clock = Clock()
     meter = Speedometer(batch_size=128, every=20, clock=clock)
     assert drive(meter, clock, 0, range(50), 0.5) == [(0, 20, 256.0), (20, 40, 256.0)]
@@ -117,12 +117,12 @@ def test_epochs_of_one_batch_have_no_speed() -> None:
     assert [drive(meter, clock, epoch, range(1), 1.0) for epoch in range(3)] == [[], [], []]
 
 
-def test_a_start_in_mid_epoch_is_not_taken_for_a_whole_period() -> None:
+def test_after_a_mid_epoch_start_the_first_line_covers_fewer_batches() -> None:
     clock = Clock()
     meter = Speedometer(batch_size=10, every=20, clock=clock)
     assert drive(meter, clock, 2, range(15, 45), 0.5) == [(15, 20, 20.0), (20, 40, 20.0)]
 
 
-def test_no_time_at_all_is_an_infinite_speed() -> None:
+def test_zero_elapsed_time_is_an_infinite_speed() -> None:
     clock = Clock()
     assert drive(Speedometer(1, 1, clock), clock, 0, range(2), 0.0) == [(0, 1, float("inf"))]

@@ -1,4 +1,4 @@
-"""The monitor: every tensor of a monitored batch in MXNet's form, and no trace of it in any other."""
+"""The monitor: every tensor of a monitored batch in MXNet's format, and no effect on other batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from echelon.train.loop.monitor import Monitor, monitor_line, size_of
 
 
 class Pair(nn.Module):
-    """Returns two tensors, and something that is none."""
+    """Returns two tensors, and an object that is not a tensor."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor], str]:
         return x, [2 * x], "no tensor"
@@ -36,7 +36,7 @@ def test_the_line_is_mxnets() -> None:
         (torch.full((4, 5), -2.0), 2.0),
         (torch.tensor([3.0, 4.0, 0.0, 0.0]), 2.5),
         (torch.tensor(7), 7.0),
-        (torch.full((1000,), 300.0, dtype=torch.float16), 300.0),  # whose squares a float16 cannot hold
+        (torch.full((1000,), 300.0, dtype=torch.float16), 300.0),  # float16 cannot hold their squares
         (torch.zeros(0), 0.0),
     ],
 )
@@ -44,7 +44,7 @@ def test_the_size_of_a_tensor(tensor: Tensor, size: float) -> None:
     assert float(size_of(tensor)) == pytest.approx(size)
 
 
-def test_outputs_parameters_and_buffers_of_a_batch() -> None:
+def test_a_monitored_batch_shows_outputs_parameters_and_buffers() -> None:
     model = small()
     monitor = Monitor(model, every=1)
     assert monitor.begin()
@@ -64,7 +64,7 @@ def test_outputs_parameters_and_buffers_of_a_batch() -> None:
     ]
 
 
-def test_each_nth_batch_from_the_first_on() -> None:
+def test_the_first_and_then_each_nth_batch_is_monitored() -> None:
     model = small()
     monitor = Monitor(model, every=3)
     told = []
@@ -89,7 +89,7 @@ def test_the_parameters_are_those_after_the_update() -> None:
     assert any(re.search(r"0\.weight +5$", line) for line in monitor.end())
 
 
-def test_several_outputs_are_numbered_and_other_things_left_out() -> None:
+def test_several_outputs_are_numbered_and_other_objects_ignored() -> None:
     model = Pair()
     monitor = Monitor(model, every=1)
     monitor.begin()
@@ -106,13 +106,13 @@ def test_a_module_used_twice_is_shown_twice() -> None:
     assert [line.split()[-1] for line in monitor.end()] == ["1", "2"]
 
 
-def test_nothing_to_show() -> None:
+def test_a_model_without_tensors_has_no_lines() -> None:
     monitor = Monitor(nn.ReLU(), every=1)
     assert monitor.begin()
     assert monitor.end() == []
 
 
-def test_a_batch_that_failed_leaves_nothing_to_the_next() -> None:
+def test_a_failed_batch_does_not_affect_the_next() -> None:
     model = small()
     monitor = Monitor(model, every=1)
     monitor.begin()

@@ -17,7 +17,7 @@ PARSER.set_defaults(lr_step_epochs="200,250", macrobatch_size=8, lr_schedule="co
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ("--lr-step-epochs 30,60", f"{STEPS}: --lr-schedule cosine has no steps"),
         ("--lr-s 200,250", "--lr-step-epochs 200,250 has no effect: --lr-schedule cosine has no steps"),
@@ -42,8 +42,8 @@ PARSER.set_defaults(lr_step_epochs="200,250", macrobatch_size=8, lr_schedule="co
         ("--gc-type none --gc-th 2", "--gc-threshold 2 has no effect: gradient compression is not implemented yet"),
     ],
 )
-def test_a_given_flag_without_effect_causes_a_warning(arguments: str, said: str) -> None:
-    assert warnings_about(PARSER.parse_args(shlex.split(arguments))) == [said]
+def test_a_given_flag_without_effect_causes_a_warning(arguments: str, message: str) -> None:
+    assert warnings_about(PARSER.parse_args(shlex.split(arguments))) == [message]
 
 
 @pytest.mark.parametrize(

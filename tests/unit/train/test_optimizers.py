@@ -1,4 +1,4 @@
-"""Optimizers: MXNet's names, its rule of decay, and on the servers those that are said to run there."""
+"""Optimizers: MXNet's names, its rule for weight decay, and which of them servers can run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from echelon.train.recipe.optimizers import NAMES, ON_ONE_SERVER, ON_SERVERS, ch
 
 
 class Everything(nn.Module):
-    """Every kind of parameter that the rule tells apart."""
+    """Every kind of parameter that the rule distinguishes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ def test_without_decay_one_group_is_enough() -> None:
     assert names_in(model, group) == sorted(DECAYING | OTHERS)
 
 
-def test_a_network_of_ours() -> None:
-    """A resnet: its convolutions have no bias, and the gamma of the norm on the input is fixed."""
+def test_weight_decay_of_a_resnet() -> None:
+    """The convolutions of a resnet have no bias, and the gamma of the norm on the input is fixed."""
     model = models.build("resnet", num_classes=10, image_shape=(3, 28, 28), num_layers=20)
     decaying, others = make_optimizer("sgd", model, lr=0.1, momentum=0.9, weight_decay=1e-4).param_groups
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
@@ -88,7 +88,7 @@ KINDS: dict[str, type[optim.Optimizer]] = {
     "sgld": SGLD,
     "test": Accumulate,
 }
-OTHER_WAYS = ("test", "sgld", "ftrl")  # up the gradient, with noise, and to where the states say
+OTHER_WAYS = ("test", "sgld", "ftrl")  # these move against the gradient, add noise, or move as their state says
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,11 +102,11 @@ def test_every_name_takes_a_step(name: str) -> None:
     if name in OTHER_WAYS:
         assert (model.weight != before).all()
     else:
-        assert (model.weight < before).all()  # the gradient is 4 everywhere, whatever the optimizer makes of it
+        assert (model.weight < before).all()  # the gradient is 4 everywhere
 
 
-def test_all_the_names() -> None:
-    """MXNet registers all of them but adamw."""
+def test_the_names_of_all_optimizers() -> None:
+    """MXNet has all of them except adamw."""
     registered = """sgd signum ftml lars lbsgd lamb dcasgd nag sgld adam adagrad rmsprop adadelta ftrl adamax nadam test
         ccsgd"""
     assert set(NAMES) == set(KINDS) == {*registered.split(), "adamw"}
@@ -122,14 +122,14 @@ def test_momentum(name: str, momentum: float, nesterov: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "momentum"), [("rmsprop", 0), ("lars", 0), ("signum", 0.8), ("dcasgd", 0.8)])
-def test_who_gets_the_momentum(name: str, momentum: float) -> None:
-    """As in MXNet's scripts, which give it to no other."""
+def test_momentum_is_passed_only_to_the_optimizers_of_mxnets_scripts(name: str, momentum: float) -> None:
+    """MXNet's scripts do the same."""
     made = make_optimizer(name, nn.Linear(1, 1), lr=0.1, momentum=0.8, weight_decay=0)
     assert made.defaults["momentum"] == momentum
 
 
 @pytest.mark.parametrize("weight_decay", [0.01, 0.0])
-def test_lars_leaves_norms_and_biases_alone(weight_decay: float) -> None:
+def test_lars_excludes_norms_and_biases(weight_decay: float) -> None:
     model = Everything()
     weights, others = make_optimizer("lars", model, lr=0.1, weight_decay=weight_decay).param_groups
     assert names_in(model, weights) == ["conv.weight", "fc.weight"]
@@ -138,7 +138,7 @@ def test_lars_leaves_norms_and_biases_alone(weight_decay: float) -> None:
     assert len(others["params"]) == len(DECAYING | OTHERS) - 2
 
 
-def test_lbsgd_by_lars_goes_by_the_norm_of_the_summed_gradient() -> None:
+def test_lbsgd_with_lars_uses_the_norm_of_the_summed_gradient() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 3.0)
     made = make_optimizer("lbsgd", model, lr=0.1, weight_decay=0.0, warmup_strategy="lars", batch_size=8)
@@ -148,7 +148,7 @@ def test_lbsgd_by_lars_goes_by_the_norm_of_the_summed_gradient() -> None:
     assert float(model.weight.detach()) == pytest.approx(3.0 - 0.1 * (3.0 / (8 * 0.5)) * 0.5)
 
 
-def test_sglds_noise_is_a_function_of_the_seed() -> None:
+def test_sglds_noise_depends_only_on_the_seed() -> None:
     def stepped(seed: int) -> torch.Tensor:
         model = nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False))
         for parameter in model.parameters():
@@ -172,7 +172,7 @@ def kernel_of(name: str) -> Kernel:
 
 @pytest.mark.parametrize("name", ["signum", "ftml", "dcasgd", "lars", "lamb", "test"])
 def test_gsps_gamma_makes_a_smaller_step(name: str) -> None:
-    """A quarter of it, be it the rate or (as for SGD) the gradient that is divided."""
+    """The step is a quarter, whether the learning rate or (for SGD) the gradient is divided."""
     kernel, steps = kernel_of(name), []
     for gamma in (1, 4):
         weights = torch.full((4,), 1e-4)
@@ -193,7 +193,7 @@ def test_gsps_gamma_does_not_rescale_the_weights_of_ftrl() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_servers_run_what_is_said_and_nothing_else(name: str) -> None:
+def test_servers_run_the_listed_optimizers_and_no_others(name: str) -> None:
     model = nn.Linear(2, 2)
     optimizer = make_optimizer(name, model, lr=0.1, momentum=0.9, weight_decay=0.01)
     names = {id(parameter): key for key, parameter in model.named_parameters()}
@@ -215,7 +215,7 @@ def test_the_servers_run_what_is_said_and_nothing_else(name: str) -> None:
     assert torch.equal(weights, model.weight.detach().flatten())
 
 
-def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+def test_an_unknown_optimizer_is_rejected_with_the_nearest_name() -> None:
     with pytest.raises(
         UsageError, match=re.escape("unknown optimizer 'addam'; did you mean 'adam'? Choose one of sgd, ccsgd,")
     ):
@@ -223,7 +223,7 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(("name", "strategy"), [("LARS", "linear"), ("lamb", "linear"), ("lbsgd", "lars")])
-def test_several_servers_have_no_norm_of_a_parameter(name: str, strategy: str) -> None:
+def test_optimizers_that_need_norms_are_rejected_with_several_servers(name: str, strategy: str) -> None:
     message = f"the optimizer '{name}' needs the norm of whole parameters, but 2 servers split them: start the job"
     with pytest.raises(UsageError, match=message):
         check_on_servers(name, 2, strategy)
@@ -231,7 +231,7 @@ def test_several_servers_have_no_norm_of_a_parameter(name: str, strategy: str) -
     check_on_servers("lbsgd", 2, "linear")
 
 
-def test_bad_numbers_are_refused_in_our_words() -> None:
+def test_invalid_numbers_are_usage_errors() -> None:
     with pytest.raises(UsageError, match=re.escape("optimizer 'sgd' with lr=-1, momentum=0.9: Invalid learning rate")):
         make_optimizer("sgd", nn.Linear(1, 1), lr=-1)
     with pytest.raises(UsageError, match=re.escape("optimizer 'ftml' with lr=-1: Invalid lr: -1")):
@@ -240,6 +240,6 @@ def test_bad_numbers_are_refused_in_our_words() -> None:
         make_optimizer("sgd", nn.Linear(1, 1), lr=0.1, weight_decay=-0.1)
 
 
-def test_a_model_with_nothing_to_train_is_refused() -> None:
+def test_a_model_without_trainable_parameters_is_rejected() -> None:
     with pytest.raises(UsageError, match="ReLU has no parameter that requires a gradient"):
         make_optimizer("sgd", nn.ReLU(), lr=0.1)

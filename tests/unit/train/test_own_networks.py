@@ -1,4 +1,4 @@
-"""Training a user's own network: what is wrong with its outputs is said before a step, and asking changes no bit."""
+"""Training a user's own network: wrong outputs are reported before the first step, and the check changes no bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon.train.recipe.options import TrainOptions
 
 
 class Own(nn.Module):
-    """A network with what a forward pass leaves traces in: dropout's random numbers, statistics, a count."""
+    """A network with everything that a forward pass changes: random numbers of dropout, statistics, a counter."""
 
     def __init__(self, num_outputs: int, kind: str) -> None:
         super().__init__()
@@ -58,8 +58,8 @@ def right(num_classes: int) -> nn.Module:
     return Own(num_classes, "logits")
 
 
-def told(network: str, prefix: Path | None = None) -> TrainOptions:
-    """Two steps of 8 synthetic images."""
+def two_steps(network: str, prefix: Path | None = None) -> TrainOptions:
+    """Return options for two steps of 8 synthetic images."""
     return TrainOptions(
         benchmark=True,
         image_shape=(1, 8, 8),
@@ -73,28 +73,28 @@ def told(network: str, prefix: Path | None = None) -> TrainOptions:
 
 
 @pytest.mark.parametrize(
-    ("network", "said"),
+    ("network", "message"),
     [
         ("few", r"returns outputs of shape \(2, 9\) for 2 images, not \(2, 10\), one for each of 10 classes"),
         ("maps", r"returns outputs of shape \(2, 10, 1, 1\) for 2 images, not \(2, 10\)"),
         ("pair", r"returns a tuple in training mode, not a tensor of shape \(2, 10\) for 2 images"),
     ],
 )
-def test_outputs_that_cannot_be_trained_on_are_refused_at_once(network: str, said: str) -> None:
-    with pytest.raises(UsageError, match=f"^Network '{__name__}:{network}' {said}"):
-        fit(told(network))
+def test_unsuitable_outputs_are_rejected_before_the_first_step(network: str, message: str) -> None:
+    with pytest.raises(UsageError, match=f"^Network '{__name__}:{network}' {message}"):
+        fit(two_steps(network))
 
 
 @pytest.mark.parametrize("network", ["many", "picky", "right"])
-def test_others_are_trained(network: str) -> None:
-    """More outputs than classes do no harm, and a network may take only the batches that it will get."""
-    assert fit(told(network)) == 0
+def test_unusual_but_valid_outputs_are_trained(network: str) -> None:
+    """More outputs than classes are allowed, and a network may require the batch size of the run."""
+    assert fit(two_steps(network)) == 0
 
 
-def test_the_look_at_the_outputs_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit(told("right", tmp_path / "looked"))
+def test_checking_the_outputs_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit(two_steps("right", tmp_path / "looked"))
     monkeypatch.setattr("echelon.models.check_outputs", lambda *_, **__: None)
-    fit(told("right", tmp_path / "not"))
+    fit(two_steps("right", tmp_path / "not"))
     looked, not_looked = (load(path_for(tmp_path / name, 0, 1)) for name in ("looked", "not"))
     assert looked.weights["count"] == 2
     for name, tensor in (not_looked.weights | not_looked.extra).items():

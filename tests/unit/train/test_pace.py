@@ -1,4 +1,4 @@
-"""Stragglers on demand: the same ones for the same seed, and steps that last as long as they are told."""
+"""Artificial stragglers: the same seed gives the same stalls, and steps have the requested duration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echelon.errors import UsageError
 from echelon.train.recipe.pace import Pace, Pacer, parse_slow, parse_stall
 
 
-def test_no_pace_asks_for_no_time() -> None:
+def test_without_a_pace_steps_have_no_minimum_duration() -> None:
     assert Pace().step_s(0, 0) == 0.0
 
 
@@ -20,7 +20,7 @@ def test_slow_multiplies_one_worker() -> None:
     assert [pace.step_s(rank, 7) for rank in range(5)] == [0.5, 0.5, 0.5, 1.5, 0.5]
 
 
-def test_stalls_come_by_the_seed() -> None:
+def test_stalls_depend_on_the_seed() -> None:
     def steps(pace: Pace) -> list[float]:
         return [pace.step_s(rank, clock) for rank in range(4) for clock in range(100)]
 
@@ -28,23 +28,23 @@ def test_stalls_come_by_the_seed() -> None:
     assert steps(Pace(1.0, stall=(0.1, 5.0), seed=1)) == one
     assert steps(Pace(1.0, stall=(0.1, 5.0), seed=2)) != one
     assert set(one) == {1.0, 5.0}
-    assert 20 <= one.count(5.0) <= 60  # a tenth of 400; the seed is fixed, so this cannot flicker
+    assert 20 <= one.count(5.0) <= 60  # a tenth of 400; the seed is fixed, so the test is not flaky
     workers = [one[at : at + 100] for at in range(0, 400, 100)]
-    assert len({tuple(worker) for worker in workers}) == 4  # each worker has stalls of its own
+    assert len({tuple(worker) for worker in workers}) == 4  # each worker has other stalls
 
 
-def test_stalls_are_pinned() -> None:
-    """The stalls of a published run can be had again."""
+def test_the_stalls_of_a_seed_never_change() -> None:
+    """The stalls of a published run can be reproduced."""
     pace = Pace(1.0, stall=(0.3, 2.0), seed=0)
     assert [clock for clock in range(20) if pace.step_s(0, clock) == 2.0] == [1, 3, 8, 10, 11, 16]
 
 
-def test_a_stall_is_on_top_of_slowness() -> None:
+def test_stall_and_slow_multiply() -> None:
     assert Pace(0.1, slow={1: 3.0}, stall=(1.0, 5.0)).step_s(1, 0) == pytest.approx(1.5)
     assert Pace(0.1, slow={1: 3.0}, stall=(0.0, 5.0)).step_s(1, 0) == pytest.approx(0.3)
 
 
-def test_a_step_lasts_as_long_as_it_is_told() -> None:
+def test_a_step_lasts_as_long_as_its_pace() -> None:
     pacer = Pacer(Pace(0.004), rank=0)
     began = time.perf_counter()
     pacer.begin()
@@ -54,28 +54,28 @@ def test_a_step_lasts_as_long_as_it_is_told() -> None:
 
 
 def busy(seconds: float) -> None:
-    """Compute for a while, as backward does."""
+    """Compute for some time, like a backward pass."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
 
 
-def test_a_step_that_took_longer_is_not_held() -> None:
+def test_a_step_longer_than_its_pace_is_not_delayed() -> None:
     pacer = Pacer(Pace(0.001), rank=0)
     pacer.begin()
     busy(0.002)
-    pacer.hold(0)  # what is left is negative, which nobody can sleep
+    pacer.hold(0)  # the remaining time is negative
 
 
-def test_the_time_backward_takes_is_left_for_it() -> None:
-    """A fifth of the last backward is more than the whole step here: nothing is left to wait for."""
+def test_the_wait_leaves_time_for_the_backward_pass() -> None:
+    """A fifth of the last backward pass is longer than the whole step here, so there is no wait."""
     pacer = Pacer(Pace(0.003), rank=0)
     pacer.begin()
     pacer.hold(0)
     busy(0.016)
     pacer.end()
     waits = []
-    for clock in range(20):  # one of them is not interrupted, on the busiest machine
+    for clock in range(20):  # at least one is not interrupted, even on a busy machine
         pacer.begin()
         began = time.perf_counter()
         pacer.hold(clock)
@@ -84,12 +84,12 @@ def test_the_time_backward_takes_is_left_for_it() -> None:
 
 
 @pytest.mark.parametrize(("text", "slow"), [("3:3", {3: 3.0}), ("0:1.5,2:4", {0: 1.5, 2: 4.0}), ("1:1", {1: 1.0})])
-def test_slow_is_read(text: str, slow: dict[int, float]) -> None:
+def test_parse_slow(text: str, slow: dict[int, float]) -> None:
     assert parse_slow(text) == slow
 
 
 @pytest.mark.parametrize(("text", "stall"), [("0.1:5", (0.1, 5.0)), ("0:1", (0.0, 1.0)), ("1:2", (1.0, 2.0))])
-def test_stall_is_read(text: str, stall: tuple[float, float]) -> None:
+def test_parse_stall(text: str, stall: tuple[float, float]) -> None:
     assert parse_stall(text) == stall
 
 
@@ -105,7 +105,7 @@ def test_stall_is_read(text: str, stall: tuple[float, float]) -> None:
         ("3:-1", "--slow 3:-1: the factor must be between 1 and 1,000,000"),
     ],
 )
-def test_a_wrong_slow_is_refused(text: str, message: str) -> None:
+def test_a_wrong_slow_is_rejected(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         parse_slow(text)
 
@@ -121,6 +121,6 @@ def test_a_wrong_slow_is_refused(text: str, message: str) -> None:
         ("0.1:0.9", "--stall 0.1:0.9: the factor must be between 1 and 1,000,000"),
     ],
 )
-def test_a_wrong_stall_is_refused(text: str, message: str) -> None:
+def test_a_wrong_stall_is_rejected(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         parse_stall(text)

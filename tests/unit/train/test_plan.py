@@ -34,7 +34,7 @@ def test_an_epoch_has_as_many_batches_as_in_mxnet(examples: int, workers: int, b
     assert epoch_size(examples, workers, batch) == size
 
 
-def test_a_batch_is_divided_among_devices_or_refused_with_what_would_do() -> None:
+def test_a_batch_is_divided_among_devices_or_rejected_with_valid_sizes() -> None:
     assert device_batch(256, 4) == 64
     with pytest.raises(UsageError, match="--batch-size 10 cannot be divided among 4 devices; use 8 or 12"):
         device_batch(10, 4)
@@ -45,10 +45,10 @@ def test_a_batch_is_divided_among_devices_or_refused_with_what_would_do() -> Non
 @pytest.mark.parametrize(
     ("given", "devices", "examples", "samples", "workers", "batch"),
     [
-        (8, 4, 6, 6, 1, 4),  # not 6, which four cannot divide
-        (8, 4, 3, 60000, 1, 4),  # one a device at least
+        (8, 4, 6, 6, 1, 4),  # not 6, which is not divisible by 4
+        (8, 4, 3, 60000, 1, 4),  # at least one per device
         (8, 4, 64, 64, 1, 8),
-        (2000, 4, None, 1437, 1, 1436),  # a small set
+        (2000, 4, None, 1437, 1, 1436),  # a small data set
         (128, 1, 16, 1437, 1, 16),
         (128, 2, 16, 1437, 3, 4),
         (128, 2, 1, 1437, 3, 2),
@@ -62,7 +62,7 @@ def test_a_batch_that_is_scaled_down_can_be_divided_among_devices(
     assert device_batch(batch, devices) >= 1
 
 
-def test_fewer_samples_than_devices_are_too_few() -> None:
+def test_fewer_samples_than_devices_are_rejected() -> None:
     options = TrainOptions(batch_size=8, devices=("cpu",) * 4)
     assert worker_batch(options, 8, 2) == 4
     with pytest.raises(UsageError, match="7 samples are too few for 8 devices"):
@@ -70,7 +70,7 @@ def test_fewer_samples_than_devices_are_too_few() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_processes_of_a_step_have_together_what_one_would_have(size: int) -> None:
+def test_a_step_of_several_processes_has_the_samples_of_one_process(size: int) -> None:
     options = TrainOptions(batch_size=16, num_examples=100)
     alone = sampling_for(options, 200, Place(0, 1), fixed=True)
     first = next(alone.batches(State()))
@@ -81,7 +81,7 @@ def test_the_processes_of_a_step_have_together_what_one_would_have(size: int) ->
     assert sorted(together) == sorted(first.records)
 
 
-def test_without_need_for_equal_steps_every_sample_comes_once(tmp_path: object) -> None:
+def test_without_fixed_steps_every_sample_is_used_once(tmp_path: object) -> None:
     parts = [sampling_for(TrainOptions(batch_size=8), 101, Place(rank, 3), fixed=False) for rank in range(3)]
     seen = np.concatenate([part.order(0)[part.counters()] for part in parts])
     assert sorted(seen) == list(range(101))
@@ -96,8 +96,8 @@ def test_the_devices_of_a_worker_divide_its_share(tmp_path: pytest.TempPathFacto
     assert sorted(np.concatenate(parts)) == list(range(1000))
 
 
-def test_lbsgds_warm_up_is_a_schedule_unless_it_goes_by_norms() -> None:
-    """Then the flags of the schedule are for nothing, as in MXNet, and it needs whole parameters."""
+def test_lbsgds_warm_up_is_a_schedule_unless_it_uses_norms() -> None:
+    """With norms, the flags of the schedule have no effect, as in MXNet."""
     options = TrainOptions(optimizer="LBSGD", lr=0.1, batch_size=8, macrobatch_size=32, warmup_epochs=1.0)
     by_norm = replace(options, warmup_strategy="lars")
     rates = [schedule_for(chosen, Place(0, 2), 10, 0).rate(11) for chosen in (options, by_norm)]
@@ -118,7 +118,7 @@ def test_the_warm_up_by_norms_needs_lbsgd_and_whole_parameters() -> None:
         check("sgd", 1)
 
 
-def test_going_on_begins_at_the_same_step_everywhere_and_leaves_nothing_out() -> None:
+def test_all_processes_resume_at_the_same_step_and_skip_no_sample() -> None:
     options = TrainOptions(batch_size=8)
     done = 5 * 8 * 2  # five steps of two workers
     for size in (1, 2, 3, 5):

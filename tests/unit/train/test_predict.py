@@ -1,4 +1,4 @@
-"""A predictor sees an image as validation did, in whatever form it comes."""
+"""A predictor preprocesses images as validation did, whatever their type."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def write_checkpoint(path: Path, shape: tuple[int, int, int] = (3, 16, 20)) -> P
     torch.manual_seed(1)
     model = models.build("digits-cnn", num_classes=CLASSES, image_shape=shape)
     options = {"image_shape": None, "rgb_mean": (120, 110.5, 100)[: shape[0]], "rgb_std": (50, 60, 70)[: shape[0]]}
-    facts = {"network": "digits-cnn", "num_classes": CLASSES, "image_shape": shape, "options": options}
-    save(path, Checkpoint(model.state_dict(), metadata=facts))
+    metadata = {"network": "digits-cnn", "num_classes": CLASSES, "image_shape": shape, "options": options}
+    save(path, Checkpoint(model.state_dict(), metadata=metadata))
     return path
 
 
@@ -53,7 +53,7 @@ def photos(tmp_path: Path) -> list[Path]:
     return sorted(paths)
 
 
-def test_as_validation_has_it(checkpoint: Path, photos: list[Path]) -> None:
+def test_images_are_preprocessed_as_in_validation(checkpoint: Path, photos: list[Path]) -> None:
     predict = Predictor.load(checkpoint)
     config = AugmentConfig(
         (3, 16, 20), random_crop=True, pad_size=4, rgb_mean=(120, 110.5, 100), rgb_std=(50, 60, 70)
@@ -66,14 +66,14 @@ def test_as_validation_has_it(checkpoint: Path, photos: list[Path]) -> None:
     assert predict(photos) == predict(batch)
 
 
-def test_one_image_in_every_form(checkpoint: Path, photos: list[Path]) -> None:
+def test_one_image_in_every_accepted_type(checkpoint: Path, photos: list[Path]) -> None:
     predict = Predictor.load(checkpoint)
     pixels = picture(0)
     path = next(path for path in photos if path.name == "0.png")
     ranking = predict(path)
     assert predict(str(path)) == predict(Image.fromarray(pixels)) == predict(pixels) == ranking
     assert predict(predict.prepare([pixels])) == [ranking]
-    both = predict([str(path), pixels])  # a batch of another size is summed in another order
+    both = predict([str(path), pixels])  # another batch size has another order of summation
     assert [[number for number, _ in one] for one in both] == [[number for number, _ in ranking]] * 2
     assert predict.prepare([str(path), pixels]).unique(dim=0).shape[0] == 1
     assert predict([]) == []
@@ -92,7 +92,7 @@ def test_the_ranking(checkpoint: Path) -> None:
     assert every[0] == (int(logits.argmax()), pytest.approx(float(logits.softmax(0).max())))
 
 
-def test_a_grey_network_takes_any_picture(tmp_path: Path) -> None:
+def test_a_grey_network_accepts_any_image(tmp_path: Path) -> None:
     predict = Predictor.load(write_checkpoint(tmp_path / "x-0001.safetensors", (1, 16, 20)))
     image = Image.fromarray(picture(0))
     grey = np.asarray(image.convert("L"))
@@ -100,21 +100,21 @@ def test_a_grey_network_takes_any_picture(tmp_path: Path) -> None:
     assert predict(image) == predict(grey) == predict(grey[..., None]) == predict(tmp_path / "colour.png")
 
 
-def test_a_photograph_is_resized_where_asked(checkpoint: Path) -> None:
+def test_a_photograph_is_resized_on_request(checkpoint: Path) -> None:
     flat = np.zeros((160, 200, 3), np.uint8)
     flat[:50] = 255
     cropped = Predictor.load(checkpoint).prepare([flat])
     resized = Predictor.load(checkpoint, resize=16).prepare([flat])
-    assert cropped[0, 0, 0, 0] == pytest.approx(-120 / 50)  # the middle is black
+    assert cropped[0, 0, 0, 0] == pytest.approx(-120 / 50)  # the centre is black
     assert resized[0, 0, 0, 0] == pytest.approx((255 - 120) / 50)
 
 
-def test_the_networks_own_options(tmp_path: Path) -> None:
+def test_the_options_of_the_network_are_restored(tmp_path: Path) -> None:
     shape = (1, 28, 28)
     model = models.build("lenet", num_classes=CLASSES, image_shape=shape, add_stn=True)
     options = {"rgb_mean": [0], "rgb_std": [255], "network_options": {"add_stn": True}}
-    facts = {"network": "lenet", "num_classes": CLASSES, "image_shape": shape, "options": options}
-    save(tmp_path / "x-0001.safetensors", Checkpoint(model.state_dict(), metadata=facts))
+    metadata = {"network": "lenet", "num_classes": CLASSES, "image_shape": shape, "options": options}
+    save(tmp_path / "x-0001.safetensors", Checkpoint(model.state_dict(), metadata=metadata))
     predict = Predictor.load(tmp_path / "x-0001.safetensors")
     assert predict.model.state_dict().keys() == model.state_dict().keys()
     assert not predict.model.training
@@ -126,7 +126,7 @@ def test_loading_draws_no_random_numbers(checkpoint: Path) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_is_no_image(checkpoint: Path, tmp_path: Path) -> None:
+def test_wrong_arrays_and_files_are_rejected(checkpoint: Path, tmp_path: Path) -> None:
     predict = Predictor.load(checkpoint)
     with pytest.raises(UsageError, match=r"expected a uint8 array \(height, width, 3\), got uint8 \(30, 41\)"):
         predict(picture(0)[..., 0])
@@ -145,7 +145,7 @@ def test_what_is_no_image(checkpoint: Path, tmp_path: Path) -> None:
         predict(tmp_path / "text.jpg")
 
 
-def test_a_checkpoint_that_does_not_say_enough(checkpoint: Path) -> None:
+def test_a_checkpoint_with_incomplete_metadata_is_rejected(checkpoint: Path) -> None:
     loaded = load(checkpoint)
     with pytest.raises(DataError, match=r"(?s)x-0001.*the weights do not fit the network 'mlp'.*Missing key"):
         model_of(replace(loaded, metadata={**loaded.metadata, "network": "mlp"}), checkpoint)
@@ -155,7 +155,7 @@ def test_a_checkpoint_that_does_not_say_enough(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (None, "an image is a path, a PIL image or a uint8 array, not NoneType"),
         (5, "not int"),
@@ -165,12 +165,12 @@ def test_a_checkpoint_that_does_not_say_enough(checkpoint: Path) -> None:
         ([b"\xff\xd8"], "not bytes; open"),
     ],
 )
-def test_what_is_nothing_like_an_image(checkpoint: Path, given: Any, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_objects_of_other_types_are_rejected(checkpoint: Path, given: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         Predictor.load(checkpoint)(given)
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "nosuch"])
-def test_a_device_that_is_not_there(checkpoint: Path, device: str) -> None:
+def test_a_missing_device_is_rejected(checkpoint: Path, device: str) -> None:
     with pytest.raises(UsageError, match=f"^device '{device}' cannot be used here: [^\\n]+; use 'cpu'$"):
         Predictor.load(checkpoint, device)

@@ -1,4 +1,4 @@
-"""The moving line on a terminal, and its absence elsewhere."""
+"""The progress bar on a terminal, and no bar without one."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def show(console: Console) -> None:
         progress.step(1, 2, 1, 3)
 
 
-def test_on_a_terminal_epochs_move_under_the_log() -> None:
+def test_on_a_terminal_the_bar_is_below_the_log() -> None:
     text = say(terminal=True)
     assert "epoch 1 of 2" in text
     assert "epoch 2 of 2" in text
     assert "Speed: 12.50 samples/sec" in text
 
 
-def test_elsewhere_the_log_is_all_there_is_to_the_byte() -> None:
+def test_without_a_terminal_only_the_log_is_printed() -> None:
     assert say(terminal=False) == f"{LINE}\n"
 
 
 def all_of(screen: io.FileIO) -> bytes:
-    """What a terminal that is closed was sent: its other end has no end, but an error there."""
+    """Return all output of a closed terminal; reading its other end finishes with an error."""
     found = b""
     with contextlib.suppress(OSError):
         while part := screen.read(1 << 16):
@@ -52,7 +52,7 @@ def all_of(screen: io.FileIO) -> bytes:
     return found
 
 
-def test_on_a_terminal_too_a_line_keeps_its_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_a_log_line_keeps_its_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     master, slave = os.openpty()
     with open(master, "rb", buffering=0) as screen, open(slave, "w") as terminal:

@@ -1,4 +1,4 @@
-"""Schedules: MXNet's rate at every update, and the same one whether or not the training was stopped in between."""
+"""Schedules: MXNet's rate at every update, also if the training is stopped and resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon.train.recipe.schedules import KINDS, Schedule, make_schedule
 
 
 def schedule(**flags: Any) -> Schedule:
-    """Steps at epochs 30 and 60 of ten updates each, unless told otherwise."""
+    """Make a schedule with steps at epochs 30 and 60, each of ten updates, unless given otherwise."""
     usual = {"lr": 0.1, "factor": 0.1, "step_epochs": "30,60", "epoch_size": 10, "num_epochs": 80}
     return make_schedule(**(usual | flags))
 
@@ -26,7 +26,7 @@ def schedule(**flags: Any) -> Schedule:
 
 @pytest.mark.parametrize(("update", "rate"), [(0, 0.1), (21, 1.0), (101, 0.1), (201, 0.01), (1000, 1e-4)])
 def test_a_factor_every_hundred_updates(update: int, rate: float) -> None:
-    """MXNet's FactorScheduler(100, .1) that stops at 1e-4 after a constant warm-up of 20, written as steps."""
+    """MXNet's FactorScheduler(100, .1), which stops at 1e-4, after a constant warm-up of 20, written as steps."""
     made = schedule(
         lr=1.0,
         step_epochs="1,2,3,4",
@@ -79,7 +79,7 @@ def test_constant(flags: dict[str, Any]) -> None:
     assert not any(made.changes(update) for update in range(1, 1000))
 
 
-def test_parts_of_an_epoch() -> None:
+def test_steps_at_fractions_of_an_epoch() -> None:
     made = schedule(step_epochs=".5, 1.25")
     assert [made.rate(update) for update in (5, 6, 12, 13)] == pytest.approx([0.1, 0.01, 0.01, 0.001])
 
@@ -92,9 +92,11 @@ def test_every_spelling_of_a_power(text: str) -> None:
 
 
 def test_poly_by_name_and_by_power() -> None:
-    assert schedule(kind="poly", num_epochs=100).rate(500) == pytest.approx(0.1 * 0.25)  # 30,60 is not for it
+    assert schedule(kind="poly", num_epochs=100).rate(500) == pytest.approx(0.1 * 0.25)  # 30,60 does not apply to it
     assert schedule(kind="poly", step_epochs="pow3", factor=1.0, num_epochs=100).rate(500) == pytest.approx(0.1 * 0.125)
-    assert schedule(step_epochs="pow2", factor=1.0, num_epochs=100).rate(500) == 0.1  # MXNet: a factor of 1 ends it all
+    assert (
+        schedule(step_epochs="pow2", factor=1.0, num_epochs=100).rate(500) == 0.1
+    )  # as in MXNet, a factor of 1 disables the steps
 
 
 # --- warm-up
@@ -114,13 +116,13 @@ def test_warm_up_by_strategy(strategy: str, quarter: float, last: float) -> None
 @pytest.mark.parametrize(
     ("strategy", "quarter"), [("linear", 1.75), ("power2", 1.1875), ("sqrt", 2.5), ("constant", 1.0)]
 )
-def test_the_large_batch_warm_up_multiplies_what_the_schedule_says(strategy: str, quarter: float) -> None:
+def test_the_large_batch_warm_up_multiplies_the_schedule(strategy: str, quarter: float) -> None:
     made = schedule(lr=1.0, step_epochs="5", warmup_epochs=4, warmup_strategy=strategy, warmup_scale=4)
     assert made.rate(10) == pytest.approx(quarter)
     assert [made.rate(update) for update in (40, 50, 51)] == pytest.approx([4.0, 4.0, 0.4])
 
 
-def test_the_large_batch_warm_up_takes_nothing_from_the_decay() -> None:
+def test_the_large_batch_warm_up_does_not_delay_the_decay() -> None:
     flags = {"step_epochs": "pow2", "num_epochs": 100}
     scaled, plain = schedule(warmup_epochs=5, warmup_scale=8, **flags), schedule(**flags)
     assert [scaled.rate(update) for update in (50, 400)] == [8 * plain.rate(update) for update in (50, 400)]
@@ -130,8 +132,10 @@ def test_a_step_inside_the_warm_up_waits_for_its_end() -> None:
     made = schedule(step_epochs="1,3", warmup_epochs=2)
     assert [made.rate(update) for update in (15, 19, 20, 30, 31)] == pytest.approx([0.075, 0.095, 0.01, 0.01, 0.001])
     assert [update for update in range(1, 50) if made.changes(update)] == [20, 31]
-    assert made.adjustment(1) is None  # nothing to tell yet
-    inside = schedule(step_epochs="1,3", warmup_epochs=2, warmup_scale=4)  # there, it does not wait
+    assert made.adjustment(1) is None  # no step yet
+    inside = schedule(
+        step_epochs="1,3", warmup_epochs=2, warmup_scale=4
+    )  # this kind of warm-up does not delay the step
     assert [update for update in range(1, 50) if inside.changes(update)] == [11, 31]
 
 
@@ -140,7 +144,7 @@ def test_a_run_shorter_than_its_warm_up() -> None:
     assert made.rate(10) == pytest.approx(0.02)
 
 
-# --- what is said
+# --- log lines
 
 
 def test_the_lines_are_mxnets() -> None:
@@ -154,7 +158,7 @@ def test_the_lines_are_mxnets() -> None:
     assert made.adjustment(79) == "Adjust learning rate to 5.000000e-04 for epoch 79"
 
 
-def test_a_step_is_told_once_when_training_begins_on_it() -> None:
+def test_a_step_is_logged_once_if_training_starts_on_it() -> None:
     resumed = schedule(begin_epoch=30)
     assert resumed.adjustment() == resumed.adjustment(30)
     assert resumed.changes(301) is None
@@ -162,7 +166,7 @@ def test_a_step_is_told_once_when_training_begins_on_it() -> None:
     assert schedule(begin_epoch=29.9).changes(301) is not None
 
 
-def test_two_steps_at_one_update_are_one_line() -> None:
+def test_two_steps_at_one_update_are_logged_in_one_line() -> None:
     made = schedule(lr=1.0, step_epochs=".1,.15", epoch_size=3)
     assert made.changes(1) == "Update[1]: Change learning rate to 1.00000e-02"
     assert made.changes(2) is None
@@ -210,8 +214,8 @@ def test_a_resumed_run_has_the_rates_of_one_that_was_not_stopped(flags: dict[str
 
 @settings(deadline=None, max_examples=60)
 @given(FLAGS.filter(lambda flags: flags["kind"] == "step" and 0 < flags["factor"] < 1), st.integers(0, 30))
-def test_every_change_of_a_step_is_told_where_it_happens(flags: dict[str, Any], begin: int) -> None:
-    """From any beginning on: wherever the rate differs from the one before, a line says so."""
+def test_every_step_is_logged_where_it_happens(flags: dict[str, Any], begin: int) -> None:
+    """From any start, there is a line wherever the rate differs from the one before."""
     if "pow" in flags["step_epochs"]:
         flags = flags | {"step_epochs": "3,4"}
     made = make_schedule(**(flags | {"warmup_epochs": 0}), begin_epoch=begin)
@@ -227,7 +231,7 @@ def test_every_change_of_a_step_is_told_where_it_happens(flags: dict[str, Any], 
 @settings(deadline=None, max_examples=60)
 @given(FLAGS.filter(lambda flags: flags["factor"] < 1), st.integers(0, 20))
 def test_mxnets_shifted_steps_give_the_same_rates(flags: dict[str, Any], begin: int) -> None:
-    """MXNet's own way: the counter begins again, the steps behind are applied at once, the others are moved."""
+    """MXNet restarts the counter, applies past steps at once, and shifts the other steps."""
     steps, size = [5, 7, 16], flags["epoch_size"]
     made = make_schedule(**(flags | {"kind": "step", "step_epochs": "5,7,16", "warmup_epochs": 0}), begin_epoch=begin)
     lr = flags["lr"] * math.prod([flags["factor"]] * sum(step <= begin for step in steps))
@@ -237,7 +241,7 @@ def test_mxnets_shifted_steps_give_the_same_rates(flags: dict[str, Any], begin: 
         assert made.rate(begin * size + count) == pytest.approx(expected, rel=1e-12)
 
 
-# --- what is refused
+# --- errors
 
 
 @pytest.mark.parametrize(
@@ -261,6 +265,6 @@ def test_mxnets_shifted_steps_give_the_same_rates(flags: dict[str, Any], begin: 
         ({"warmup_strategy": "lars"}, "--warmup-strategy 'lars': use one of linear, constant, power2, sqrt"),
     ],
 )
-def test_nonsense_is_refused(flags: dict[str, Any], message: str) -> None:
+def test_invalid_schedules_are_rejected(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         schedule(**flags)

@@ -1,4 +1,4 @@
-"""`echelon score` as a user types it: what it counts, what it prints, and what it refuses."""
+"""`echelon score` as a user runs it: its counts, its output and its errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COUNT = 23
 
 
 class Brightest(nn.Module):
-    """Class k where channel k is the brightest, but not in training; one weight, so that checkpoints can differ."""
+    """Predicts class k if channel k is the brightest; has one weight, so that checkpoints can differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,18 +38,18 @@ def brightest(*, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Modu
 
 
 def write_model(path: Path, scale: float = 1.0, mean: tuple[float, ...] = (0, 0, 0)) -> Path:
-    facts = {
+    metadata = {
         "network": f"{__name__}:brightest",
         "num_classes": 3,
         "image_shape": (3, 8, 8),
         "options": {"rgb_mean": mean, "rgb_std": (1, 1, 1)},
     }
-    save(path, Checkpoint({"scale": torch.tensor(scale)}, metadata=facts))
+    save(path, Checkpoint({"scale": torch.tensor(scale)}, metadata=metadata))
     return path
 
 
 def pixels(number: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Channel number % 3 is the brightest."""
+    """Return an image whose channel number % 3 is the brightest."""
     image = np.zeros((10, 12, 3), np.uint8)
     image[..., number % 3] = 100 + number
     return image
@@ -64,7 +64,7 @@ def prefix(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def record(tmp_path: Path) -> Path:
-    """Every label is the brightest channel, but for the first five images."""
+    """Write records whose label is the brightest channel, except for the first five images."""
     with IndexedWriter(tmp_path / "val.rec") as writer:
         for number in range(COUNT):
             Image.fromarray(pixels(number)).save(tmp_path / "one.png")
@@ -77,8 +77,8 @@ def score(*words: str | Path) -> int:
     return main(["score", *map(str, words)])
 
 
-def test_what_it_prints(prefix: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With batches of 4 the last is of 3, and counts as 3."""
+def test_the_printed_lines(prefix: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With batches of 4 the last one has 3 images, and counts as 3."""
     assert score("--model", prefix, "--data-val", record, "--batch-size", "4", "--top-k", "2") == 0
     speed, accuracy, top, *rest = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"Finished with \d+\.\d{6} images per second", speed)
@@ -111,12 +111,12 @@ def test_class_folders(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "has folders for 4 classes, but the network has 3" in capsys.readouterr().err
 
 
-def test_the_mean_is_the_checkpoints_unless_given(
+def test_the_mean_comes_from_the_checkpoint_unless_given(
     tmp_path: Path, record: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A mean of 1000 in channel 0 makes it the darkest always."""
+    """A mean of 1000 makes channel 0 always the darkest."""
     model = write_model(tmp_path / "y-0001.safetensors", mean=(1000, 0, 0))
-    right = sum(number % 3 > 0 for number in range(5, COUNT)) + 2  # images 0 and 3 have label 1, and look like it
+    right = sum(number % 3 > 0 for number in range(5, COUNT)) + 2  # images 0 and 3 have label 1 and are classified as 1
     found = []
     for words in ([], ["--rgb-mean", "0,0,0", "--rgb-std", "2,2,2", "--image-shape", "3,4,4"]):
         assert score("--model", model, "--data-val", record, *words) == 0
@@ -128,8 +128,8 @@ def test_a_dataset_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     torch.manual_seed(3)
     model = models.build("digits-cnn", num_classes=10, image_shape=(1, 8, 8))
     options = {"rgb_mean": (4.8,), "rgb_std": (8.0,)}
-    facts = {"network": "digits-cnn", "num_classes": 10, "image_shape": (1, 8, 8), "options": options}
-    save(tmp_path / "d-0001.safetensors", Checkpoint(model.state_dict(), metadata=facts))
+    metadata = {"network": "digits-cnn", "num_classes": 10, "image_shape": (1, 8, 8), "options": options}
+    save(tmp_path / "d-0001.safetensors", Checkpoint(model.state_dict(), metadata=metadata))
     assert score("--model", tmp_path / "d", "--data", "digits", "--top-k", "3") == 0
     _, (images, labels) = load_float_digits()
     with torch.no_grad():
@@ -156,24 +156,24 @@ def test_a_dataset_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--load-epoch", "-1"], "--load-epoch must be 0 or more, not -1"),
     ],
 )
-def test_what_it_refuses(
+def test_wrong_flags_are_rejected(
     prefix: Path, record: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     assert score("--model", prefix, "--data-val", record, *words) == 2
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_no_checkpoint(prefix: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_checkpoint_is_rejected(prefix: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert score("--model", f"{prefix}y", "--data-val", record) == 2
     assert "there is no valid checkpoint" in capsys.readouterr().err
     assert score("--model", path_for(prefix, 0, 1), "--load-epoch", "1", "--data-val", record) == 2
     assert "is one file; --load-epoch 1 needs a prefix" in capsys.readouterr().err
 
 
-def test_bad_records_are_left_out_where_asked(
+def test_bad_records_are_skipped_on_request(
     prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One is no image, one has no class of the network; without an index, one that is no record is passed over."""
+    """One is not an image, one has an invalid label, and without an index one that is not a record is skipped."""
     Image.fromarray(pixels(1)).save(tmp_path / "one.png")
     good = (tmp_path / "one.png").read_bytes()
     with IndexedWriter(tmp_path / "bad.rec") as writer:
@@ -198,7 +198,9 @@ def test_bad_records_are_left_out_where_asked(
     assert "bad records skipped while opening: 1, the first: " in caplog.text
 
 
-def test_labels_of_another_set(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_beyond_the_classes_are_rejected(
+    prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with IndexedWriter(tmp_path / "other.rec") as writer:
         Image.fromarray(pixels(0)).save(tmp_path / "one.png")
         writer.write(0, pack(Header(7.0, 0), (tmp_path / "one.png").read_bytes()))

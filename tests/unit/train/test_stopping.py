@@ -1,4 +1,4 @@
-"""A signal is noted, ends at once what has nothing to save, and takes the place of the errors it causes."""
+"""Signals: recorded, raised at once where there is nothing to save, and reported instead of the errors they cause."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
 
 @BOTH
-def test_a_signal_is_noted_and_the_handlers_come_back(number: signal.Signals) -> None:
+def test_a_signal_is_recorded_and_the_handlers_are_restored(number: signal.Signals) -> None:
     stopping, before = StopSignals(), signal.getsignal(number)
     with stopping.recorded(), stopping.instead_of_errors():
         os.kill(os.getpid(), number)
@@ -23,20 +23,20 @@ def test_a_signal_is_noted_and_the_handlers_come_back(number: signal.Signals) ->
 
 
 @BOTH
-def test_while_compiling_it_ends_at_once_whoever_catches_errors(number: signal.Signals) -> None:
+def test_a_signal_while_compiling_passes_handlers_of_exceptions(number: signal.Signals) -> None:
     stopping = StopSignals()
 
     def compile_something() -> None:
         try:
             os.kill(os.getpid(), number)
-        except Exception:  # as compilers have it around what they only try
+        except Exception:  # like a compiler around an optional attempt
             pass
 
     with stopping.recorded(), pytest.raises(Interrupted, match=number.name), stopping.at_once():
         compile_something()
 
 
-def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not() -> None:
+def test_a_second_ctrl_c_raises_at_once_and_a_second_sigterm_does_not() -> None:
     stopping = StopSignals()
     with stopping.recorded():
         for _ in range(2):
@@ -45,7 +45,7 @@ def test_a_second_ctrl_c_ends_at_once_and_a_second_sigterm_does_not() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_error_is_an_error_until_a_signal_comes() -> None:
+def test_errors_become_interrupted_only_after_a_signal() -> None:
     stopping = StopSignals()
     with pytest.raises(ZeroDivisionError), stopping.instead_of_errors():
         raise ZeroDivisionError

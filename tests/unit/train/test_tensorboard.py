@@ -1,4 +1,4 @@
-"""TensorBoard: what was written is in the event file; without a directory, nothing is even imported."""
+"""TensorBoard curves: written to the event file; without a directory nothing is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from echelon.train.loop.tensorboard import ScalarWriter
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every curve, as TensorBoard itself reads it."""
+    """Return every curve, as TensorBoard reads it."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(directory))
@@ -23,7 +23,7 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
-    directory = tmp_path / "runs" / "one"  # made on the way
+    directory = tmp_path / "runs" / "one"  # does not exist yet
     board = ScalarWriter.open(str(directory))
     for step in range(3):
         board.write("train/accuracy", 0.25 * step, step)
@@ -32,7 +32,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     assert scalars(directory) == {"train/accuracy": [(0, 0.0), (1, 0.25), (2, 0.5)], "lr": [(7, 0.5)]}
 
 
-def test_closing_twice_and_writing_after_it_do_no_harm(tmp_path: Path) -> None:
+def test_closing_twice_and_writing_afterwards_are_ignored(tmp_path: Path) -> None:
     board = ScalarWriter.open(str(tmp_path))
     board.write("lr", 0.5, 0)
     board.close()
@@ -56,13 +56,13 @@ def test_without_a_directory_nothing_is_imported_or_written(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # what Python does where it is not installed
+def test_a_missing_package_is_reported_with_the_pip_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as if it were not installed
     with pytest.raises(UsageError, match=re.escape("pip install 'echelon[tensorboard]'")):
         ScalarWriter.open(str(tmp_path))
 
 
-def test_a_directory_that_cannot_be(tmp_path: Path) -> None:
+def test_an_unusable_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         UsageError, match=re.escape(f"--tensorboard {tmp_path / 'file'}: File exists; give a writable directory")

@@ -104,7 +104,7 @@ def load(path: str | os.PathLike[str]) -> Checkpoint:
         with open(path, "rb") as stream:
             return _read(stream, path)
     except FileNotFoundError:
-        raise DataError(f"there is no checkpoint {path}; look at the files beside it: ls {path.parent}") from None
+        raise DataError(f"there is no checkpoint {path}; list the files in its folder: ls {path.parent}") from None
     except OSError as error:
         raise DataError(f"cannot read the checkpoint {path}: {error.strerror or error}") from error
 
@@ -171,10 +171,9 @@ def _read(stream: BinaryIO, path: Path) -> Checkpoint:
         tensor = torch.empty(entry.shape, dtype=_BY_NAME[entry.dtype])
         data = _bytes_of(tensor)
         stream.readinto(data)  # type: ignore[attr-defined]
-        if _digest(data) != header.digests[name]:
-            _raise_damaged(
-                path, f"the digest of tensor {name!r} is {_digest(data)}, but the header says {header.digests[name]}"
-            )
+        found, stored = _digest(data), header.digests[name]
+        if found != stored:
+            _raise_damaged(path, f"the digest of tensor {name!r} is {found}, but the header says {stored}")
         group, _, own_name = name.partition("/")
         groups[group][own_name] = tensor
     return Checkpoint(**groups, metadata=header.metadata)

@@ -41,9 +41,11 @@ class Parser(argparse.ArgumentParser):
 
 def add_fit_arguments(parser: argparse.ArgumentParser, own: Add | None = None) -> None:
     """Add the flags of the training itself: first MXNet's, then Echelon's own through `own`."""
-    own = own or parser.add_argument
-    defaults = TrainOptions()
-    add = parser.add_argument
+    _add_mxnet_arguments(parser.add_argument, TrainOptions())
+    _add_own_arguments(own or parser.add_argument, TrainOptions())
+
+
+def _add_mxnet_arguments(add: Add, defaults: TrainOptions) -> None:
     add("--network", default=defaults.network, help="name of a network, or package.module:function")
     add("--num-layers", type=int, help="depth of resnet, resnext and vgg")
     add("--gpus", help="GPU numbers, for example 0,2,5 (default: the CPU)")
@@ -90,6 +92,9 @@ def add_fit_arguments(parser: argparse.ArgumentParser, own: Add | None = None) -
     add("--profile-worker-suffix", default="", help=argparse.SUPPRESS)
     add("--profile-server-suffix", default="", help=argparse.SUPPRESS)
     add("--use-imagenet-data-augmentation", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def _add_own_arguments(own: Add, defaults: TrainOptions) -> None:
     own("--devices", help="devices by name: cpu:4 (four CPU processes), cuda:0,cuda:1")
     own("--lr-schedule", default=defaults.lr_schedule, help="step, poly, cosine or constant")
     own("--label-smoothing", type=float, default=0.0, help="between 0 and 1")
