@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from echelon.bench.harness.mxnet_environment import MXNET_DEFAULTS, MXNET_STORES, mxnet_command
 from echelon.bench.harness.process import ProcessSpec
@@ -26,6 +27,12 @@ class JobPlan:
     num_servers: int = 2
     kv_store: str = "dist_sync"
     transport: str = "auto"
+
+
+def job_fields(args: argparse.Namespace, work_dir: Path) -> dict[str, Any]:
+    """Return the fields of a JobPlan from the command line."""
+    flags = ("num_workers", "num_servers", "kv_store", "transport")
+    return {"work_dir": work_dir, **{name: getattr(args, name) for name in flags}}
 
 
 def check_job(args: argparse.Namespace) -> None:

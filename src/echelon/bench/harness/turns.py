@@ -100,9 +100,7 @@ def measure(contenders: Sequence[Contender], rounds: int, steps: int, warmup: in
     return summarise(taken)
 
 
-def alternate(
-    contenders: Sequence[Contender], rounds: int, steps: int, warmup: int, console: Console | None = None
-) -> dict[str, Rounds]:
+def alternate(contenders: Sequence[Contender], rounds: int, steps: int, warmup: int) -> dict[str, Rounds]:
     """Run started contenders in turns and return their times. Each turn begins with `warmup` untimed steps."""
     names = [contender.name for contender in contenders]
     if len(set(names)) < len(names):
@@ -110,7 +108,7 @@ def alternate(
     if rounds < 1 or steps < 1 or warmup < 0:
         raise UsageError(f"needs rounds ≥ 1, steps ≥ 1, warmup ≥ 0; got {rounds}, {steps}, {warmup}")
     taken: dict[str, Rounds] = {name: [] for name in names}
-    with _progress(console) as progress:
+    with _progress() as progress:
         bars = {name: progress.add_task(name, total=rounds, state="") for name in names}
         for index in range(rounds):
             for contender in turn_order(contenders, index):
@@ -131,7 +129,7 @@ def _take_turn(contender: Contender, steps: int, warmup: int, taken: Rounds, pro
     progress.update(bar, advance=1, state=f"{last_ms:.2f} ms")
 
 
-def _progress(console: Console | None) -> Progress:
+def _progress() -> Progress:
     return Progress(
         TextColumn("{task.description:<10}"),
         BarColumn(),
@@ -139,7 +137,7 @@ def _progress(console: Console | None) -> Progress:
         TextColumn("rounds"),
         TimeElapsedColumn(),
         TextColumn("{task.fields[state]}"),
-        console=console or Console(stderr=True),
+        console=Console(stderr=True),
     )
 
 

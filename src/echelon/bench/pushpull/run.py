@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.bench.harness.job import check_job
+from echelon.bench.harness.job import check_job, job_fields
 from echelon.bench.harness.results import figures, print_times, write_result
 from echelon.bench.harness.turns import Contender, measure
 from echelon.bench.pushpull.contenders import PEERS, PushPullPlan, echelon
@@ -32,14 +32,7 @@ def make_contenders(args: argparse.Namespace, folder: Path) -> list[Contender]:
     """Return Echelon, which ratios refer to, and the requested peers. None of them is started yet."""
     shapes_file = folder / "shapes.json"
     write_shapes(shapes_file, shapes(args.model))
-    plan = PushPullPlan(
-        shapes_file=shapes_file,
-        work_dir=folder,
-        num_workers=args.num_workers,
-        num_servers=args.num_servers,
-        kv_store=args.kv_store,
-        transport=args.transport,
-    )
+    plan = PushPullPlan(shapes_file=shapes_file, **job_fields(args, folder))
     return [echelon(plan), *(PEERS[name](plan) for name in args.peer)]
 
 

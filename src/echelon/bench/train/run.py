@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from echelon.bench.harness.job import check_job
+from echelon.bench.harness.job import check_job, job_fields
 from echelon.bench.harness.results import figures, print_cases, write_result
 from echelon.bench.harness.turns import Case, measure
 from echelon.bench.train.contenders import PEERS, TrainContender, TrainPlan, echelon
@@ -58,16 +58,8 @@ def fill_in(args: argparse.Namespace) -> None:
 
 def make_contenders(args: argparse.Namespace, folder: Path) -> list[TrainContender]:
     """Return Echelon, which ratios refer to, and the requested peers. None of them is started yet."""
-    plan = TrainPlan(
-        model=args.model,
-        batch_size=args.batch_size,
-        threads=args.threads,
-        work_dir=folder,
-        num_workers=args.num_workers,
-        num_servers=args.num_servers,
-        kv_store=args.kv_store,
-        transport=args.transport,
-    )
+    job = job_fields(args, folder)
+    plan = TrainPlan(model=args.model, batch_size=args.batch_size, threads=args.threads, **job)
     return [echelon(plan), *(PEERS[name](plan) for name in args.peer)]
 
 
