@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from echelon.errors import UsageError
 
@@ -46,35 +47,13 @@ class Job:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> Job:
-        """Return the job that a launcher has described. Without `DMLC_PS_ROOT_PORT` it has only this process."""
+        """Return the job that a launcher has described. Without `DMLC_PS_ROOT_PORT` it has only this process.
+
+        An empty variable counts as unset.
+        """
         env = os.environ if variables is None else variables
-        role = env.get("DMLC_ROLE", "worker")
-        if role not in ROLES:
-            raise UsageError(f"DMLC_ROLE is {role!r}; it must be one of {', '.join(ROLES)}")
-        job = cls(
-            role=role,
-            scheduler_host=env.get("DMLC_PS_ROOT_URI", "127.0.0.1"),
-            scheduler_port=_port(env, "DMLC_PS_ROOT_PORT"),
-            num_workers=_number(env, "DMLC_NUM_WORKER", 1, low=1),
-            num_servers=_number(env, "DMLC_NUM_SERVER", 0),
-            rank=_optional(env, "ECHELON_RANK"),
-            interface=env.get("DMLC_INTERFACE") or None,
-            host=env.get("DMLC_NODE_HOST") or None,
-            verbose=_number(env, "PS_VERBOSE", 0),
-            transport=env.get("ECHELON_TRANSPORT", "auto"),
-            staleness=_optional(env, "ECHELON_STALENESS"),
-            groups=env.get("ECHELON_GROUPS") or None,
-            run_dir=env.get("ECHELON_RUN_DIR") or None,
-            stall_seconds=_seconds(env, "ECHELON_STALL_SECONDS", 10.0),
-            timeout_s=_seconds(env, "ECHELON_TIMEOUT", 600.0),
-            heartbeat_timeout_s=_seconds(env, "PS_HEARTBEAT_TIMEOUT", 10.0),
-            listen_fd=_optional(env, "ECHELON_LISTEN_FD"),
-            device_index=_number(env, "ECHELON_DEVICE_INDEX", 0),
-            num_devices=_number(env, "ECHELON_NUM_DEVICES", 1, low=1),
-            device_port=_port(env, "ECHELON_DEVICE_PORT") or None,
-            device_fd=_optional(env, "ECHELON_DEVICE_FD"),
-            rendezvous_hosted=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
+        values = {field: parse(name, env[name]) for field, (name, parse) in _VARIABLES.items() if env.get(name)}
+        job = cls(**values)
         if not job.distributed and env.get("WORLD_SIZE"):
             return _from_torchrun(job, env)
         if job.distributed:
@@ -88,29 +67,8 @@ class Job:
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables that make `from_environment` return this job, without inherited sockets."""
-        values: dict[str, object | None] = {
-            "DMLC_ROLE": self.role,
-            "DMLC_PS_ROOT_URI": self.scheduler_host,
-            "DMLC_PS_ROOT_PORT": self.scheduler_port,
-            "DMLC_NUM_WORKER": self.num_workers,
-            "DMLC_NUM_SERVER": self.num_servers,
-            "ECHELON_RANK": self.rank,
-            "DMLC_INTERFACE": self.interface,
-            "DMLC_NODE_HOST": self.host,
-            "PS_VERBOSE": self.verbose,
-            "ECHELON_TRANSPORT": self.transport,
-            "ECHELON_STALENESS": self.staleness,
-            "ECHELON_GROUPS": self.groups,
-            "ECHELON_RUN_DIR": self.run_dir,
-            "ECHELON_STALL_SECONDS": self.stall_seconds,
-            "ECHELON_TIMEOUT": self.timeout_s,
-            "PS_HEARTBEAT_TIMEOUT": self.heartbeat_timeout_s,
-            "ECHELON_DEVICE_INDEX": self.device_index,
-            "ECHELON_NUM_DEVICES": self.num_devices,
-            "ECHELON_DEVICE_PORT": self.device_port,
-            "TORCHELASTIC_USE_AGENT_STORE": self.rendezvous_hosted or None,
-        }
-        return {name: str(value) for name, value in values.items() if value is not None}
+        values = {name: getattr(self, field) for field, (name, _) in _VARIABLES.items() if field not in _INHERITED}
+        return {name: str(value) for name, value in values.items() if value is not None and value is not False}
 
     def as_role(self, role: str, rank: int) -> Job:
         """Return the same job as another of its processes sees it."""
@@ -119,17 +77,21 @@ class Job:
 
 def _from_torchrun(job: Job, env: Mapping[str, str]) -> Job:
     """Return the job that torchrun has described: its nodes are workers, the processes of a node are its devices."""
-    devices = _number(env, "LOCAL_WORLD_SIZE", 1, low=1)
-    size, rank = _number(env, "WORLD_SIZE", 1, low=1), _number(env, "RANK", 0)
+
+    def read(name: str, parse: Callable[[str, str], int], default: int) -> int:
+        return parse(name, env[name]) if env.get(name) else default
+
+    devices = read("LOCAL_WORLD_SIZE", _positive, 1)
+    size, rank = read("WORLD_SIZE", _positive, 1), read("RANK", _number, 0)
     if rank >= size:
         raise UsageError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks go from 0 to {size - 1}")
     return replace(
         job,
         scheduler_host=env.get("MASTER_ADDR", job.scheduler_host),
-        scheduler_port=_port(env, "MASTER_PORT"),
+        scheduler_port=read("MASTER_PORT", _port, 0),
         num_workers=size // devices,
         rank=rank // devices,
-        device_index=_number(env, "LOCAL_RANK", 0) if devices > 1 else 0,
+        device_index=read("LOCAL_RANK", _number, 0) if devices > 1 else 0,
         num_devices=devices,
     )
 
@@ -161,29 +123,40 @@ def use_compile_cache() -> str:
     return os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default))
 
 
-def _number(env: Mapping[str, str], name: str, default: int, low: int = 0) -> int:
-    text = env.get(name, "")
-    if not text:
-        return default
+def _text(name: str, text: str) -> str:
+    return text
+
+
+def _role(name: str, text: str) -> str:
+    if text not in ROLES:
+        raise UsageError(f"{name} is {text!r}; it must be one of {', '.join(ROLES)}")
+    return text
+
+
+def _number(name: str, text: str) -> int:
     if not text.isdecimal():
         raise UsageError(f"{name} is {text!r}; it must be a whole number")
-    if int(text) < low:
-        raise UsageError(f"{name} is {text!r}; it must be {low} or more")
     return int(text)
 
 
-def _port(env: Mapping[str, str], name: str) -> int:
+def _positive(name: str, text: str) -> int:
+    number = _number(name, text)
+    if number < 1:
+        raise UsageError(f"{name} is {text!r}; it must be 1 or more")
+    return number
+
+
+def _port(name: str, text: str) -> int:
     """Return a port number. 0 means no port or, for a scheduler, any free port."""
-    port = _number(env, name, 0)
+    port = _number(name, text)
     if port > HIGHEST_PORT:
-        raise UsageError(f"{name} is {str(port)!r}; a port is a number from 1 to {HIGHEST_PORT}")
+        raise UsageError(f"{name} is {text!r}; a port is a number from 1 to {HIGHEST_PORT}")
     return port
 
 
-def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
-    text = env.get(name, "")
+def _seconds(name: str, text: str) -> float:
     try:
-        seconds = float(text or default)
+        seconds = float(text)
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
@@ -191,5 +164,28 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     return seconds
 
 
-def _optional(env: Mapping[str, str], name: str) -> int | None:
-    return _number(env, name, 0) if env.get(name) else None
+_VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # the variable of each field, and its parser
+    "role": ("DMLC_ROLE", _role),
+    "scheduler_host": ("DMLC_PS_ROOT_URI", _text),
+    "scheduler_port": ("DMLC_PS_ROOT_PORT", _port),
+    "num_workers": ("DMLC_NUM_WORKER", _positive),
+    "num_servers": ("DMLC_NUM_SERVER", _number),
+    "rank": ("ECHELON_RANK", _number),
+    "interface": ("DMLC_INTERFACE", _text),
+    "host": ("DMLC_NODE_HOST", _text),
+    "verbose": ("PS_VERBOSE", _number),
+    "transport": ("ECHELON_TRANSPORT", _text),
+    "staleness": ("ECHELON_STALENESS", _number),
+    "groups": ("ECHELON_GROUPS", _text),
+    "run_dir": ("ECHELON_RUN_DIR", _text),
+    "stall_seconds": ("ECHELON_STALL_SECONDS", _seconds),
+    "timeout_s": ("ECHELON_TIMEOUT", _seconds),
+    "heartbeat_timeout_s": ("PS_HEARTBEAT_TIMEOUT", _seconds),
+    "listen_fd": ("ECHELON_LISTEN_FD", _number),
+    "device_index": ("ECHELON_DEVICE_INDEX", _number),
+    "num_devices": ("ECHELON_NUM_DEVICES", _positive),
+    "device_port": ("ECHELON_DEVICE_PORT", lambda name, text: _port(name, text) or None),
+    "device_fd": ("ECHELON_DEVICE_FD", _number),
+    "rendezvous_hosted": ("TORCHELASTIC_USE_AGENT_STORE", lambda name, text: text == "True"),
+}
+_INHERITED = ("listen_fd", "device_fd")  # sockets of one process, which others do not have

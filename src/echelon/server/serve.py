@@ -31,8 +31,7 @@ from echelon.environment import Job
 from echelon.errors import JobError, UsageError
 from echelon.observe.events import EventLog
 from echelon.server.shard import Shard
-from echelon.system import usable_cores
-from echelon.transport.allocator import keep_freed_memory
+from echelon.system import keep_freed_memory, usable_cores
 from echelon.transport.interface import Endpoint, Peer, Transport
 from echelon.transport.registration import register
 

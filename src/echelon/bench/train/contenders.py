@@ -15,7 +15,7 @@ from echelon.bench.harness.job import JobPlan, echelon_specs, gloo_specs, mxnet_
 from echelon.bench.harness.process import ProcessContender, ProcessSpec
 from echelon.errors import JobError
 
-# glibc keeps freed memory. Echelon's workers make the same settings themselves (`transport.allocator`).
+# glibc keeps freed memory. Echelon's workers make the same settings themselves (`system.keep_freed_memory`).
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
 
 

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from echelon.errors import JobError, UsageError
 from echelon.kvstore.collective.rendezvous import Rendezvous, first_sentence, open_store
-from echelon.transport.allocator import keep_freed_memory
+from echelon.system import keep_freed_memory
 
 LEAVE_S = 5.0
 LINGER_S = 1.0  # a process that only noticed a failure exits after the one that caused it, which the launcher names

@@ -21,7 +21,7 @@ from echelon.kvstore.servers.client import Client, Ticket
 from echelon.observe.events import EventLog
 from echelon.server.factored import factors_length
 from echelon.server.memory import as_tensor, empty_frames, frame_pieces
-from echelon.transport.allocator import BLOCK_BYTES, LARGEST_INT, keep_freed_memory
+from echelon.system import BLOCK_BYTES, LARGEST_INT, keep_freed_memory
 from echelon.transport.interface import Block, Transport
 
 MESSAGE_BYTES = 4 << 20
