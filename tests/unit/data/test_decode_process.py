@@ -183,7 +183,7 @@ def test_processes_end_when_the_loader_is_killed(records: RecordSource) -> None:
         "print(*(process.pid for process in batches._decoders.processes), flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    path = records._files[0].path
+    path = records._reader.files[0].path
     ran = subprocess.run([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True, check=False)
     assert ran.returncode == -signal.SIGKILL
     numbers = [int(number) for number in ran.stdout.split()]
@@ -370,5 +370,5 @@ def test_files_on_the_path_do_not_shadow_standard_modules(records: RecordSource,
         "    print(len(list(batches)), len(batches._decoders.processes))\n"
     )
     (tmp_path / "elsewhere").mkdir()
-    command = [sys.executable, "-c", program, str(records._files[0].path), str(tmp_path)]
+    command = [sys.executable, "-c", program, str(records._reader.files[0].path), str(tmp_path)]
     assert subprocess.check_output(command, cwd=tmp_path / "elsewhere", text=True).split() == ["5", "1"]

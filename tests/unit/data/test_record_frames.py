@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from echelon.data.records import Header, Reader, RecordError, Writer, frame, pack, unpack
-from echelon.data.records.file import scan_offsets
+from echelon.data.records.file import RecordFile
 from echelon.errors import DataError, UsageError
 
 MAGIC = bytes.fromhex("0a23d7ce")
@@ -70,7 +70,7 @@ def test_record_longer_than_the_format_allows() -> None:
 def test_eight_byte_payloads_are_sixteen_bytes_apart(tmp_path: Path) -> None:
     with Writer(tmp_path / "a.rec") as writer:
         assert [writer.write(b"8 bytes!") for _ in range(4)] == [0, 16, 32, 48]
-    assert scan_offsets(tmp_path / "a.rec").tolist() == [0, 16, 32, 48]
+    assert RecordFile(tmp_path / "a.rec").scan().tolist() == [0, 16, 32, 48]
 
 
 def _set_kind(kind: int) -> Callable[[bytearray], None]:
@@ -117,7 +117,7 @@ def test_damage_in_the_second_of_three_records(
         list(reader)
     assert (caught.value.path, caught.value.offset, caught.value.record) == (path, 16, 1)
     with pytest.raises(RecordError) as scanned:
-        scan_offsets(path)
+        RecordFile(path).scan()
     assert str(scanned.value) == str(caught.value)
 
 

@@ -7,9 +7,7 @@ error messages. The source of decoded images is in `memory`.
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -17,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.data.images.decode import Bytes, Pixels
-from echelon.data.records import IndexedReader, Reader, RecordError, unpack
-from echelon.data.records.file import Offsets, RecordFile, split_paths
+from echelon.data.records import IndexedReader, RecordError, unpack
+from echelon.data.records.file import OnBad, split_paths
 from echelon.data.records.index import index_files
 from echelon.errors import DataError, UsageError
 
@@ -69,24 +67,18 @@ class RecordSource:
 
     num_classes: int | None = None
 
-    def __init__(
-        self, rec: str | Path, idx: str | Path | None = None, on_bad: Callable[[RecordError], None] | None = None
-    ) -> None:
+    def __init__(self, rec: str | Path, idx: str | Path | None = None, on_bad: OnBad = None) -> None:
         recs = _record_files(rec)
-        idxs = index_files(recs, idx or None)
-        opened = [_open(one, index, on_bad) for one, index in zip(recs, idxs, strict=True)]
-        self._files = [file for file, _ in opened]
-        self._offsets = [offsets for _, offsets in opened]
-        self._ends = list(accumulate(len(offsets) for offsets in self._offsets))
+        self._reader = IndexedReader.from_files(recs, index_files(recs, idx or None), on_bad)
         if not len(self):
             raise DataError(f"{rec} has no records; create it again: echelon data im2rec PREFIX FOLDER")
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return len(self._reader)
 
     def read(self, number: int) -> Sample:
         """See Source."""
-        file, record, offset = self._locate(number)
+        file, record, offset = self._reader.locate(number)
         payload = file.read(offset, record)[0]
         try:
             header, image = unpack(payload)
@@ -103,13 +95,8 @@ class RecordSource:
 
     def where(self, number: int) -> str:
         """See Source."""
-        file, record, offset = self._locate(number)
+        file, record, offset = self._reader.locate(number)
         return f"{file.path}: record {record} at byte {offset}"
-
-    def _locate(self, number: int) -> tuple[RecordFile, int, int]:
-        index = bisect_right(self._ends, number)
-        record = number - (self._ends[index - 1] if index else 0)
-        return self._files[index], record, int(self._offsets[index][record])
 
 
 def _record_files(rec: str | Path) -> list[Path]:
@@ -119,14 +106,6 @@ def _record_files(rec: str | Path) -> list[Path]:
             raise DataError(f"no *.rec in the folder {rec}; create one: echelon data im2rec PREFIX FOLDER")
         return found
     return split_paths(rec)
-
-
-def _open(rec: Path, idx: Path | None, on_bad: Callable[[RecordError], None] | None) -> tuple[RecordFile, Offsets]:
-    if idx is None and on_bad is not None:
-        offsets = [offset for _, _, offset, _ in Reader(rec, on_bad).located()]
-        return RecordFile(rec), np.array(offsets, np.int64)
-    reader = IndexedReader(rec, idx) if idx else IndexedReader.from_scan(rec)
-    return reader.files[0], reader.offsets
 
 
 class FolderSource:

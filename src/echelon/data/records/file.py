@@ -77,7 +77,7 @@ class RecordFile:
         return payload, after
 
     def scan(self) -> Offsets:
-        """Return the offsets of all records; reads only their heads."""
+        """Return the offsets of all records; reads only their heads, one to two million per second if cached."""
         offsets, fault = frame.scan(self.data)
         if fault is not None:
             raise self.error(fault, len(offsets))
@@ -134,12 +134,3 @@ def _map_file(path: Path) -> mmap.mmap | bytes:
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-
-
-def scan_offsets(path: PathLike) -> Offsets:
-    """Return the byte offset of every record of a file; reads only heads, one to two million per second if cached."""
-    file = RecordFile(path)
-    try:
-        return file.scan()
-    finally:
-        file.close()

@@ -10,7 +10,7 @@ A reader's path may name several files, `a.rec;b.rec`, which are read as if they
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +23,9 @@ from echelon.data.records.file import (
     RecordError,
     RecordFile,
     report,
-    scan_offsets,
     split_paths,
 )
-from echelon.data.records.index import check_belongs, index_path, read_index
+from echelon.data.records.index import check_belongs, index_files, index_path, read_index
 from echelon.errors import DataError, UsageError
 
 
@@ -92,33 +91,39 @@ class IndexedReader:
     def __init__(self, rec: PathLike, idx: PathLike | None = None) -> None:
         """Open record files with their indexes; `idx` defaults to the .idx beside each .rec."""
         recs = split_paths(rec)
-        idxs = [index_path(part) for part in recs] if idx is None else split_paths(idx)
-        if len(idxs) != len(recs):
-            raise UsageError(f"{len(recs)} record files but {len(idxs)} index files: {rec} and {idx}")
-        tables = [read_index(path, part) for path, part in zip(idxs, recs, strict=True)]
-        keys, offsets = (np.concatenate(column) for column in zip(*tables, strict=True))
-        self._open(recs, keys, offsets, np.cumsum([len(table[0]) for table in tables]).tolist())
-        begin = 0
-        for file, path, end in zip(self.files, idxs, self._ends, strict=True):
-            check_belongs(path, file, self.offsets[begin:end])
-            begin = end
+        idxs = [index_path(one) for one in recs] if idx is None else index_files(recs, idx)
+        self._keys: Offsets | None = np.concatenate(self._open(recs, idxs))
 
     @classmethod
     def from_scan(cls, rec: PathLike) -> IndexedReader:
         """Open record files without an index: the keys are the positions 0, 1, 2 ... in file order."""
         recs = split_paths(rec)
-        parts = [scan_offsets(path) for path in recs]
-        offsets = np.concatenate(parts)
+        return cls.from_files(recs, [None] * len(recs))
+
+    @classmethod
+    def from_files(cls, recs: Sequence[Path], idxs: Sequence[Path | None], on_bad: OnBad = None) -> IndexedReader:
+        """Open record files, with or without an index, for reading by position; the keys are the positions.
+
+        A file without an index is scanned; `on_bad` receives its damaged records.
+        """
         reader = cls.__new__(cls)
-        reader._open(recs, np.arange(len(offsets)), offsets, np.cumsum([len(part) for part in parts]).tolist())
+        reader._open(recs, idxs, on_bad)
+        reader._keys = None
         return reader
 
-    def _open(self, recs: list[Path], keys: Offsets, offsets: Offsets, ends: list[int]) -> None:
-        self.files = [RecordFile(path) for path in recs]
-        self.keys = keys
-        self.offsets = offsets
-        self._ends = ends  # where each file's records end in keys and offsets
+    def _open(self, recs: Sequence[Path], idxs: Sequence[Path | None], on_bad: OnBad = None) -> list[Offsets]:
+        """Open the files; return the keys of each."""
+        opened = [_open_file(rec, idx, on_bad) for rec, idx in zip(recs, idxs, strict=True)]
+        self.files = [file for file, _, _ in opened]
+        self.offsets = np.concatenate([offsets for _, _, offsets in opened])
+        self._ends = np.cumsum([len(offsets) for _, _, offsets in opened]).tolist()  # of each file, in `offsets`
         self._positions: dict[int, int] | None = None
+        return [keys for _, keys, _ in opened]
+
+    @property
+    def keys(self) -> Offsets:
+        """The keys of all records, in the order of their positions."""
+        return np.arange(len(self)) if self._keys is None else self._keys
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -127,8 +132,13 @@ class IndexedReader:
         """Return the payload at a position of the index (0 ... len-1, in the order of the .idx file)."""
         if not 0 <= position < len(self.offsets):
             raise IndexError(f"position {position} of {len(self.offsets)} records")
-        file = self.files[0] if len(self.files) == 1 else self.files[bisect_right(self._ends, position)]
-        return file.read(int(self.offsets[position]), position)[0]
+        file, number, offset = self.locate(position)
+        return file.read(offset, number)[0]
+
+    def locate(self, position: int) -> tuple[RecordFile, int, int]:
+        """Return (file, record number in it, byte offset) of a position."""
+        index = bisect_right(self._ends, position)
+        return self.files[index], position - (self._ends[index - 1] if index else 0), int(self.offsets[position])
 
     def read(self, key: int) -> memoryview:
         """Return the payload with this key."""
@@ -167,12 +177,17 @@ class IndexedReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Pickle names and tables; another process maps the files itself."""
-        return _reopen, ([file.path for file in self.files], self.keys, self.offsets, self._ends)
 
-
-def _reopen(recs: list[Path], keys: Offsets, offsets: Offsets, ends: list[int]) -> IndexedReader:
-    reader = IndexedReader.__new__(IndexedReader)
-    reader._open(recs, keys, offsets, ends)
-    return reader
+def _open_file(rec: Path, idx: Path | None, on_bad: OnBad) -> tuple[RecordFile, Offsets, Offsets]:
+    """Return a record file, and the keys and offsets of its records."""
+    if idx is not None:
+        keys, offsets = read_index(idx, rec)
+        file = RecordFile(rec)
+        check_belongs(idx, file, offsets)
+        return file, keys, offsets
+    file = RecordFile(rec)
+    if on_bad is None:
+        offsets = file.scan()
+    else:
+        offsets = np.array([offset for _, _, offset, _ in Reader(rec, on_bad).located()], np.int64)
+    return file, np.arange(len(offsets)), offsets

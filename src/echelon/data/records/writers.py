@@ -9,10 +9,10 @@ from pathlib import Path
 
 from echelon.atomic_file import AtomicFile, check_writable
 from echelon.data.records import frame
-from echelon.data.records.file import OnBad, PathLike, scan_offsets, split_paths
+from echelon.data.records.file import OnBad, PathLike, split_paths
 from echelon.data.records.frame import MAGIC_BYTES, Bytes
 from echelon.data.records.index import index_path
-from echelon.data.records.readers import Reader
+from echelon.data.records.readers import IndexedReader
 from echelon.errors import UsageError
 
 
@@ -116,11 +116,8 @@ def make_index(rec: Path, idx: Path, on_bad: OnBad = None) -> int:
     """Write the index of a record file with the keys 0, 1, 2 ...; return the number of records."""
     _check_index_name(rec, idx)
     check_writable(idx)
-    if on_bad is None:
-        offsets = scan_offsets(rec).tolist()
-    else:
-        with Reader(rec, on_bad) as reader:
-            offsets = [offset for _, _, offset, _ in reader.located()]
+    with IndexedReader.from_files([rec], [None], on_bad) as reader:
+        offsets = reader.offsets.tolist()
     with AtomicFile(idx) as file:
         file.stream.writelines(b"%d\t%d\n" % pair for pair in enumerate(offsets))
     return len(offsets)
