@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,8 +29,9 @@ import echelon
 import tolerances
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
-from echelon.transport import SharedMemoryTransport, TcpTransport
 from echelon.transport.in_process import InProcessTransport
+from echelon.transport.shared_memory import SharedMemoryTransport
+from echelon.transport.tcp import TcpTransport
 
 STEPS = 4
 PIXELS = 64  # of an image of `batches`
@@ -129,20 +131,18 @@ def test_servers_follow_the_learning_rate_schedule(optimizer: MakeOptimizer, sch
 def test_groups_of_parameters_keep_their_settings(fused: bool) -> None:
     def groups(model: nn.Module) -> Optimizer:
         children = list(model.children())
-        return AdamW(
-            [
-                {"params": children[1].parameters(), "lr": 0.003, "weight_decay": 0.3},
-                {"params": [*children[0].parameters(), *children[2].parameters()], "betas": (0.5, 0.6)},
-            ],
-            lr=0.01,
-            fused=fused,
-        )
+        settings: list[dict[str, Any]] = [
+            {"params": list(children[1].parameters()), "lr": 0.003, "weight_decay": 0.3},
+            {"params": [*children[0].parameters(), *children[2].parameters()], "betas": (0.5, 0.6)},
+        ]
+        return AdamW(settings, lr=0.01, fused=fused)
 
     data = batches(STEPS)
     for make in (groups, two_groups):
         loop = Loop(seeded(Net), make)
         for store in STORES:
-            assert_same_bits(on_one_worker(lambda kv, loop=loop: loop.worker(kv, data), store), loop.plain(data))
+            found = on_one_worker(partial(loop.worker, data=data), store)
+            assert_same_bits(found, loop.plain(data))
 
 
 # --- several workers

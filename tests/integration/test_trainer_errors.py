@@ -32,13 +32,14 @@ def test_invalid_arguments() -> None:
     model = seeded(Net)
     stranger = nn.Linear(2, 2)
     with create("local") as kv:
-        for optimizer, options, words in (
-            (momentum(stranger), {}, "2 parameters that do not belong to the model"),
-            (momentum(model), {"staleness": 3}, "are only valid with the name of a store"),
-            (torch.optim.LBFGS(model.parameters()), {}, "LBFGS needs a closure"),
-        ):
-            with pytest.raises(UsageError, match=words):
-                echelon.Trainer(model, optimizer, kv, **options)
+        with pytest.raises(UsageError, match="2 parameters that do not belong to the model"):
+            echelon.Trainer(model, momentum(stranger), kv)
+        with pytest.raises(UsageError, match="are only valid with the name of a store"):
+            echelon.Trainer(model, momentum(model), kv, staleness=3)
+        with pytest.raises(UsageError, match="LBFGS needs a closure"):
+            echelon.Trainer(model, torch.optim.LBFGS(model.parameters()), kv)
+    with pytest.raises(UsageError, match="kvstore must be the name of a store or a KVStore, not 3"):
+        echelon.Trainer(model, momentum(model), 3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="did you mean 'dist_sync'"):
         echelon.Trainer(model, momentum(model), "dist_sink")
     with pytest.raises(UsageError, match="dist_ssync needs a scheduler"):

@@ -29,6 +29,7 @@ from torch.optim import SGD, Adam, Optimizer
 import echelon
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
+from echelon.train.trainer import CollectiveTrainer, ServerTrainer
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -135,3 +136,13 @@ def test_a_trainer_creates_its_store_by_name() -> None:
     assert trainer.kvstore.type == "local"
     assert trainer.progress()["clock"] == 2
     assert_same_bits(snapshot(model), expected)
+
+
+def test_the_store_selects_the_kind_of_trainer() -> None:
+    def kind(kv: KVStore) -> type[echelon.Trainer]:
+        model = seeded(Net)
+        with echelon.Trainer(model, momentum(model), kv) as trainer:
+            return type(trainer)
+
+    assert on_one_worker(kind, "local") is CollectiveTrainer
+    assert on_one_worker(kind, "dist_async") is ServerTrainer

@@ -128,6 +128,7 @@ class Wire:
         stores. `more`: the next push follows within milliseconds.
         """
         tickets: list[Ticket] = []
+        rates = list(lrs)
         for clock, indices in self._messages(slots):
             chosen = [slots[i] for i in indices]
             given = None if values is None else [values[i] for i in indices]
@@ -136,7 +137,7 @@ class Wire:
             for route in self._route(chosen):
                 framed = unwritten is not None or self._framed[route.server]
                 frames = self._gradient_frames(route, chosen, unwritten, factor_rank) if framed else ()
-                request, rates = self._client.next_id(), list(lrs)
+                request = self._client.next_id()
                 message = Push(request, clock, route.keys, samples, rates, pull, framed, halt, factor_rank, more)
                 places = self._weight_bytes(route) if pull and framed else ()
                 sent.append(self._client.send(route.server, message, frames, places))
