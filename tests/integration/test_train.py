@@ -113,6 +113,18 @@ def test_score_and_predictor_read_the_checkpoint_of_a_run(gsync: Run, capsys: py
     assert right / len(labels) == gsync.summary["accuracy"]
 
 
+@pytest.mark.long
+def test_the_checkpoint_of_a_sharded_store_holds_the_whole_optimizer_state(tmp_path: Path) -> None:
+    flags = "--devices cpu:2 --kv-store nccl --optimizer adam --lr 0.005 --num-epochs 1"
+    run = train(tmp_path, *flags.split())
+    assert run.status == 0, run.out + run.err
+    checkpoint = load(run.directory / "checkpoint.safetensors")
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert all(
+            checkpoint.optimizer[f"{key}/{name}"].shape == tensor.shape for key, tensor in checkpoint.weights.items()
+        )
+
+
 def test_the_final_weights_include_updates_of_workers_that_finished_after_rank_0(gsync: Run) -> None:
     lines = (gsync.directory / "events.jsonl").read_text().splitlines()
     (final,) = [event for event in map(json.loads, lines) if event["event"] == "final"]

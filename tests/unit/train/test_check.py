@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,6 +102,25 @@ def test_workers_and_servers_must_suit_the_store(arguments: str, job: Job, messa
 
 def test_dist_sync_needs_no_server() -> None:
     check(PARSER, "--kv-store dist_sync", Job(num_workers=2))
+
+
+CODE = """
+import sys
+from echelon.train import script
+try:
+    script.run(script.make_parser(None), "digits", sys.argv[1:])
+except SystemExit as error:
+    print(error)
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--batch-size 0", "--network nosuch", "--lr-step-epochs 9,3", "--kv-store nosuch"]
+)
+def test_most_mistakes_are_reported_without_importing_torch(arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-c", CODE, *arguments.split()], capture_output=True, text=True, check=True)
+    assert "error: " in done.stdout
 
 
 @pytest.mark.parametrize(
