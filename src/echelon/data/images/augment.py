@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from echelon.data.images import decode
 from echelon.data.images.config import AugmentConfig
+from echelon.data.images.decode import Decoder, Pixels, Region, inspect
 from echelon.data.images.geometry import Draws, Geometry, plan
+from echelon.data.records.frame import Bytes
 
-Pixels: TypeAlias = decode.Pixels
 Recolour: TypeAlias = Callable[[Pixels, AugmentConfig, Draws], Pixels]
 
 
@@ -29,22 +29,22 @@ class Augmenter:
 
     def __init__(self, config: AugmentConfig, fast: bool = True) -> None:
         self._config = config
-        self._decoder = decode.Decoder(config.shape[0], fast)
+        self._decoder = Decoder(config.shape[0], fast)
         self._recolour: Recolour | None = None
         if config.changes_colour:
             from echelon.data.images.colour import recolour
 
             self._recolour = recolour
 
-    def augment(self, payload: decode.Bytes | Pixels, draws: Draws) -> Pixels:
+    def augment(self, payload: Bytes | Pixels, draws: Draws) -> Pixels:
         """Return the pixels (height, width, channels) before normalisation, possibly as a view with unusual strides."""
         config = self._config
         height, width = config.shape[1:]
         if isinstance(payload, np.ndarray):
-            region = decode.Region(payload)
+            region = Region(payload)
             geometry = plan(payload.shape[0], payload.shape[1], config, draws)
         else:
-            info = decode.inspect(payload)
+            info = inspect(payload)
             geometry = plan(info.height, info.width, config, draws)
             shrink = geometry.shrink(height, width)
             region = self._decoder.decode_region(payload, info, shrink, geometry.reach(shrink))
@@ -56,7 +56,7 @@ class Augmenter:
         return pixels[:, ::-1] if geometry.mirror else pixels
 
 
-def sample(region: decode.Region, geometry: Geometry, size: tuple[int, int], fill: int) -> Pixels:
+def sample(region: Region, geometry: Geometry, size: tuple[int, int], fill: int) -> Pixels:
     """Return the output pixels, sampled from the decoded region of the source."""
     image, shrink = region.pixels, region.shrink
     if geometry.matrix is not None:

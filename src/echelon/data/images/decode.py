@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from echelon.data.images.jpeg_cut import Box, cut, segments
+from echelon.data.records.frame import Bytes
 from echelon.errors import DataError
 
-Bytes: TypeAlias = bytes | bytearray | memoryview
 Pixels: TypeAlias = NDArray[np.uint8]
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}

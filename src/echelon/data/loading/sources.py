@@ -14,9 +14,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.data.images.decode import Bytes, Pixels
+from echelon.data.images.decode import Pixels
 from echelon.data.records import IndexedReader, RecordError, unpack
 from echelon.data.records.file import OnBad, split_paths
+from echelon.data.records.frame import Bytes
 from echelon.data.records.index import index_files
 from echelon.errors import DataError, UsageError
 

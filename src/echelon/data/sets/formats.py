@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from echelon.data.images.decode import Pixels
 from echelon.data.records.file import RecordError, report
 from echelon.errors import DataError, UsageError
 
-Pixels: TypeAlias = NDArray[np.uint8]
 OnBad: TypeAlias = Callable[[DataError], None] | None
 
 _SIDE = 32
