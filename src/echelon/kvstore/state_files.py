@@ -77,14 +77,24 @@ def state_names(spec: OptimizerSpec, key: str) -> list[str]:
     return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options["amsgrad"] else [])]
 
 
-def check_fit(source: str, spec: OptimizerSpec, key: KeySpec, kinds: Mapping[str, Tensor]) -> None:
-    """Raise UsageError for states of other optimizer settings or of another shape."""
-    wanted, given = state_names(spec, str(key.name)), sorted(kinds.keys() - SCALARS)
-    if sorted(wanted) != given:
-        raise UsageError(f"{source}: the states {given} of key {key.name!r} do not fit {spec.name}, which has {wanted}")
-    for kind in wanted:
-        if kinds[kind].numel() != key.length:
+def check_fit(
+    source: str, spec: OptimizerSpec, keys: Mapping[str, KeySpec], states: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Raise UsageError for states of unknown keys, of other optimizer settings, or of another shape.
+
+    `keys` and `states` are by the name of the key.
+    """
+    for name, kinds in states.items():
+        if name not in keys:
             raise UsageError(
-                f"{source}: state {kind} of key {key.name!r} has {kinds[kind].numel()} elements, "
-                f"the key has {key.length}"
+                f"{source} has states for key {name!r}, which this job does not have; is it from another model?"
             )
+        wanted, given = state_names(spec, name), sorted(kinds.keys() - SCALARS)
+        if sorted(wanted) != given:
+            raise UsageError(f"{source}: the states {given} of key {name!r} do not fit {spec.name}, which has {wanted}")
+        for kind in wanted:
+            if kinds[kind].numel() != keys[name].length:
+                raise UsageError(
+                    f"{source}: state {kind} of key {name!r} has {kinds[kind].numel()} elements, "
+                    f"the key has {keys[name].length}"
+                )

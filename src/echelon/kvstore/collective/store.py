@@ -153,23 +153,19 @@ class CollectiveStore(KVStore):
         for name, value in self._values.items():
             state = value.optimizer.state.get(value.own, {}) if value.optimizer is not None else {}
             for kind, tensor in state.items():
-                found[f"{name}/{kind}"] = self._gathered(value, kind, tensor)
+                found[f"{name}/{kind}"] = self._whole_state(value, kind, tensor)
         return found
 
     def put_optimizer_states(self, states: dict[str, Tensor], source: str) -> None:
         """Restore the states that `optimizer_states` returned. Each rank keeps its part."""
         spec = self._optimizer()
         by_key = state_files.by_key(states)
-        if unknown := sorted(by_key.keys() - {str(name) for name in self._values}):
-            raise UsageError(
-                f"{source} has states for key {unknown[0]!r}, which this job does not have; is it from another model?"
-            )
-        mine = {str(name): value for name, value in self._values.items()}
+        values = {str(name): value for name, value in self._values.items()}
+        state_files.check_fit(source, spec, {name: value.spec for name, value in values.items()}, by_key)
         for name, kinds in by_key.items():
-            state_files.check_fit(source, spec, mine[name].spec, kinds)
-        for name, kinds in by_key.items():
-            state = self._optimizer_of(mine[name], spec).state[mine[name].own]
-            state.update({kind: self._own_part(mine[name], kind, tensor) for kind, tensor in kinds.items()})
+            value = values[name]
+            state = self._optimizer_of(value, spec).state[value.own]
+            state.update({kind: self._own_part(value, kind, tensor) for kind, tensor in kinds.items()})
 
     # --- internals
 
@@ -226,10 +222,10 @@ class CollectiveStore(KVStore):
             self._optimizer_of(value, spec).step()
             value.own.grad = None
         if self.sharded and self.group.size > 1:
-            mine = torch.cat([value.own.detach() for value in values])
-            all_parts = mine.new_empty(self.group.size, mine.numel())
+            own = torch.cat([value.own.detach() for value in values])
+            all_parts = own.new_empty(self.group.size, own.numel())
             widths = [value.rows.shape[1] for value in values]
-            gathered = torch.split(self.group.all_gather(mine, all_parts).result(), widths, 1)
+            gathered = torch.split(self.group.all_gather(own, all_parts).result(), widths, 1)
             for value, rows in zip(values, gathered, strict=True):
                 value.rows.copy_(rows)
 
@@ -238,7 +234,7 @@ class CollectiveStore(KVStore):
             value.optimizer = make_optimizer(spec, value.own)
         return value.optimizer
 
-    def _gathered(self, value: _Value, kind: str, tensor: Tensor) -> Tensor:
+    def _whole_state(self, value: _Value, kind: str, tensor: Tensor) -> Tensor:
         if not self.sharded or kind in state_files.SCALARS:
             return tensor.detach().cpu().clone()
         rows = tensor.new_empty(value.rows.shape)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from echelon.cluster.messages import GetStates, OptimizerSpec, PutStates, States
 from echelon.cluster.placement import Layout, Slot
-from echelon.errors import UsageError
 from echelon.kvstore.servers.client import Client
 from echelon.kvstore.state_files import by_key, check_fit, state_names
 from echelon.server.memory import master_dtype
@@ -50,12 +49,7 @@ def scatter(source: str, client: Client, layout: Layout, spec: OptimizerSpec, st
     """Send each server its pieces of every key's states. Check them all before anything changes."""
     given = by_key(states)
     slots = {str(slot.spec.name): slot for slot in layout.slots.values()}
-    if unknown := sorted(given.keys() - slots.keys()):
-        raise UsageError(
-            f"{source} has states for key {unknown[:1]}, which this job does not have; is it of another model?"
-        )
-    for name, kinds in given.items():
-        check_fit(source, spec, slots[name].spec, kinds)
+    check_fit(source, spec, {name: slot.spec for name, slot in slots.items()}, given)
     ordered = {name: [kinds[kind] for kind in state_names(spec, name)] for name, kinds in given.items()}
     requests = []
     for server in range(layout.num_servers):
