@@ -79,7 +79,7 @@ def _add_mxnet_arguments(add: Add, defaults: TrainOptions) -> None:
     add("--test-io", type=int, default=0, help="1: only read the training data, and log the speed")
     add("--dtype", default=defaults.dtype, help=f"{', '.join(DTYPES)}; auto: bfloat16 on a GPU that supports it")
     add("--gc-type", default="none", help="gradient compression; only none")
-    add("--gc-threshold", action=StoreAndRecord, type=float, default=0.5)
+    add("--gc-threshold", action=StoreAndRecord, type=float, default=0.5, help="no effect yet")
     add(
         "--macrobatch-size",
         action=StoreAndRecord,
@@ -147,23 +147,23 @@ _AUGMENT: dict[str, tuple[type, str]] = {  # MXNet's flags, by field of AugmentC
     "fill_value": (int, "colour of the border"),
     "random_crop": (int, "1: crop at a random place instead of the centre"),
     "random_mirror": (int, "1: mirror half of the images"),
-    "max_random_h": (int, "change of hue"),
-    "max_random_s": (int, "change of saturation"),
-    "max_random_l": (int, "change of lightness"),
-    "min_random_aspect_ratio": (float, ""),
-    "max_random_aspect_ratio": (float, ""),
+    "max_random_h": (int, "largest change of hue"),
+    "max_random_s": (int, "largest change of saturation in HSL"),
+    "max_random_l": (int, "largest change of lightness"),
+    "min_random_aspect_ratio": (float, "smallest aspect ratio; without it, --max-random-aspect-ratio is a change of 1"),
+    "max_random_aspect_ratio": (float, "largest aspect ratio, or largest change of 1"),
     "max_random_rotate_angle": (int, "in degrees"),
-    "max_random_shear_ratio": (float, ""),
-    "max_random_scale": (float, ""),
-    "min_random_scale": (float, ""),
-    "max_random_area": (float, ""),
-    "min_random_area": (float, ""),
-    "min_crop_size": (int, ""),
-    "max_crop_size": (int, ""),
-    "brightness": (float, ""),
-    "contrast": (float, ""),
-    "saturation": (float, ""),
-    "pca_noise": (float, ""),
+    "max_random_shear_ratio": (float, "largest shear"),
+    "max_random_scale": (float, "largest scale"),
+    "min_random_scale": (float, "smallest scale"),
+    "max_random_area": (float, "largest area of --random-resized-crop"),
+    "min_random_area": (float, "smallest area of --random-resized-crop"),
+    "min_crop_size": (int, "smallest side of a random crop, which is then resized"),
+    "max_crop_size": (int, "largest side of a random crop"),
+    "brightness": (float, "largest change of brightness"),
+    "contrast": (float, "largest change of contrast"),
+    "saturation": (float, "largest change of saturation"),
+    "pca_noise": (float, "standard deviation of PCA noise"),
     "random_resized_crop": (int, "1: crop a random area and aspect ratio"),
 }
 
@@ -175,7 +175,7 @@ def add_augment_arguments(parser: argparse.ArgumentParser, own: Add | None = Non
     parser.add_argument("--rgb-std", help="standard deviation per channel, for example 1,1,1")
     for name, (kind, text) in _AUGMENT.items():
         action = StoreAndRecord if name.endswith("_random_area") else "store"
-        parser.add_argument(f"--{name.replace('_', '-')}", action=action, type=kind, help=text or None)
+        parser.add_argument(f"--{name.replace('_', '-')}", action=action, type=kind, help=text)
     own("--resize", type=int, help="first scale the shorter side of the image to this length")
 
 
