@@ -14,7 +14,7 @@ from echelon.testing import check_transport
 from echelon.testing.transport import CHECKS, Check
 from echelon.transport import SharedMemoryTransport, TcpTransport
 from echelon.transport.in_process import InProcessTransport, LocalBlock
-from echelon.transport.interface import Buffer, Endpoint, Peer, Transport
+from echelon.transport.interface import Buffer, Endpoint, Peer, Placer, Transport
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -100,31 +100,11 @@ def test_freed_memory_cannot_be_attached_and_leaves_no_file() -> None:
 # --- the suite detects broken transports
 
 
-class _Wrapped:
-    """An in-process network whose endpoints have one defect."""
-
-    name = "broken"
-
-    def __init__(self) -> None:
-        self._inner = InProcessTransport()
-
-    def serve(self, host: str) -> Endpoint:
-        return self.spoil(self._inner.serve(host))
-
-    def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
-        return self.spoil(self._inner.connect(name, addresses))
-
-    def allocate(self, num_bytes: int) -> LocalBlock:
-        return self._inner.allocate(num_bytes)
-
-    def attach(self, descriptor: str) -> memoryview | None:
-        return self._inner.attach(descriptor)
-
-    def spoil(self, endpoint: Endpoint) -> Endpoint:
-        return endpoint
-
-
 class _Endpoint:
+    """An endpoint that passes everything on; a defect overrides one method."""
+
+    placer: Placer | None = None  # the in-process transport ignores it
+
     def __init__(self, inner: Endpoint) -> None:
         self.inner = inner
 
@@ -145,48 +125,70 @@ class _Endpoint:
         self.inner.close()
 
 
-class DropsEmptyFrames(_Wrapped):
-    class Endpoint(_Endpoint):
-        def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
-            super().send(peer, [frame for frame in frames if len(frame)])
+class _Wrapped:
+    """An in-process network whose endpoints have one defect."""
 
-    def spoil(self, endpoint: Endpoint) -> Endpoint:
-        return self.Endpoint(endpoint)
+    name = "broken"
+    endpoint: type[_Endpoint] = _Endpoint
+
+    def __init__(self) -> None:
+        self._inner = InProcessTransport()
+
+    def serve(self, host: str) -> Endpoint:
+        return self.endpoint(self._inner.serve(host))
+
+    def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
+        return self.endpoint(self._inner.connect(name, addresses))
+
+    def allocate(self, num_bytes: int) -> LocalBlock:
+        return self._inner.allocate(num_bytes)
+
+    def attach(self, descriptor: str) -> memoryview | None:
+        return self._inner.attach(descriptor)
+
+
+class _DropsEmptyFramesEndpoint(_Endpoint):
+    def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
+        super().send(peer, [frame for frame in frames if len(frame)])
+
+
+class DropsEmptyFrames(_Wrapped):
+    endpoint = _DropsEmptyFramesEndpoint
+
+
+class _TruncatesEndpoint(_Endpoint):
+    def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
+        super().send(peer, [memoryview(frame).cast("B")[: 16 << 20] for frame in frames])
 
 
 class Truncates(_Wrapped):
-    class Endpoint(_Endpoint):
-        def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
-            super().send(peer, [memoryview(frame).cast("B")[: 16 << 20] for frame in frames])
+    endpoint = _TruncatesEndpoint
 
-    def spoil(self, endpoint: Endpoint) -> Endpoint:
-        return self.Endpoint(endpoint)
+
+class _LastComesFirstEndpoint(_Endpoint):
+    def __init__(self, inner: Endpoint) -> None:
+        super().__init__(inner)
+        self.earlier: list[tuple[Peer, list[memoryview]]] = []
+
+    def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
+        last = self.inner.recv(0 if self.earlier else timeout_s)
+        while last is not None and (later := self.inner.recv(0)) is not None:
+            self.earlier.append(last)
+            last = later
+        return last or (self.earlier.pop() if self.earlier else None)
 
 
 class LastComesFirst(_Wrapped):
-    class Endpoint(_Endpoint):
-        def __init__(self, inner: Endpoint) -> None:
-            super().__init__(inner)
-            self.earlier: list[tuple[Peer, list[memoryview]]] = []
+    endpoint = _LastComesFirstEndpoint
 
-        def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
-            last = self.inner.recv(0 if self.earlier else timeout_s)
-            while last is not None and (later := self.inner.recv(0)) is not None:
-                self.earlier.append(last)
-                last = later
-            return last or (self.earlier.pop() if self.earlier else None)
 
-    def spoil(self, endpoint: Endpoint) -> Endpoint:
-        return self.Endpoint(endpoint)
+class _NeverSleepsEndpoint(_Endpoint):
+    def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
+        return super().recv(min(timeout_s, 0.001))
 
 
 class NeverSleeps(_Wrapped):
-    class Endpoint(_Endpoint):
-        def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
-            return super().recv(min(timeout_s, 0.001))
-
-    def spoil(self, endpoint: Endpoint) -> Endpoint:
-        return self.Endpoint(endpoint)
+    endpoint = _NeverSleepsEndpoint
 
 
 class GivesUsedMemory(_Wrapped):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,13 +25,13 @@ def test_groups_that_do_not_match_the_workers(groups: list[list[int]], words: st
 
 
 def test_a_missing_groups_file_is_named(tmp_path: Path) -> None:
-    missing: Any = tmp_path / "nowhere"
+    missing = tmp_path / "nowhere"
     with pytest.raises(UsageError, match=f"no groups file {missing}"):
         run(lambda kv: None, "dist_gsync", num_workers=1, groups=missing)
 
 
 def test_groups_come_from_a_file(tmp_path: Path) -> None:
-    file: Any = tmp_path / "groups"
+    file = tmp_path / "groups"
     file.write_text("1\n0 2\n")
 
     def program(kv: KVStore) -> int:
@@ -43,7 +42,7 @@ def test_groups_come_from_a_file(tmp_path: Path) -> None:
 
 
 def test_groups_may_be_written_with_commas() -> None:
-    commas: Any = "0,2/1"
+    commas = "0,2/1"
     assert run(lambda kv: kv.rank, "dist_gsync", num_workers=3, groups=commas) == [0, 1, 2]
 
 

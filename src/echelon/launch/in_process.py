@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
+from echelon.cluster.shares import Groups
 from echelon.environment import Job
 from echelon.kvstore import KVStore
 from echelon.kvstore.create import join
@@ -25,7 +27,7 @@ def run(
     num_workers: int = 2,
     num_servers: int = 2,
     staleness: int | None = None,
-    groups: list[list[int]] | None = None,
+    groups: Groups | None = None,
     transport: Transport | None = None,
     check_finite: bool = False,
     timeout_s: float = 60.0,
@@ -49,21 +51,18 @@ def run(
         with join(store, own, shared, staleness=staleness, groups=groups, check_finite=check_finite) as kv:
             results[rank] = program(kv)
 
-    def keeping_errors(target: Callable[[], object]) -> Callable[[], None]:
-        def body() -> None:
-            try:
-                target()
-            except BaseException as error:
-                errors.append(error)
+    def keep_error(target: Callable[[], object]) -> None:
+        try:
+            target()
+        except BaseException as error:
+            errors.append(error)
 
-        return body
-
-    bodies: list[tuple[str, Callable[[], object]]] = [("scheduler", lambda: serve_scheduler(job, listener))]
+    programs: dict[str, Callable[[], object]] = {"scheduler": partial(serve_scheduler, job, listener)}
     for rank in range(num_servers):
-        bodies.append((f"server-{rank}", lambda rank=rank: serve_server(job.as_role("server", rank), shared)))  # type: ignore[misc]
+        programs[f"server-{rank}"] = partial(serve_server, job.as_role("server", rank), shared)
     for rank in range(num_workers):
-        bodies.append((f"worker-{rank}", lambda rank=rank: work(rank)))  # type: ignore[misc]
-    threads = [threading.Thread(target=keeping_errors(body), name=name) for name, body in bodies]
+        programs[f"worker-{rank}"] = partial(work, rank)
+    threads = [threading.Thread(target=keep_error, args=[target], name=name) for name, target in programs.items()]
     for thread in threads:
         thread.start()
     for thread in threads:

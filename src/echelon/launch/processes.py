@@ -62,7 +62,7 @@ class ChildProcess:
             )
         except OSError as error:
             raise UsageError(f"{name} cannot run {arguments[0]!r}: {error.strerror}") from error
-        self.pidfd = os.pidfd_open(self._popen.pid)  # becomes readable when the process ends
+        self._pidfd: int | None = None
 
     @property
     def pid(self) -> int:
@@ -79,12 +79,19 @@ class ChildProcess:
         """The pipe from the process, if there is one."""
         return self._popen.stdout
 
+    @property
+    def pidfd(self) -> int:
+        """A file descriptor that becomes readable when the process ends. Opened on first use: it needs Linux 5.3."""
+        if self._pidfd is None:
+            self._pidfd = os.pidfd_open(self.pid)
+        return self._pidfd
+
     def exit_code(self) -> int | None:
         """Return the exit status, the negative number of the signal that killed it, or None while it runs."""
         if self._popen.returncode is not None:
             return self._popen.returncode
         # WNOWAIT: the process is not reaped yet, so its number stays valid.
-        ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
@@ -107,9 +114,9 @@ class ChildProcess:
         for stream in (self.stdin, self.stdout):
             if stream is not None:
                 stream.close()
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
 
     def cpu_ticks(self) -> int:
         """Return the processor time used by the living processes of the session, in clock ticks of the kernel."""

@@ -10,6 +10,8 @@ from echelon.transport.interface import Transport
 from echelon.transport.shared_memory import SharedMemoryTransport
 from echelon.transport.tcp import TcpTransport
 
+__all__ = ["NAMES", "SharedMemoryTransport", "TcpTransport", "Transport", "by_name"]
+
 NAMES = ("auto", "shm", "tcp")
 
 
