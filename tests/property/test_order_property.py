@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice, pairwise
 
 import numpy as np
@@ -147,9 +148,9 @@ def test_the_last_batch() -> None:
             lambda: Sampling(300, 31, sharding=ByFraction(0.9, 1), last_batch="drop"),
             r"its share 0\.9 \.\.\. 1 has 30 of 300 samples, and a .* dropped; give it a larger share .* or use",
         ),
-        (lambda: Sampling(3, 1, last_batch="lose"), "'lose'"),
+        (lambda: Sampling(3, 1, last_batch="lose"), "'lose'"),  # type: ignore[arg-type]
     ],
 )
-def test_invalid_settings_are_rejected(make: object, message: str) -> None:
+def test_invalid_settings_are_rejected(make: Callable[[], object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        make()  # type: ignore[operator]
+        make()

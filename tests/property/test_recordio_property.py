@@ -91,5 +91,5 @@ def test_headers_round_trip(label: float | list[float], key: int, key2: int, pay
     record = pack(Header(label, key, key2), payload)
     header, image = unpack(record)
     assert (header.id, header.id2, bytes(image)) == (key, key2, payload)
-    assert header.labels.tolist() == np.atleast_1d(np.float32(label)).tolist()
+    assert header.labels.tolist() == np.atleast_1d(np.asarray(label, np.float32)).tolist()
     assert pack(header, image) == record

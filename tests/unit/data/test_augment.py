@@ -213,8 +213,8 @@ def test_combined_jitters_equal_the_single_ones_in_sequence() -> None:
     numbers = draws(brightness=0.3, contrast=0.2, saturation=0.1)
     one_by_one = np.clip(PICTURE, 60, 190)  # far enough from 0 and 255 that nothing is clamped in between
     together = recolour(one_by_one, config, numbers).astype(int)
-    for name in ("saturation", "contrast", "brightness"):
-        one_by_one = recolour(one_by_one, replace(PLAIN, **{name: 0.4}), numbers)
+    for single in (replace(PLAIN, saturation=0.4), replace(PLAIN, contrast=0.4), replace(PLAIN, brightness=0.4)):
+        one_by_one = recolour(one_by_one, single, numbers)
     assert np.abs(together - one_by_one).max() <= 2
 
 
@@ -269,15 +269,15 @@ def test_hues_are_those_of_the_standard_library() -> None:
 
 
 def test_hues_are_shifted_after_the_jitters() -> None:
-    grey = np.repeat(np.arange(256, dtype=np.uint8), 3).reshape(
-        16, 16, 3
-    )  # greys, where a rounding error would create a hue
+    # A rounding error of a grey would create a hue.
+    grey = np.repeat(np.arange(256, dtype=np.uint8), 3).reshape(16, 16, 3)
     jitter = replace(PLAIN, brightness=0.4, contrast=0.4, saturation=0.4)
-    shift = {"max_random_h": 60, "max_random_l": 60, "max_random_s": 200}
+    shift = replace(PLAIN, max_random_h=60, max_random_l=60, max_random_s=200)
+    both = replace(shift, brightness=0.4, contrast=0.4, saturation=0.4)
     numbers = uniforms(1, 1, np.arange(1), Draw.TRIES)[0].tolist()
     for pixels in (grey, PICTURE):
-        together = recolour(pixels, replace(jitter, **shift), numbers)
-        assert np.array_equal(together, recolour(recolour(pixels, jitter, numbers), replace(PLAIN, **shift), numbers))
+        together = recolour(pixels, both, numbers)
+        assert np.array_equal(together, recolour(recolour(pixels, jitter, numbers), shift, numbers))
 
 
 def test_pca_noise_shifts_all_pixels_equally() -> None:

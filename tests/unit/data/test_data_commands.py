@@ -396,10 +396,10 @@ def test_im2rec_keeps_the_spaces_of_a_path(tmp_path: Path) -> None:
 def test_extract_and_pack_again_loses_what_a_list_cannot_express(tmp_path: Path) -> None:
     """As documented in prepare-data.md: images, labels and ids stay, a list of one label and a second id do not."""
     with Writer(tmp_path / "m.rec") as writer:
-        for number, (label, id2) in enumerate((([4.0], 0), (5.0, 7), ([6.0, 1.0], 0))):
-            writer.write(pack(Header(label, number, id2), jpeg()))
+        for header in (Header([4.0], 0), Header(5.0, 1, 7), Header([6.0, 1.0], 2)):
+            writer.write(pack(header, jpeg()))
     assert rewritten(tmp_path / "m.rec", tmp_path / "out") == contents(tmp_path / "m.rec")
-    expected = [pack(Header(label, number), jpeg()) for number, label in enumerate((4.0, 5.0, [6.0, 1.0]))]
+    expected = [pack(header, jpeg()) for header in (Header(4.0, 0), Header(5.0, 1), Header([6.0, 1.0], 2))]
     with Reader(tmp_path / "out" / "extract.rec") as reader:
         assert [bytes(payload) for payload in reader] == expected
 

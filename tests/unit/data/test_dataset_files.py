@@ -56,6 +56,7 @@ def test_sets_with_fixed_files_reject_other_files() -> None:
 
 def test_a_label_that_is_too_large_is_reported_with_its_place(tmp_path: Path, records: Path) -> None:
     opened = open_dataset("imagenet", DataOptions(data_train=str(records), num_classes=2))
+    assert isinstance(opened.train, RecordSource)
     assert opened.train.read(1).label == 1
     with pytest.raises(
         DataError, match=r"three\.rec: record 2 at byte \d+: its label is 2, but --num-classes 2 allows 0"
@@ -143,7 +144,7 @@ def test_a_list_instead_of_a_record_file_is_an_error(tmp_path: Path, has_index: 
     if has_index:
         path.with_suffix(".idx").write_text("0\t0\n1\t20\n")
     message = r"x\.lst is a list of images, not a record file; pack it: echelon data im2rec .*x\.lst FOLDER .*x\.rec$"
-    for option in ("data_train", "data_val"):
-        images = classes(tmp_path / option, "ape")
+    images = str(classes(tmp_path / "images", "ape"))
+    for options in (DataOptions(data_train=str(path)), DataOptions(data_train=images, data_val=str(path))):
         with pytest.raises(UsageError, match=message):
-            open_dataset("folder", DataOptions(**{"data_train": str(images), option: str(path)}))
+            open_dataset("folder", options)

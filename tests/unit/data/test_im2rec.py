@@ -32,7 +32,7 @@ def photos(tmp_path: Path) -> Path:
     return root
 
 
-def decoded(payload: bytes | memoryview) -> Image.Image:
+def decoded(payload: bytes | bytearray | memoryview) -> Image.Image:
     image = Image.open(io.BytesIO(payload))
     image.load()
     return image

@@ -47,12 +47,12 @@ def no_thread_left() -> Iterator[None]:
     assert torch.get_num_threads() == parallel
 
 
-def loader(source: RecordSource | FolderSource, batch: int = 5, **options: object) -> Loader:
+def loader(source: RecordSource | FolderSource, batch: int = 5, **options: Any) -> Loader:
     sampling = Sampling(len(source), batch, seed=3)
-    return Loader(source, CONFIG, **{"sampling": sampling, "threads": 2, **options})  # type: ignore[arg-type]
+    return Loader(source, CONFIG, **{"sampling": sampling, "threads": 2, **options})
 
 
-def take(source: RecordSource | FolderSource, count: int = 2, **options: object) -> list[tuple[Tensor, Tensor]]:
+def take(source: RecordSource | FolderSource, count: int = 2, **options: Any) -> list[tuple[Tensor, Tensor]]:
     """Return the batches of some epochs."""
     with loader(source, **options) as batches:
         return [batch for _ in range(count) for batch in batches]
@@ -371,6 +371,6 @@ def test_measure_io_yields_the_speed_every_few_batches_and_at_the_end(records: R
         ({"sampling": Sampling(7, 2)}, "23 samples, but the sampling is for 7"),
     ],
 )
-def test_invalid_settings_are_rejected(records: RecordSource, options: dict[str, object], message: str) -> None:
+def test_invalid_settings_are_rejected(records: RecordSource, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         loader(records, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -74,14 +75,20 @@ def test_the_state_does_not_count_the_batch_ahead() -> None:
     assert states == [State(0, 8), State(0, 16), State(0, 24), State(0, 32), State(1, 0)]
 
 
-@pytest.mark.parametrize("make", [MemoryLoader, lambda *given, **named: DeviceMemoryLoader(*given, "cpu", **named)])
-def test_resuming_in_mid_epoch(make: type[MemoryLoader]) -> None:
-    whole = epochs(make(SOURCE, CONFIG, SAMPLING))
-    first = make(SOURCE, CONFIG, SAMPLING)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda state: MemoryLoader(SOURCE, CONFIG, SAMPLING, state=state),
+        lambda state: DeviceMemoryLoader(SOURCE, CONFIG, SAMPLING, "cpu", state=state),
+    ],
+)
+def test_resuming_in_mid_epoch(make: Callable[[State | None], Batches]) -> None:
+    whole = epochs(make(None))
+    first = make(None)
     for index, _ in enumerate(first):
         if index == 2:
             break
-    rest = epochs(make(SOURCE, CONFIG, SAMPLING, state=first.state))
+    rest = epochs(make(first.state))
     assert all(torch.equal(x, u) for (x, _), (u, _) in zip(whole[3:], rest, strict=False))
 
 

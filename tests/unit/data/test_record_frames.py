@@ -28,7 +28,8 @@ GOLDEN = [
 def test_golden_frames(payload: bytes, encoded: str) -> None:
     expected = bytes.fromhex(encoded)
     assert frame.encode(payload) == expected
-    assert frame.decode(memoryview(expected), 0) == (payload, len(expected))
+    decoded, after = frame.decode(memoryview(expected), 0)
+    assert (bytes(decoded), after) == (payload, len(expected))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_one_label_in_a_list_stays_a_list() -> None:
     assert np.ndim(unpack(pack(Header([5.0], 1), b""))[0].label) == 1
 
 
-@pytest.mark.parametrize("header", [Header([], 0), Header([[1.0]], 0), Header(1, -1), Header(1, 2**64)])
+@pytest.mark.parametrize("header", [Header([], 0), Header(np.ones((1, 1)), 0), Header(1, -1), Header(1, 2**64)])
 def test_invalid_headers_are_errors(header: Header) -> None:
     with pytest.raises(UsageError):
         pack(header, b"")
