@@ -266,7 +266,7 @@ def test_damage_found_while_opening_is_counted(cases: dict[str, Case]) -> None:
         ),
         ("no range", "random scale from 2.0 to 1.0 is not a range above 0"),
         ("grey", "colour augmentation needs 3 channels, but the image shape is (1, 32, 32)"),
-        ("no shape", "--image-shape '3,32' is not channels,height,width, for example 3,224,224"),
+        ("no shape", "--image-shape '3,32' is not a list of channels,height,width, for example 3,224,224"),
         (
             "wrong index",
             "the index train.idx is for a .rec, but classes/train is a folder of class folders; leave it out",

@@ -23,8 +23,10 @@ from echelon.data.loading.sources import FolderSource, RecordSource, Source
 from echelon.data.progress import Advance, bar
 from echelon.data.sets.datasets import DataOptions, dataset_names, make_loader, open_dataset
 from echelon.errors import DataError, UsageError
+from echelon.launch.devices import parse_devices
 from echelon.train.checkpoint.format import Checkpoint, load
 from echelon.train.checkpoint.names import load_at, load_newest
+from echelon.train.flags.arguments import parse_numbers
 from echelon.train.predict import model_of, preprocessing_of
 from echelon.train.recipe.ranges import check_numbers
 from echelon.train.step.metrics import Metrics
@@ -133,24 +135,12 @@ def find_checkpoint(model: str, load_epoch: int | None) -> tuple[Checkpoint, Pat
 def with_flags(checkpoint: Checkpoint, options: argparse.Namespace) -> Checkpoint:
     """Return the checkpoint with the preprocessing flags given here in place of the run's."""
     given: dict[str, Any] = {}
-    for name, kind in (("rgb_mean", float), ("rgb_std", float), ("image_shape", int)):
-        text = getattr(options, name)
-        if text is not None:
-            given[name] = numbers(text, kind, "--" + name.replace("_", "-"))
+    for name, kind, count in (("rgb_mean", float, None), ("rgb_std", float, None), ("image_shape", int, 3)):
+        numbers = parse_numbers(f"--{name.replace('_', '-')}", getattr(options, name), kind, count)
+        if numbers is not None:
+            given[name] = numbers
     trained = checkpoint.metadata.get("options") or {}
     return replace(checkpoint, metadata={**checkpoint.metadata, "options": {**trained, **given}})
-
-
-def numbers(text: str, kind: type[int] | type[float], flag: str) -> list[int | float]:
-    """Parse a list such as `3,224,224`: three whole numbers, or one or three decimal ones."""
-    try:
-        found: list[int | float] = [kind(part) for part in text.split(",")]
-    except ValueError:
-        found = []
-    if len(found) not in ((3,) if kind is int else (1, 3)):
-        example = "3,224,224" if kind is int else "123.68,116.779,103.939"
-        raise UsageError(f"{flag} {text!r} is not a list like {example}")
-    return found
 
 
 def source_of(options: argparse.Namespace, num_classes: int) -> Source:
@@ -188,13 +178,6 @@ def records_of(options: argparse.Namespace, num_classes: int) -> RecordSource:
 
 def device_of(gpus: str) -> torch.device:
     """Return the device for --gpus, which names one GPU or none."""
-    if not gpus:
-        return torch.device("cpu")
-    if not gpus.isdigit():
+    if "," in gpus:
         raise UsageError(f"--gpus {gpus}: a score uses one GPU; give one number, for example --gpus 0")
-    count = torch.cuda.device_count()
-    if int(gpus) >= count:
-        raise UsageError(
-            f"--gpus {gpus}: this machine has {count} GPUs, numbered from 0; leave the flag out to use the CPU"
-        )
-    return torch.device("cuda", int(gpus))
+    return torch.device(parse_devices(gpus, None)[0])

@@ -120,8 +120,8 @@ def test_options_contain_only_the_augmentation_that_was_given() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--image-shape 3,224", "--image-shape '3,224' is not channels,height,width, for example 3,224,224"),
-        ("--rgb-mean a,b", "--rgb-mean 'a,b' is not numbers separated by commas"),
+        ("--image-shape 3,224", "--image-shape '3,224' is not a list of channels,height,width, for example 3,224,224"),
+        ("--rgb-mean a,b", "--rgb-mean 'a,b' is not a list of numbers"),
         ("--rgb-mean 1,2,3,4,5", "--rgb-mean '1,2,3,4,5' has 5 numbers: give one per channel, at most 3"),
         ("--rgb-std 1,1,1,1 --image-shape 1,8,8", "--rgb-std '1,1,1,1' has 4 numbers: give one per channel, at most 3"),
         (

@@ -147,9 +147,9 @@ def test_a_dataset_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     [
         (["--load-epoch", "9"], r"no checkpoint .*x-0009\.safetensors; the newest ones .*: x-0002\.safetensors"),
         (["--gpus", "0,1"], "a score uses one GPU"),
-        (["--gpus", "99"], r"this machine has \d+ GPUs"),
-        (["--image-shape", "3,8"], "--image-shape '3,8' is not a list like 3,224,224"),
-        (["--rgb-mean", "red"], "--rgb-mean 'red' is not a list like 123.68"),
+        (["--gpus", "99"], "--gpus 99 asks for GPU 99, but this machine has"),
+        (["--image-shape", "3,8"], "--image-shape '3,8' is not a list of channels,height,width, for example 3,224,224"),
+        (["--rgb-mean", "red"], "--rgb-mean 'red' is not a list of numbers, for example 123.68"),
         (["--top-k", "1"], "--top-k 1"),
         (["--batch-size", "0"], "--batch-size must be 1 or more, not 0"),
         (["--data-nthreads", "0"], "--data-nthreads must be between 1 and 1024, not 0"),

@@ -185,7 +185,7 @@ def options_from(given: argparse.Namespace, data: str) -> TrainOptions:
     get = values.get
     slow = parse_slow(given.slow) if given.slow else {}
     stall = parse_stall(given.stall) if given.stall else None
-    image_shape = _numbers("--image-shape", get("image_shape"), int, 3)
+    image_shape = parse_numbers("--image-shape", get("image_shape"), int, 3)
     plain = {name: values[name] for name in TrainOptions.__dataclass_fields__ if values.get(name) is not None}
     return TrainOptions(
         **plain
@@ -216,7 +216,7 @@ def _augment(values: dict[str, Any], channels: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("rgb_mean", "rgb_std"):
         flag = f"--{name.replace('_', '-')}"
-        numbers = _numbers(flag, values.get(name), float, None)
+        numbers = parse_numbers(flag, values.get(name), float)
         if numbers is not None:
             found[name] = numbers
             most = max(3, channels)  # commands for grey images often give three numbers
@@ -232,7 +232,8 @@ def _augment(values: dict[str, Any], channels: int) -> dict[str, Any]:
     return found
 
 
-def _numbers(flag: str, text: str | None, kind: type, count: int | None) -> tuple[Any, ...] | None:
+def parse_numbers(flag: str, text: str | None, kind: type, count: int | None = None) -> tuple[Any, ...] | None:
+    """Parse numbers separated by commas; with `count`, exactly as many. None if the flag was not given."""
     if not text:
         return None
     try:
@@ -240,10 +241,8 @@ def _numbers(flag: str, text: str | None, kind: type, count: int | None) -> tupl
     except ValueError:
         numbers = ()
     if not numbers or (count is not None and len(numbers) != count):
-        form = (
-            "channels,height,width, for example 3,224,224"
-            if count
-            else "numbers separated by commas, for example 1,1,1"
+        example = (
+            "channels,height,width, for example 3,224,224" if count else "numbers, for example 123.68,116.779,103.939"
         )
-        raise UsageError(f"{flag} {text!r} is not {form}")
+        raise UsageError(f"{flag} {text!r} is not a list of {example}")
     return numbers
