@@ -5,7 +5,7 @@ Read in this order: `store` (the calls of every store and their checks), `create
 `multi_device` (a worker with several devices and servers). `arguments`, `optimizer_spec` and `state_files` are shared.
 """
 
-from echelon.kvstore.create import NAMES, create
+from echelon.kvstore.create import create
 from echelon.kvstore.store import KVStore
 
-__all__ = ["NAMES", "KVStore", "create"]
+__all__ = ["KVStore", "create"]

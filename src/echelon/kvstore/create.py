@@ -31,7 +31,6 @@ from echelon.schemes import STORES, rules_for, store_kind
 from echelon.transport import by_name
 from echelon.transport.interface import Transport
 
-NAMES = tuple(STORES)
 ONE_WORKER = tuple(kind.name for kind in STORES.values() if not kind.spans_workers)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from echelon.environment import Job
 from echelon.errors import UsageError
-from echelon.kvstore import NAMES, create
+from echelon.kvstore import create
 from echelon.schemes import STORES
 
 ONE_WORKER = [kind.name for kind in STORES.values() if not kind.spans_workers]
@@ -27,13 +27,13 @@ def test_an_unknown_store_suggests_the_nearest_name(name: str, meant: str) -> No
     with pytest.raises(UsageError) as caught:
         create(name, job=NO_JOB)
     assert f"unknown store {name!r}; did you mean {meant!r}? Choose one of " in str(caught.value)
-    assert all(store in str(caught.value) for store in NAMES)
+    assert all(store in str(caught.value) for store in STORES)
 
 
 def test_an_unknown_store_without_a_near_name_lists_all_names() -> None:
     with pytest.raises(UsageError) as caught:
         create("zzz", job=NO_JOB)
-    assert str(caught.value) == f"unknown store 'zzz'; choose one of {', '.join(NAMES)}"
+    assert str(caught.value) == f"unknown store 'zzz'; choose one of {', '.join(STORES)}"
 
 
 @pytest.mark.parametrize("name", [None, 3, ["local"]])
