@@ -90,7 +90,7 @@ def test_of_a_fixture_that_leaks(shared):
 CAUGHT = {
     "test_process": "process ",
     "test_orphan": "signal.pause()",
-    "test_zombie": "(ended, not waited for)",
+    "test_zombie": "(a zombie: ended, but not waited for)",
     "test_thread": "thread 'idle'",
     "test_segment": "shared-memory segment memfd:echelon",
     "test_segment_file": "shared-memory segment memfd:echelon",
