@@ -31,7 +31,7 @@ import leaks
 from echelon.environment import Job
 from echelon.errors import JobError
 from echelon.kvstore import KVStore, create
-from echelon.kvstore.create import ONE_WORKER
+from echelon.schemes.stores import store_kind
 
 T = TypeVar("T")
 STUCK_S = 60.0
@@ -68,7 +68,7 @@ def run(
 
 
 def _job(store: str, rank: int, size: int, port: int, fd: int | None, timeout_s: float) -> Job:
-    if store in ONE_WORKER:
+    if not store_kind(store).spans_workers:
         return Job(num_devices=size, device_index=rank, device_port=port, device_fd=fd, timeout_s=timeout_s)
     return Job(scheduler_port=port, listen_fd=fd, num_workers=size, rank=rank, timeout_s=timeout_s)
 

@@ -115,7 +115,9 @@ class Job:
         self.run.mkdir(parents=True)
         self._mark = secrets.token_hex(8)
         workers = plan.num_workers if plan is not None else num_workers
-        program = command or [sys.executable, str(TESTS / "faults" / "worker.py"), json.dumps(asdict(plan))]  # type: ignore[call-overload]
+        program = list(command)
+        if plan is not None:
+            program = [sys.executable, str(TESTS / "faults" / "worker.py"), json.dumps(asdict(plan))]
         arguments = ["launch", "-n", str(workers), "-s", str(num_servers), "--run-dir", str(self.run)]
         arguments += ["--stall-seconds", STALL_SECONDS, *options]
         self._out, self._err = folder / "out", folder / "err"

@@ -155,7 +155,8 @@ def damage(rec: Path, images: Sequence[int] = BAD[:1], frames: Sequence[int] = B
 def second_batch(worker: int) -> list[int]:
     """Return the records that one of two workers reads in its second step of four samples."""
     sampling = Sampling(24, 4, sharding=ByPart(worker, 2), num_batches=3)
-    return next(islice(sampling.batches(State()), 1, None)).records.tolist()
+    second = next(islice(sampling.batches(State()), 1, None))
+    return [int(record) for record in second.records]
 
 
 @pytest.fixture(scope="module")

@@ -109,15 +109,15 @@ def beside_transforms(model: Wide, batch: Batch) -> Tensor:
 
 
 def backward(model: Wide, loss: Tensor) -> None:
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
 
 
 def of_matrices(model: Wide, loss: Tensor) -> None:
-    loss.backward(inputs=[p for p in model.parameters() if p.ndim == 2])  # type: ignore[no-untyped-call]
+    loss.backward(inputs=[p for p in model.parameters() if p.ndim == 2])
 
 
 def of_vectors(model: Wide, loss: Tensor) -> None:
-    loss.backward(inputs=[p for p in model.parameters() if p.ndim == 1])  # type: ignore[no-untyped-call]
+    loss.backward(inputs=[p for p in model.parameters() if p.ndim == 1])
 
 
 def by_hand(model: Wide, loss: Tensor) -> None:
@@ -127,15 +127,15 @@ def by_hand(model: Wide, loss: Tensor) -> None:
 
 
 def masked(model: Wide, loss: Tensor) -> None:
-    hook = model.large.weight.register_hook(lambda gradient: gradient * (gradient > 0))  # type: ignore[no-untyped-call]
-    loss.backward()  # type: ignore[no-untyped-call]
+    hook = model.large.weight.register_hook(lambda gradient: gradient * (gradient > 0))
+    loss.backward()
     hook.remove()
 
 
 def frozen(model: Wide, loss: Tensor) -> None:
     """Freeze the weights after the forward pass."""
     model.large.weight.requires_grad_(False)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     model.large.weight.requires_grad_(True)
 
 
@@ -190,13 +190,13 @@ def test_a_wrapper_around_a_layer_stays_after_training() -> None:
         with Trainer(model, sgd(model), kv, push_factors=True) as trainer:
             forward = model.large.forward
             wrapper = model.large.__dict__["forward"] = lambda inputs: 2 * forward(inputs)
-            ordinary(model, batch).backward()  # type: ignore[no-untyped-call]
+            ordinary(model, batch).backward()
             trainer.step()
             late = ordinary(model, batch)
         assert model.large.forward is wrapper
         for loss in (late, ordinary(model, batch)):
             model.large.weight.grad = None
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             assert model.large.weight.grad is not None
 
     batch = batches(1)[0]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,10 @@ def launch(folder: Path, mode: str, *options: str, num_workers: int = 2) -> Job:
 def lines(text: str, name: str) -> list[str]:
     """Return the lines of one process in the output of a job."""
     return [line.removeprefix(f"[{name}] ") for line in text.splitlines() if line.startswith(f"[{name}] ")]
+
+
+def has_events(folder: Path, count: int) -> bool:
+    return len(rows(folder / "events.jsonl")) >= count
 
 
 def test_a_failing_worker_gives_its_status_and_last_lines_and_the_other_continues(tmp_path: Path) -> None:
@@ -114,7 +119,7 @@ with register(Job.from_environment(), "worker", by_name("tcp")) as post:
         job.start("scheduler", [sys.executable, "-m", "echelon.scheduler"])
         for number, name in enumerate(names, 1):
             job.start(name, [sys.executable, "-c", arrive])
-            until(lambda number=number: len(rows(tmp_path / "events.jsonl")) >= number, f"{name} has arrived")
+            until(partial(has_events, tmp_path, number), f"{name} has arrived")
         assert set(job.statuses().values()) == {0}
         assert [job.out(name) for name in names] == ["rank 0\n", "rank 1\n", "rank 2\n"]
 

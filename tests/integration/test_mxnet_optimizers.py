@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -121,6 +122,10 @@ def parts_of() -> list[list[Batch]]:
     return [batches(STEPS, size, seed=rank + 1) for rank, size in enumerate(PARTS)]
 
 
+def on_rank(kv: KVStore, loop: Loop, parts: list[list[Batch]]) -> State:
+    return loop.worker(kv, parts[kv.rank])
+
+
 def on_group(store: str, makers: dict[str, MakeOptimizer]) -> list[dict[str, State]]:
     """Return the final state of every worker of a group, by optimizer."""
     loops = {name: Loop(seeded(Net), make, falling) for name, make in makers.items()}
@@ -130,7 +135,7 @@ def on_group(store: str, makers: dict[str, MakeOptimizer]) -> list[dict[str, Sta
 
     found: list[dict[str, State]] = [{} for _ in PARTS]
     for name, loop in loops.items():
-        for rank, state in enumerate(run(lambda kv, loop=loop: program(kv, loop), store, num_workers=len(PARTS))):
+        for rank, state in enumerate(run(partial(program, loop=loop), store, num_workers=len(PARTS))):
             found[rank][name] = state
     return found
 
@@ -156,9 +161,7 @@ def test_one_server_equals_one_process_with_the_joined_batch() -> None:
     for name in ("ftml", "dcasgd-momentum", *BY_NORM):
         loop = Loop(seeded(Net).double(), ON_SERVERS[name])
         parts = [batches(STEPS, size, seed=rank, dtype=torch.float64) for rank, size in enumerate(PARTS)]
-        found = run_with_servers(
-            lambda kv, loop=loop, parts=parts: loop.worker(kv, parts[kv.rank]), "dist_sync", num_servers=1
-        )
+        found = run_with_servers(partial(on_rank, loop=loop, parts=parts), "dist_sync", num_servers=1)
         assert_same_bits(found[0], found[1])
         tolerance = tolerances.of_training(joined(parts), magnification=10)
         assert largest_difference(found[0], loop.plain(joined(parts))) < tolerance, name
@@ -188,9 +191,8 @@ def test_a_state_continues_in_another_store(name: str) -> None:
     weights, state = snapshot(seeded(Net)), None
     for store, chosen in (("local", data[:2]), ("dist_sync", data[2:4]), ("device", data[4:])):
         more = {"num_servers": 1} if store == "dist_sync" else {}
-        weights, state = on_one_worker(
-            lambda kv, weights=weights, state=state, chosen=chosen: part(kv, weights, state, chosen), store, **more
-        )
+        program = partial(part, weights=weights, state=state, chosen=chosen)
+        weights, state = on_one_worker(program, store, **more)
     assert_same_bits(weights, expected)
 
 

@@ -27,11 +27,9 @@ from echelon.kvstore.servers.session import Session
 from echelon.kvstore.servers.store import ServerStore
 from echelon.kvstore.store import KVStore
 from echelon.observe.events import EventLog
-from echelon.schemes import STORES, rules_for, store_kind
+from echelon.schemes import rules_for, store_kind
 from echelon.transport import by_name
 from echelon.transport.interface import Transport
-
-ONE_WORKER = tuple(kind.name for kind in STORES.values() if not kind.spans_workers)
 
 
 def create(

@@ -10,13 +10,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from echelon.observe.events import FILE_NAME, MAX_QUEUED, EventLog, EventReader
 
 
-def lines(directory: Path) -> list[dict[str, object]]:
+def lines(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / FILE_NAME).read_text().splitlines()]
 
 

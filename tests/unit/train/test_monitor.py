@@ -19,11 +19,11 @@ class Pair(nn.Module):
 
 
 def small() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    layer = nn.Linear(2, 2)
     with torch.no_grad():
-        model[0].weight.copy_(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
-        model[0].bias.zero_()
-    return model.eval()
+        layer.weight.copy_(torch.tensor([[3.0, 0.0], [0.0, 4.0]]))
+        layer.bias.zero_()
+    return nn.Sequential(layer, nn.BatchNorm1d(2)).eval()
 
 
 def test_the_line_is_mxnets() -> None:
@@ -85,7 +85,7 @@ def test_the_parameters_are_those_after_the_update() -> None:
     monitor.begin()
     model(torch.ones(1, 2)).sum().backward()
     with torch.no_grad():
-        model[0].weight.fill_(5.0)
+        model.get_parameter("0.weight").fill_(5.0)
     assert any(re.search(r"0\.weight +5$", line) for line in monitor.end())
 
 

@@ -22,6 +22,7 @@ class Own(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Dropout(), nn.Linear(64, num_outputs))
         self.kind = kind
+        self.count: Tensor
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, images: Tensor) -> object:

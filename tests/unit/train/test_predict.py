@@ -89,7 +89,9 @@ def test_the_ranking(checkpoint: Path) -> None:
     assert predict(picture(3)) == every[:5]
     with torch.no_grad():
         logits = predict.model(predict.prepare([picture(3)]))[0]
-    assert every[0] == (int(logits.argmax()), pytest.approx(float(logits.softmax(0).max())))
+    best, probability = every[0]
+    assert best == int(logits.argmax())
+    assert probability == pytest.approx(float(logits.softmax(0).max()))
 
 
 def test_a_grey_network_accepts_any_image(tmp_path: Path) -> None:
@@ -131,7 +133,7 @@ def test_wrong_arrays_and_files_are_rejected(checkpoint: Path, tmp_path: Path) -
     with pytest.raises(UsageError, match=r"expected a uint8 array \(height, width, 3\), got uint8 \(30, 41\)"):
         predict(picture(0)[..., 0])
     with pytest.raises(UsageError, match=r"got float64 \(30, 41, 3\)"):
-        predict(picture(0) / 255)
+        predict(picture(0) / 255)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"a float tensor \(N, 3, 16, 20\), got torch.float32 \(3, 16, 20\)"):
         predict(torch.zeros(3, 16, 20))
     with pytest.raises(UsageError, match=r"got torch.uint8 \(1, 3, 16, 20\)"):

@@ -17,7 +17,7 @@ from echelon.train.recipe.schedules import KINDS, Schedule, make_schedule
 
 def schedule(**flags: Any) -> Schedule:
     """Make a schedule with steps at epochs 30 and 60, each of ten updates, unless given otherwise."""
-    usual = {"lr": 0.1, "factor": 0.1, "step_epochs": "30,60", "epoch_size": 10, "num_epochs": 80}
+    usual: dict[str, Any] = {"lr": 0.1, "factor": 0.1, "step_epochs": "30,60", "epoch_size": 10, "num_epochs": 80}
     return make_schedule(**(usual | flags))
 
 
@@ -175,7 +175,7 @@ def test_two_steps_at_one_update_are_logged_in_one_line() -> None:
 # --- properties
 
 EPOCHS = st.lists(st.floats(0, 30), max_size=4, unique=True).map(lambda epochs: ",".join(map(repr, sorted(epochs))))
-FLAGS = st.fixed_dictionaries(
+FLAGS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
     {
         "lr": st.floats(1e-6, 10),
         "factor": st.floats(0, 1),

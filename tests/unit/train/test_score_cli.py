@@ -90,7 +90,8 @@ def test_the_printed_lines(prefix: Path, record: Path, capsys: pytest.CaptureFix
 def test_a_file_an_epoch_or_the_newest(prefix: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = path_for(prefix, 0, 1), path_for(prefix, 0, 2)
     accuracies = []
-    for words in (["--model", first], ["--model", prefix, "--load-epoch", "1"], ["--model", prefix]):
+    ways: list[list[str | Path]] = [["--model", first], ["--model", prefix, "--load-epoch", "1"], ["--model", prefix]]
+    for words in ways:
         assert score(*words, "--data-val", record, "--top-k", "0") == 0
         accuracies.append(capsys.readouterr().out.splitlines()[1:])
     assert accuracies[0] == accuracies[1] != accuracies[2]
@@ -179,7 +180,7 @@ def test_bad_records_are_skipped_on_request(
     with IndexedWriter(tmp_path / "bad.rec") as writer:
         for number, (label, payload) in enumerate([(1.0, good), (1.0, b"no image"), (7.0, good), (0.0, good)] * 2):
             writer.write(number, pack(Header(label, number), payload))
-    words = ["--model", prefix, "--data-val", tmp_path / "bad.rec", "--top-k", "0"]
+    words: list[str | Path] = ["--model", prefix, "--data-val", tmp_path / "bad.rec", "--top-k", "0"]
     assert score(*words) == 2
     assert "bad.rec: record 1" in capsys.readouterr().err
     assert score(*words, "--skip-bad-records") == 0

@@ -62,7 +62,7 @@ def make_step(model: nn.Module, batch: tuple[Tensor, Tensor], update: Callable[[
 
     def step() -> float:
         loss = cross_entropy(model(images), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         update()
         return loss.item()
 

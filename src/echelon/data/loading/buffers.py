@@ -37,14 +37,14 @@ Array: TypeAlias = NDArray[Any]
 
 def pin(address: int, num_bytes: int) -> None:
     """Pin memory that is already allocated, so that a GPU copies from and to it asynchronously."""
-    status = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)  # type: ignore[no-untyped-call]
+    status = torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)
     if int(status):
         raise UsageError(f"CUDA cannot pin {num_bytes} bytes: {status}")
 
 
 def unpin(address: int) -> None:
     """Undo `pin`."""
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class BufferPool:

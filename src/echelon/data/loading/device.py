@@ -77,7 +77,7 @@ class DeviceLoader:
         self._copies = CopiesInFlight(_MAX_COPIES_IN_FLIGHT)
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(self._device)
         self.state = batches.state
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ class DeviceLoader:
             images = batch.images.to(self._device, non_blocking=True)
             labels = self._copy_few(batch.labels)
             mirrors = self._copy_few(batch.mirrors) if batch.mirrors is not None else None
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done = torch.cuda.Event()
             done.record(self._stream)
         self._copies.hold(batch.images, done)
         return RawBatch(images, labels, mirrors), done

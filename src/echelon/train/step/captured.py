@@ -111,7 +111,7 @@ class CapturedStep:
         self._body = StepBody(forward_pass, trainer, scaler, torch.compile if compiled else None, average)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._num_warm_up = 0
-        self._stream = torch.cuda.Stream(forward_pass.precision.device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(forward_pass.precision.device)
 
     def batches(self, loader: Batches) -> Iterator[Batch | None]:
         """Yield the rest of an epoch: batches, or None for each batch of a loader on the device."""

@@ -71,7 +71,7 @@ class ServerStepBody:
         self._batch: Batch | None = None
         self.on_bucket: Callable[[GradientStaging], None] = GradientStaging.copy_out
         self.hooks = [
-            leaf.register_post_accumulate_grad_hook(self._gradient_hook(bucket))  # type: ignore[no-untyped-call]
+            leaf.register_post_accumulate_grad_hook(self._gradient_hook(bucket))
             for bucket in self.gradients
             for leaf in bucket.leaves
         ]
@@ -107,7 +107,7 @@ class ServerStepBody:
             for leaf in bucket.leaves:
                 leaf.grad = None
         loss, sums = self._forward()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._forward_pass.sums.add_(sums)
         incomplete = [bucket for bucket in self.gradients if bucket.num_missing]
         if self._unused is None:
@@ -163,12 +163,9 @@ class CapturedServerStep:
             pin(memory.data_ptr(), memory.nbytes)
         self._body = ServerStepBody(forward_pass, trainer, torch.compile if compiled else None, average)
         device = forward_pass.precision.device
-        self._out_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._in_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._copied_out = [
-            torch.cuda.Event(external=True)  # type: ignore[no-untyped-call]
-            for _ in self._body.gradients
-        ]
+        self._out_stream = torch.cuda.Stream(device)
+        self._in_stream = torch.cuda.Stream(device)
+        self._copied_out = [torch.cuda.Event(external=True) for _ in self._body.gradients]
         self._in_flight: deque[int] = deque()  # buckets that were pushed and whose weights are not copied in yet
         self._body.on_bucket = self._copy_out
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -185,7 +182,7 @@ class CapturedServerStep:
         self._replay() if self._graphs else self._warm_up()
         samples = self._forward_pass.batch_size
         for bucket, copied_out in zip(self._body.gradients, self._copied_out, strict=True):
-            while not copied_out.query():  # type: ignore[no-untyped-call]
+            while not copied_out.query():
                 self._copy_in_if_received()
             self._trainer.push_bucket(bucket.index, samples)
             self._in_flight.append(bucket.index)
@@ -215,7 +212,7 @@ class CapturedServerStep:
         """Make one of the first steps without graphs; after the last of them, capture the graphs."""
         self._wait_for_weights()
         current = torch.cuda.current_stream()
-        stream = torch.cuda.Stream(self._forward_pass.precision.device)  # type: ignore[no-untyped-call]
+        stream = torch.cuda.Stream(self._forward_pass.precision.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self._body()

@@ -98,7 +98,7 @@ class EagerStep:
         if self._average is not None:
             self._average.update()  # after the forward pass, which has waited for all weights
         self._pacer.hold(self._trainer.clock)
-        (loss if self._scaler is None else self._scaler.scaled(loss)).backward()  # type: ignore[no-untyped-call]
+        (loss if self._scaler is None else self._scaler.scaled(loss)).backward()
         self._pacer.end()
         if self._scaler is not None:
             self._unscale(self._scaler)

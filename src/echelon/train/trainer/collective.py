@@ -85,7 +85,7 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
         self._replica: Replica = kind(self._group, self.optimizer, self._buckets)
         self.kvstore.on_retire = self._take_part_without_data
         for name, parameter in self._parameters.items():
-            hook = parameter.register_post_accumulate_grad_hook(self._grad_hook(name))  # type: ignore[no-untyped-call]
+            hook = parameter.register_post_accumulate_grad_hook(self._grad_hook(name))
             self._hooks.append(hook)
 
     def _grad_hook(self, name: str) -> Any:
@@ -165,7 +165,7 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
             flag, copied = self._halt_flag
             copied.synchronize()
             self.kvstore.receive_flags(float(flag))
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied = torch.cuda.Event()
         flag = total.to("cpu", non_blocking=True)
         copied.record()
         self._halt_flag = flag, copied

@@ -202,15 +202,15 @@ class ServerTrainer(Trainer, store=ServerStore):
 
     def _add_hooks(self) -> None:
         self._factorable = self._find_factorable() if self._push_factors else {}  # before the model has our hooks
-        self._hooks.append(self.model.register_state_dict_pre_hook(lambda *_: self.sync()))  # type: ignore[no-untyped-call]
-        self._hooks.append(self.model.register_load_state_dict_post_hook(self._make_load_hook()))  # type: ignore[no-untyped-call]
+        self._hooks.append(self.model.register_state_dict_pre_hook(lambda *_: self.sync()))
+        self._hooks.append(self.model.register_load_state_dict_post_hook(self._make_load_hook()))
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for module in self.model.modules():
             own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
             if own:
                 self._step_hooks.append(module.register_forward_pre_hook(self._make_wait_hook(module, own)))
         for name, parameter in self._parameters.items():
-            hook = parameter.register_post_accumulate_grad_hook(self._make_grad_hook(name))  # type: ignore[no-untyped-call]
+            hook = parameter.register_post_accumulate_grad_hook(self._make_grad_hook(name))
             self._step_hooks.append(hook)
         for name, module in self._factorable.items():
             self._step_hooks.append(self._make_factored(name, module))
