@@ -18,6 +18,8 @@ from echelon.transport import SharedMemoryTransport, TcpTransport
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.interface import Transport
 
+pytestmark = pytest.mark.numeric
+
 WORKERS = 3
 TRANSPORTS = [InProcessTransport, SharedMemoryTransport, TcpTransport]
 OPTIONS: dict[str, dict[str, Any]] = {

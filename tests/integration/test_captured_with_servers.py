@@ -32,6 +32,8 @@ from echelon.train.step.staging import GradientStaging, WeightStaging
 from echelon.train.trainer.regions import in_regions, regions_of
 from echelon.train.trainer.server import ServerTrainer
 
+pytestmark = pytest.mark.numeric
+
 CPU = torch.device("cpu")
 BATCH = 8
 

@@ -37,6 +37,8 @@ from echelon.kvstore import KVStore, create
 from echelon.launch.in_process import run as run_with_servers
 from forked import run
 
+pytestmark = pytest.mark.numeric
+
 
 def half_way(kv: KVStore, loop: Loop, given: tuple[State, State] | None = None) -> tuple[State, State, State]:
     """Make two steps, from the start or from `given`. Return weights and state then, and weights two steps later."""

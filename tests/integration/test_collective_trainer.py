@@ -44,6 +44,8 @@ from echelon.train.trainer import collective as collective_trainer
 from echelon.train.trainer.flat_buckets import make_flat_buckets
 from forked import run
 
+pytestmark = pytest.mark.numeric
+
 # --- the joined batch
 
 

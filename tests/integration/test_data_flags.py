@@ -27,6 +27,8 @@ from echelon.data.loading.order import Sampling, State
 from echelon.data.loading.sharding import ByPart
 from echelon.data.records import read_index
 
+pytestmark = pytest.mark.numeric
+
 CLASSES = {"ape": ".jpg", "bee": ".png", "cat": ".webp"}
 SMALL = "--network mlp --batch-size 6 --num-epochs 1 --lr 0.01 --rgb-std 60,60,60 --loss ce --disp-batches 1"
 SHAPE = "--image-shape 3,32,32 --num-classes 3"

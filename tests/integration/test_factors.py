@@ -19,6 +19,8 @@ from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
 from echelon.transport import by_name
 
+pytestmark = pytest.mark.numeric
+
 SAMPLES, INPUTS, WIDTH = 6, 1100, 1024  # 4.5 MB of weights, which are a bucket by themselves
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 Step = Callable[[nn.Module, echelon.Trainer | None, Batch], None]

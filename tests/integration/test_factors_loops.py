@@ -16,6 +16,8 @@ import echelon
 import tolerances
 from echelon.kvstore import KVStore
 
+pytestmark = pytest.mark.numeric
+
 Loss = Callable[[Wide, Batch], Tensor]
 Trainer = echelon.Trainer
 

@@ -22,6 +22,8 @@ from echelon.train.loop.fit import fit
 from echelon.train.loop.stopping import EXIT_STATUS
 from echelon.train.recipe.options import TrainOptions
 
+pytestmark = pytest.mark.numeric
+
 # 1437 samples in batches of 128: 12 steps per epoch, the last with 29 samples.
 OPTIONS = TrainOptions(batch_size=128, num_epochs=3, lr=0.1, lr_step_epochs="2", disp_batches=5, seed=7)
 STEPS = 12

@@ -24,6 +24,8 @@ from echelon.train.loop.fit import fit
 from echelon.train.loop.stopping import EXIT_STATUS
 from echelon.train.recipe.options import TrainOptions
 
+pytestmark = pytest.mark.numeric
+
 REQUESTED_AFTER = 3
 
 

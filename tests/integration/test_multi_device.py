@@ -31,6 +31,8 @@ from echelon.train.loop.fit import fit
 from echelon.train.recipe.options import TrainOptions
 from jobs import Job, rows
 
+pytestmark = pytest.mark.numeric
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "image-classification"
 STEPS = 4
 

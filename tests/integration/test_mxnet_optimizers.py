@@ -36,6 +36,8 @@ from echelon.optim import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftr
 from echelon.transport import TcpTransport
 from forked import run
 
+pytestmark = pytest.mark.numeric
+
 STEPS = 4
 PARTS = (4, 3)  # batches of two workers
 

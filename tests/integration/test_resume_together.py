@@ -22,6 +22,8 @@ from echelon.train.loop.fit import fit
 from echelon.train.recipe.options import TrainOptions
 from forked import Fork
 
+pytestmark = pytest.mark.numeric
+
 # A network with BatchNorm, so that every process has its own statistics.
 OPTIONS = TrainOptions(
     network="resnet",

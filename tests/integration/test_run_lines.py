@@ -20,6 +20,8 @@ from echelon.train.loop.fit import fit
 from echelon.train.loop.stopping import EXIT_STATUS
 from echelon.train.recipe.options import TrainOptions
 
+pytestmark = pytest.mark.numeric
+
 # 1437 samples in batches of 128: 12 steps per epoch.
 OPTIONS = TrainOptions(batch_size=128, num_epochs=2, lr=0.1, disp_batches=50, seed=7)
 

@@ -140,6 +140,7 @@ def test_the_result_is_printed(gsync: Run) -> None:
     assert "written to    runs/first/  (also runs/latest)\n" in gsync.out
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -33,6 +33,8 @@ from echelon.transport.in_process import InProcessTransport
 from echelon.transport.shared_memory import SharedMemoryTransport
 from echelon.transport.tcp import TcpTransport
 
+pytestmark = pytest.mark.numeric
+
 STEPS = 4
 PIXELS = 64  # of an image of `batches`
 TRANSPORTS = [InProcessTransport, SharedMemoryTransport, TcpTransport]

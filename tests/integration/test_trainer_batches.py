@@ -32,6 +32,8 @@ from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
 from echelon.launch.in_process import run
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.mark.parametrize("store", ["local", "dist_sync"])
 @pytest.mark.parametrize("samples", [-4, 2.5, float("nan")])

@@ -27,6 +27,8 @@ from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
 from echelon.launch.in_process import run
 
+pytestmark = pytest.mark.numeric
+
 
 def test_invalid_arguments() -> None:
     model = seeded(Net)

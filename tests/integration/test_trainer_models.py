@@ -31,6 +31,8 @@ from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
 
+pytestmark = pytest.mark.numeric
+
 
 class TwoHeads(nn.Module):
     """The batch size selects a head, so the other head gets no gradient."""

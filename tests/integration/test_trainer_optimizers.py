@@ -31,6 +31,8 @@ from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.train.trainer import CollectiveTrainer, ServerTrainer
 
+pytestmark = pytest.mark.numeric
+
 
 @pytest.mark.parametrize("store", STORES)
 def test_parameter_groups_may_have_names_and_other_entries(store: str) -> None:

@@ -31,6 +31,8 @@ import tolerances
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
 
+pytestmark = pytest.mark.numeric
+
 
 class Direct(nn.Module):
     """Reads a module's parameters without calling the module, as nn.MultiheadAttention does."""

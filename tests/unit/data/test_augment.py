@@ -22,6 +22,8 @@ from echelon.data.images.geometry import Draw, Geometry, num_draws, plan
 from echelon.data.loading.order import uniforms
 from echelon.errors import UsageError
 
+pytestmark = pytest.mark.numeric
+
 PICTURE = picture(3, 60, 80)
 PLAIN = AugmentConfig(shape=(3, 24, 32))
 MIDDLE = [0.5] * 80

@@ -28,6 +28,8 @@ from echelon.data.records import Header, IndexedWriter, pack
 from echelon.data.sets.datasets import make_loader
 from echelon.errors import DataError, UsageError
 
+pytestmark = pytest.mark.numeric
+
 PLAIN = AugmentConfig(shape=(3, 24, 32), random_crop=True, random_mirror=True, rgb_std=(50.0, 51.0, 52.0))
 EVERYTHING = AugmentConfig(
     shape=(3, 24, 32), random_crop=True, random_mirror=True, min_random_scale=0.6, max_random_rotate_angle=10,

@@ -25,6 +25,8 @@ from echelon.data.loading.order import Sampling
 from echelon.data.loading.sources import FolderSource, RecordSource, Source
 from echelon.errors import UsageError
 
+pytestmark = pytest.mark.numeric
+
 PLAIN = AugmentConfig((3, 24, 32), random_crop=True, random_mirror=True, rgb_mean=(120.0, 115.0, 105.0))
 CONFIGS = {
     "crop and mirror": PLAIN,

@@ -27,6 +27,8 @@ from echelon.data.loading.sources import FolderSource, RecordSource
 from echelon.data.records import Header, IndexedWriter, pack
 from echelon.errors import DataError, UsageError
 
+pytestmark = pytest.mark.numeric
+
 CONFIG = AugmentConfig(
     shape=(3, 24, 32), random_crop=True, random_mirror=True, min_random_scale=0.6, max_random_rotate_angle=10,
     brightness=0.3, max_random_h=20, pca_noise=0.1, rgb_mean=(120.0, 115.0, 105.0), rgb_std=(50.0, 51.0, 52.0),

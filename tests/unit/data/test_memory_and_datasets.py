@@ -25,6 +25,8 @@ from echelon.data.sets.builtin import SyntheticLoader
 from echelon.data.sets.datasets import DataOptions, dataset_names, make_loader, open_dataset
 from echelon.errors import DataError, UsageError
 
+pytestmark = pytest.mark.numeric
+
 CONFIG = AugmentConfig(
     shape=(3, 28, 28), random_crop=True, random_mirror=True, pad_size=4, fill_value=127,
     rgb_mean=(123.68, 116.779, 103.939), rgb_std=(3.0, 4.0, 5.0),

@@ -12,6 +12,8 @@ from echelon import models
 from echelon.errors import UsageError
 from echelon.models.initializers import initialize, names
 
+pytestmark = pytest.mark.numeric
+
 FAN_IN, FAN_OUT = 32 * 9, 64 * 9
 MEAN_FAN = (FAN_IN + FAN_OUT) / 2
 

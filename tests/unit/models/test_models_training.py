@@ -13,6 +13,8 @@ from digits import load_float_digits
 from echelon import models
 from echelon.models.layers import BatchNorm
 
+pytestmark = pytest.mark.numeric
+
 SMALL = [
     ("mlp", 1, 28, {}),
     ("lenet", 1, 28, {}),

@@ -14,6 +14,8 @@ from echelon.server.factored import Factored
 from echelon.server.kernels import Kernel, kernel_for
 from echelon.server.memory import FRAME_ELEMENTS, Mapped, Window, empty_frames, frame_pieces
 
+pytestmark = pytest.mark.numeric
+
 SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
 
 

@@ -11,6 +11,8 @@ from echelon.cluster.placement import ALIGN, KeySpec, Layout, Slot
 from echelon.errors import UsageError
 from echelon.server.factored import Factored, factors_length
 
+pytestmark = pytest.mark.numeric
+
 
 def slot_of(shape: tuple[int, ...], dtype: str = "float32") -> Slot:
     """Return the second key of a segment, which does not start at 0."""

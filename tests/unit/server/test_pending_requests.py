@@ -15,6 +15,8 @@ from echelon.server.memory import Mapped, empty_frames, frame_pieces
 from echelon.server.optimization import Optimization, PushedGradient
 from echelon.server.pending_requests import PendingRequests
 
+pytestmark = pytest.mark.numeric
+
 SGD = OptimizerSpec(
     "sgd", [{"lr": 1.0, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": True}]
 )

@@ -12,6 +12,8 @@ from echelon.cluster.messages import Configure, Done, Failed, Init, Place, Place
 from echelon.cluster.placement import KeySpec
 from echelon.server.shard import Shard
 
+pytestmark = pytest.mark.numeric
+
 SHAPE = (8, 8)
 
 

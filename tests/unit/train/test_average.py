@@ -8,6 +8,8 @@ from torch import nn
 
 from echelon.train.step.average import MovingAverage, averaged
 
+pytestmark = pytest.mark.numeric
+
 
 def model(value: float) -> nn.Module:
     net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2))

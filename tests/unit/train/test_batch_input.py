@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from echelon.data.loading.device import DeviceMemoryLoader
 from echelon.data.loading.memory import MemorySource
 from echelon.data.loading.order import Sampling
 from echelon.train.step.batch_input import BatchInput, DeviceBatches
+
+pytestmark = pytest.mark.numeric
 
 CPU = torch.device("cpu")
 

@@ -22,6 +22,8 @@ from echelon.train.step.eager import EagerStep, ForwardPass
 from echelon.train.step.metrics import Metrics
 from echelon.train.step.precision import LossScaler, Precision
 
+pytestmark = pytest.mark.numeric
+
 CPU = torch.device("cpu")
 BATCH = 8
 

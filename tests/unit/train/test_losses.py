@@ -16,6 +16,8 @@ from echelon.data.loading.order import uniforms
 from echelon.errors import UsageError
 from echelon.train.step.losses import Mixup, blend, cross_entropy, draw_weight
 
+pytestmark = pytest.mark.numeric
+
 LOGITS = torch.tensor([[2.0, 0.0, -1.0], [0.5, 1.0, 0.0]])
 LABELS = torch.tensor([0, 2])
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from echelon.errors import UsageError
 from echelon.train.step.metrics import Metrics
 
+pytestmark = pytest.mark.numeric
+
 LOGITS = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0], [0.0, 3.0, 2.0, 1.0], [9.0, 1.0, 2.0, 3.0]])
 LABELS = torch.tensor([0, 2, 2, 1])  # first, second, second, fourth choice
 

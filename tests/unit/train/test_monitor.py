@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from echelon.train.loop.monitor import Monitor, monitor_line, size_of
 
+pytestmark = pytest.mark.numeric
+
 
 class Pair(nn.Module):
     """Returns two tensors, and an object that is not a tensor."""

@@ -15,6 +15,8 @@ from echelon.optim import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftr
 from echelon.server.kernels import Kernel, kernel_for
 from echelon.train.recipe.optimizers import NAMES, ON_ONE_SERVER, ON_SERVERS, check_on_servers, make_optimizer
 
+pytestmark = pytest.mark.numeric
+
 
 class Everything(nn.Module):
     """Every kind of parameter that the rule distinguishes."""

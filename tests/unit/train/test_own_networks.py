@@ -14,6 +14,8 @@ from echelon.train.checkpoint.names import path_for
 from echelon.train.loop.fit import fit
 from echelon.train.recipe.options import TrainOptions
 
+pytestmark = pytest.mark.numeric
+
 
 class Own(nn.Module):
     """A network with everything that a forward pass changes: random numbers of dropout, statistics, a counter."""

@@ -22,6 +22,8 @@ from echelon.errors import DataError, UsageError
 from echelon.train.checkpoint.format import Checkpoint, load, save
 from echelon.train.predict import Predictor, model_of
 
+pytestmark = pytest.mark.numeric
+
 CLASSES = 7
 
 

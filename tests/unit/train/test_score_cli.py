@@ -18,6 +18,8 @@ from echelon.data.records import Header, IndexedWriter, pack
 from echelon.train.checkpoint.format import Checkpoint, save
 from echelon.train.checkpoint.names import path_for
 
+pytestmark = pytest.mark.numeric
+
 COUNT = 23
 
 
