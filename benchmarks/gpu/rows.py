@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.gpu.published import EPOCHS_2017, Cell, best_cells, fastest_single, inception_runs
-from echelon.suggestions import unknown_name
+from echelon.errors import unknown_name
 
 Kind = Literal["speed", "accuracy"]
 KINDS: tuple[Kind, ...] = ("speed", "accuracy")

@@ -13,8 +13,8 @@ import pytest
 from echelon.testing import check_transport
 from echelon.testing.transport import CHECKS, Check
 from echelon.transport import SharedMemoryTransport, TcpTransport
-from echelon.transport.in_process import InProcessTransport, LocalBlock
-from echelon.transport.interface import Buffer, Endpoint, Peer, Placer, Transport
+from echelon.transport.in_process import InProcessTransport
+from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer, Transport
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -140,7 +140,7 @@ class _Wrapped:
     def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
         return self.endpoint(self._inner.connect(name, addresses))
 
-    def allocate(self, num_bytes: int) -> LocalBlock:
+    def allocate(self, num_bytes: int) -> Block:
         return self._inner.allocate(num_bytes)
 
     def attach(self, descriptor: str) -> memoryview | None:
@@ -192,7 +192,7 @@ class NeverSleeps(_Wrapped):
 
 
 class GivesUsedMemory(_Wrapped):
-    def allocate(self, num_bytes: int) -> LocalBlock:
+    def allocate(self, num_bytes: int) -> Block:
         block = super().allocate(num_bytes)
         block.buffer[-1:] = b"\1" if num_bytes else b""
         return block

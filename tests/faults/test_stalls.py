@@ -14,7 +14,7 @@ import pytest
 
 from echelon.cluster.messages import Barrier, Failed, Halt, Push, decode_response, encode
 from echelon.transport.control import MAX_FRAME, frame
-from echelon.transport.tcp import TcpTransport
+from echelon.transport.sockets import TcpTransport
 from jobs import Fault, Gate, Job, Plan, Row, until
 from leaks import listening_ports
 

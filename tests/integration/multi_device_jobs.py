@@ -11,7 +11,7 @@ from typing import Any
 
 from echelon.environment import Job
 from echelon.kvstore import KVStore, create
-from echelon.scheduler.serve import serve as serve_scheduler
+from echelon.scheduler import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
 from echelon.transport import by_name
 from forked import Fork

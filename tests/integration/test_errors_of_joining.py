@@ -20,7 +20,7 @@ from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.kvstore.create import join
 from echelon.launch.in_process import run
-from echelon.scheduler.serve import serve as serve_scheduler
+from echelon.scheduler import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
 from echelon.transport import SharedMemoryTransport, TcpTransport
 from echelon.transport.in_process import InProcessTransport

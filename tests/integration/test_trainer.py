@@ -31,7 +31,7 @@ from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.shared_memory import SharedMemoryTransport
-from echelon.transport.tcp import TcpTransport
+from echelon.transport.sockets import TcpTransport
 
 pytestmark = pytest.mark.numeric
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from echelon.cluster.shares import read_groups
 from echelon.environment import Job
-from echelon.errors import UsageError
+from echelon.errors import UsageError, unknown_name
 from echelon.launch import local
-from echelon.suggestions import unknown_name
 from echelon.transport import by_name
 
 LAUNCHERS = ("local",)

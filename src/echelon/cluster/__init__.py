@@ -1,4 +1,4 @@
-"""What all processes of a job share. No torch, sockets, threads or time.
+"""What all processes of a job share. No torch, sockets, threads or time; only `shares` reads files.
 
 `messages`    every message between processes, and its encoding
 `membership`  the scheduler's state machine: registration, views, barriers

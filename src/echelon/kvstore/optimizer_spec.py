@@ -9,9 +9,8 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from echelon.cluster.messages import OptimizerSpec
-from echelon.errors import UsageError
+from echelon.errors import UsageError, unknown_name
 from echelon.optim import RULES
-from echelon.suggestions import unknown_name
 
 _CLASSES: dict[str, type[Optimizer]] = {
     "sgd": SGD,
@@ -63,11 +62,6 @@ def make_optimizer(spec: OptimizerSpec, parameter: torch.nn.Parameter) -> Optimi
     kind: Any = _CLASSES[spec.name]
     optimizer: Optimizer = kind([parameter], **options)
     return optimizer
-
-
-def learning_rates(optimizer: Optimizer) -> list[float]:
-    """Return the current learning rates of all parameter groups, as a schedule has set them."""
-    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def _not_an_optimizer(given: object) -> UsageError:

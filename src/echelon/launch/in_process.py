@@ -12,7 +12,7 @@ from echelon.environment import Job
 from echelon.kvstore import KVStore
 from echelon.kvstore.create import join
 from echelon.launch.processes import listen_on_loopback
-from echelon.scheduler.serve import serve as serve_scheduler
+from echelon.scheduler import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.interface import Transport

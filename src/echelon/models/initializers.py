@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from echelon.suggestions import unknown_name
+from echelon.errors import unknown_name
 
 Rule = Callable[[Tensor], object]
 

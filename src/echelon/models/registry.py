@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from echelon.errors import UsageError
+from echelon.errors import UsageError, unknown_name
 from echelon.models import user_network
-from echelon.suggestions import unknown_name
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,7 @@ from traceback import extract_tb
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from echelon.errors import UsageError
-from echelon.suggestions import unknown_name
+from echelon.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from echelon.errors import UsageError
-from echelon.suggestions import unknown_name
+from echelon.errors import UsageError, unknown_name
 
 
 class Use(enum.Enum):

@@ -5,7 +5,7 @@ Read in this order:
 `serve`             the loop: receives requests, sends answers, follows changes of the view
 `shard`             what happens with each kind of request
 `pending_requests`  pushes and pulls until they are answered; `lanes` groups keys that are pushed together
-`request_tensors`   where the tensors of a request are; `memory` and `factored` give access to them
+`memory`            where the tensors of a request are; `factored` for gradients that arrive as two factors
 `optimization`      the optimizer of the job; `kernels` has the update of each optimizer
 `execute`           the arithmetic: sum, update, copy
 

@@ -26,9 +26,8 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.rmsprop import rmsprop
 
-from echelon.errors import UsageError
+from echelon.errors import UsageError, unknown_name
 from echelon.optim import RULES, Rule
-from echelon.suggestions import unknown_name
 
 Options = Mapping[str, Any]
 States = Sequence[Tensor]

@@ -36,10 +36,9 @@ from echelon.cluster.placement import Layout
 from echelon.errors import UsageError
 from echelon.schemes import Engine, rules_for
 from echelon.server.execute import Storage, Task, Update, WeightedGradient
-from echelon.server.memory import Mapped, as_tensor
+from echelon.server.memory import Mapped, RequestTensors, as_tensor
 from echelon.server.optimization import Optimization, PushedGradient
 from echelon.server.pending_requests import PendingRequests
-from echelon.server.request_tensors import RequestTensors
 
 Answer = Callable[[int, Response, Sequence[memoryview]], None]
 AttachMemory = Callable[[str], memoryview | None]

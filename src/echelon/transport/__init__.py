@@ -1,14 +1,14 @@
 """Moving bytes between processes.
 
-`interface` defines a transport; `in_process`, `shared_memory` and `tcp` implement it. `sockets` has the endpoints of
-the last two, and `connection` one TCP connection. `control` is every process's connection to the scheduler, whose end
-means that the process has died, and `registration` is how a process joins a job over it.
+`interface` defines a transport; `in_process`, `sockets` (TCP) and `shared_memory` implement it. `connection` is one TCP
+connection of the last two. `control` is every process's connection to the scheduler, whose end means that the process
+has died, and `registration` is how a process joins a job over it.
 """
 
-from echelon.suggestions import unknown_name
+from echelon.errors import unknown_name
 from echelon.transport.interface import Transport
 from echelon.transport.shared_memory import SharedMemoryTransport
-from echelon.transport.tcp import TcpTransport
+from echelon.transport.sockets import TcpTransport
 
 __all__ = ["NAMES", "SharedMemoryTransport", "TcpTransport", "Transport", "by_name"]
 

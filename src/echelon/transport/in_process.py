@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import queue
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from echelon.transport.interface import Buffer, Endpoint, Peer, Placer
-from echelon.transport.tcp import private_memory
+from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer
+from echelon.transport.sockets import private_memory
 
 _Message = tuple[Peer, list[memoryview]] | None
 
@@ -39,14 +38,6 @@ class _Endpoint:
         self.routes.clear()
 
 
-@dataclass(slots=True)
-class LocalBlock:
-    """Memory that any thread of this process can attach by its descriptor."""
-
-    buffer: memoryview
-    descriptor: str
-
-
 class InProcessTransport:
     """A network of its own: endpoints of different instances cannot connect to each other."""
 
@@ -73,9 +64,9 @@ class InProcessTransport:
             server.routes[own_name] = (client, index)
         return client
 
-    def allocate(self, num_bytes: int) -> LocalBlock:
+    def allocate(self, num_bytes: int) -> Block:
         """Return zeroed memory."""
-        block = LocalBlock(private_memory(num_bytes), f"block-{next(self._numbers)}")
+        block = Block(private_memory(num_bytes), f"block-{next(self._numbers)}")
         self._blocks[block.descriptor] = block.buffer
         return block
 

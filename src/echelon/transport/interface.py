@@ -8,6 +8,7 @@ peers are the names of the clients' endpoints. `recv` has a timeout and can be w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 Buffer = bytes | bytearray | memoryview
@@ -46,11 +47,12 @@ class Endpoint(Protocol):
         ...
 
 
-class Block(Protocol):
+@dataclass(slots=True, eq=False)
+class Block:
     """Memory of this process. A peer attaches it by `descriptor`, which is empty if no peer can."""
 
     buffer: memoryview
-    descriptor: str
+    descriptor: str = ""
 
 
 class Transport(Protocol):

@@ -15,7 +15,7 @@ import secrets
 from pathlib import Path
 
 from echelon.transport.interface import Block
-from echelon.transport.tcp import TcpTransport
+from echelon.transport.sockets import TcpTransport
 
 _PAGE = 4096
 _TOKEN_BYTES = 16
@@ -26,7 +26,7 @@ _DESCRIPTOR = re.compile(
 )
 
 
-class SharedBlock:
+class SharedBlock(Block):
     """A memfd of this process, mapped into its memory."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -35,8 +35,8 @@ class SharedBlock:
         mapped = mmap.mmap(self._file, _PAGE + num_bytes)
         token = secrets.token_bytes(_TOKEN_BYTES)
         mapped[:_TOKEN_BYTES] = token
-        self.buffer = memoryview(mapped)[_PAGE:]
-        self.descriptor = f"{_boot_id()} {os.getpid()} {self._file} {_PAGE + num_bytes} {token.hex()}"
+        descriptor = f"{_boot_id()} {os.getpid()} {self._file} {_PAGE + num_bytes} {token.hex()}"
+        super().__init__(memoryview(mapped)[_PAGE:], descriptor)
 
     def __del__(self) -> None:
         os.close(self._file)

@@ -1,4 +1,4 @@
-"""Endpoints on TCP sockets: a server's endpoint accepts clients, a client's endpoint connects to all servers.
+"""The transport over TCP: a server's endpoint accepts clients, a client's endpoint connects to all servers.
 
 `send` gives the kernel what it accepts at once; a thread, started when it is first needed, sends the rest. Messages are
 received inside `recv`, on the caller's thread (`connection.py`). The client's next `send` restores a broken connection;
@@ -7,6 +7,7 @@ the caller retries lost messages.
 
 from __future__ import annotations
 
+import mmap
 import os
 import secrets
 import select
@@ -20,7 +21,7 @@ from typing import Any
 
 from echelon.errors import JobError
 from echelon.transport.connection import Connection, ConnectionBroken
-from echelon.transport.interface import Buffer, Peer, Placer
+from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer
 
 CONNECT_S = 30.0
 RECONNECT_S = 1.0
@@ -245,3 +246,30 @@ class ClientSockets(_Sockets):
         if connection.name is not None and self._servers.get(connection.name) is connection:
             del self._servers[connection.name]
         super()._drop(connection)
+
+
+def private_memory(num_bytes: int) -> memoryview:
+    """Return zeroed memory of this process. It is mapped, so that its pages cost nothing until they are used."""
+    return memoryview(mmap.mmap(-1, max(1, num_bytes)))[:num_bytes]  # a mapping needs at least one byte
+
+
+class TcpTransport:
+    """The transport across machines: everything is sent as frames."""
+
+    name = "tcp"
+
+    def serve(self, host: str) -> Endpoint:
+        """Return a server's endpoint."""
+        return ServerSockets(host)
+
+    def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
+        """Return a client's endpoint."""
+        return ClientSockets(name, addresses)
+
+    def allocate(self, num_bytes: int) -> Block:
+        """Return zeroed private memory."""
+        return Block(private_memory(num_bytes))
+
+    def attach(self, descriptor: str) -> memoryview | None:
+        """Return None: private memory cannot be attached."""
+        return None

@@ -10,7 +10,7 @@ import pytest
 
 from echelon.environment import Job
 from echelon.errors import JobError
-from echelon.scheduler.serve import serve
+from echelon.scheduler import serve
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.registration import DepartedJobs, register
 

@@ -12,8 +12,7 @@ from itertools import pairwise
 from math import prod
 from pathlib import Path
 
-from echelon.errors import UsageError
-from echelon.suggestions import unknown_name
+from echelon.errors import UsageError, unknown_name
 
 Shape = tuple[int, ...]
 

@@ -24,8 +24,7 @@ from echelon.data.loading.sources import FolderSource, RecordSource, Source, is_
 from echelon.data.sets.builtin import SyntheticLoader, SyntheticSource, load_digits
 from echelon.data.sets.find import DataOptions as DataOptions
 from echelon.data.sets.find import count_classes, file_in_data_dir, load_into_memory, load_published, open_images
-from echelon.errors import UsageError
-from echelon.suggestions import unknown_name
+from echelon.errors import UsageError, unknown_name
 
 AnySource: TypeAlias = Source | SyntheticSource
 Opened: TypeAlias = tuple[AnySource, Source | None, int]

@@ -18,8 +18,7 @@ from typing import IO, TypeAlias
 
 from echelon.atomic_file import partial_folder, remove_abandoned
 from echelon.data.sets.download import NO_ROOM, check_address, fetch
-from echelon.errors import DataError, UsageError
-from echelon.suggestions import unknown_name
+from echelon.errors import DataError, UsageError, unknown_name
 
 _Readable: TypeAlias = IO[bytes] | gzip.GzipFile
 

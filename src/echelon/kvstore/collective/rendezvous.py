@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from echelon.environment import Job
 from echelon.errors import JobError, UsageError
 from echelon.schemes.stores import store_kind
-from echelon.transport.deadline import Deadline
+from echelon.transport.control import Deadline
 
 POLL_S = 0.02
 CONNECT_S = 5.0

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 from echelon import models
 from echelon.cluster.shares import find_groups, read_groups
 from echelon.environment import Job
-from echelon.errors import UsageError
+from echelon.errors import UsageError, unknown_name
 from echelon.launch.local import hosts_of
 from echelon.schemes import rules_for
 from echelon.schemes.stores import store_kind
-from echelon.suggestions import unknown_name
 from echelon.train.recipe.options import DTYPES, ENGINES, TrainOptions
 from echelon.train.recipe.plan import Place, device_batch, schedule_for, shares_for
 from echelon.train.recipe.ranges import check_numbers, check_top_k

@@ -18,9 +18,8 @@ from typing import Any
 from torch import nn, optim
 from torch.nn.modules.batchnorm import _NormBase
 
-from echelon.errors import UsageError
+from echelon.errors import UsageError, unknown_name
 from echelon.optim import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftrl, Signum
-from echelon.suggestions import unknown_name
 from echelon.train.recipe.schedules import warms_up_by_norm
 
 Group = dict[str, Any]

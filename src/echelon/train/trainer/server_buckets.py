@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon.cluster.placement import Slot
-from echelon.kvstore.optimizer_spec import learning_rates
 from echelon.kvstore.servers.client import Ticket
 from echelon.kvstore.servers.store import ServerStore
 
@@ -76,7 +75,7 @@ class Bucket:
         self._used = [slot for name, slot in self._slots.items() if name not in names]
 
     def _push(self, slots: Sequence[Slot], samples: int, *, factor_rank: int = 0, more: bool = False) -> list[Ticket]:
-        rates = learning_rates(self._optimizer)
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         return self._store.push_bucket(slots, float(samples), rates, factor_rank=factor_rank, more=more)
 
     def discard(self) -> None:

@@ -1,4 +1,8 @@
-"""The scheduler's loop: accepts connections, passes messages to `cluster.membership` and sends what it returns."""
+"""The scheduler process: a thin loop around the pure state machine `cluster.membership`. Imports no torch.
+
+It accepts connections, passes messages to the state machine and sends what that returns. `python -m echelon.scheduler`
+runs the scheduler of the job that the environment describes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ from echelon.cluster.messages import (
     WorkerExited,
 )
 from echelon.environment import Job
-from echelon.errors import UsageError
+from echelon.errors import EchelonError, UsageError
 from echelon.observe.events import EventLog
 from echelon.transport.control import HEARTBEAT_S, FrameReader, frame
 
@@ -186,3 +190,11 @@ class _Scheduler:
         peer = self._peers.pop(number)
         self._selector.unregister(peer.socket)
         peer.socket.close()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(serve(Job.from_environment()))
+    except EchelonError as error:
+        print(f"echelon: {error}", file=sys.stderr)
+        sys.exit(2)
