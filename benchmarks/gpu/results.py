@@ -62,37 +62,6 @@ class Record:
         """The statistics of its speed lines."""
         return speed_of(self.speeds)
 
-    def accuracy_after(self, epochs: int) -> float | None:
-        """Return the validation accuracy after this many epochs."""
-        return self.validation_accuracy.get(epochs - 1)
-
-    def best_within(self, epochs: int) -> float | None:
-        """Return the best validation accuracy of the first epochs."""
-        return max((value for epoch, value in self.validation_accuracy.items() if epoch < epochs), default=None)
-
-
-def make_record(
-    row: Row, log: Log, *, command: str, date: str, origin: Origin, jobs: int, wall_s: float, error: str
-) -> Record:
-    """Return the record of a row from its log. A log without the figures is an error even if the run succeeded."""
-    return Record(
-        name=row.name,
-        kind=row.kind,
-        command=command,
-        date=date,
-        origin=origin,
-        jobs=jobs,
-        wall_s=round(wall_s, 2),
-        error=error or missing_figures(row, log),
-        engine=log.engine,
-        precision=log.precision,
-        compile_s=log.compile_s,
-        speeds=log.speeds,
-        train_accuracy=log.train,
-        validation_accuracy=log.validation,
-        epoch_s=log.epoch_s,
-    )
-
 
 def missing_figures(row: Row, log: Log) -> str:
     """Return which figures the log lacks; empty if none."""

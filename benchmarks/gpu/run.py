@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.gpu.log import read_log
-from benchmarks.gpu.results import Origin, Record, make_record
+from benchmarks.gpu.results import Origin, Record, missing_figures
 from benchmarks.gpu.rows import Row
 from echelon.bench.harness.process import Member, ProcessSpec
 from echelon.errors import UsageError
@@ -85,20 +85,28 @@ class Running:
         return lines[-1] if lines else "(no output yet)"
 
     def finish(self, plan: Plan, jobs: int) -> Record:
-        """End its processes and return its record."""
+        """End its processes and return its record. A log without the figures is an error even if the run succeeded."""
         status, wall_s = self.member.exit_status(), self.seconds
         ended = f"exit status {status}" if status is not None else f"ended by its time limit of {plan.limit_s:g} s"
         error = "" if status == 0 else f"{ended}; {self.last_line()}"
-        self.member.kill()
-        return make_record(
-            self.row,
-            read_log(self._text()),
+        self.member.close()
+        log = read_log(self._text())
+        return Record(
+            name=self.row.name,
+            kind=self.row.kind,
             command=shown_command(self.row, plan.origin.extra, plan.data_dir),
             date=self.date,
             origin=plan.origin,
             jobs=jobs,
-            wall_s=wall_s,
-            error=error,
+            wall_s=round(wall_s, 2),
+            error=error or missing_figures(self.row, log),
+            engine=log.engine,
+            precision=log.precision,
+            compile_s=log.compile_s,
+            speeds=log.speeds,
+            train_accuracy=log.train,
+            validation_accuracy=log.validation,
+            epoch_s=log.epoch_s,
         )
 
     def _text(self) -> str:
@@ -139,7 +147,7 @@ class Runner:
                 self._collect(jobs)
         finally:
             while self._running:
-                self._running.pop().member.kill()
+                self._running.pop().member.close()
         return list(waiting)
 
     def _spent(self) -> bool:

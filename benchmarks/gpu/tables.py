@@ -86,16 +86,16 @@ def accuracy_table(rows: Sequence[Row], records: Records) -> str:
 
 
 def _reached(record: Record, bar: Bar) -> tuple[str, str, str, str]:
-    last, best = record.accuracy_after(bar.epochs), record.best_within(bar.epochs)
-    assert last is not None  # else the record has an error
-    assert best is not None
+    last = record.validation_accuracy[bar.epochs - 1]
+    best = max(value for epoch, value in record.validation_accuracy.items() if epoch < bar.epochs)
     middle = f"{statistics.median_low(record.epoch_s.values()):.1f}" if record.epoch_s else ""
     return f"**{last:.4f}**", _yes(last >= bar.accuracy), f"{best:.4f}", middle
 
 
 def gaps(rows: Sequence[Row], records: Records) -> str:
     """Return which rows have no figures, and why."""
-    failed = [f"- {row.name} failed: {records[row.name].error}" for row in rows if _failed(row, records)]
+    found = [records[row.name] for row in rows if row.name in records]
+    failed = [f"- {record.name} failed: {record.error}" for record in found if record.error]
     missing = [row.name for row in rows if row.name not in records]
     return "\n".join([*failed, *([f"- not run: {', '.join(missing)}"] if missing else [])])
 
@@ -110,10 +110,6 @@ def rewrite_block(text: str, block: str) -> str:
 
 def _good(row: Row, records: Records) -> bool:
     return row.name in records and not records[row.name].error
-
-
-def _failed(row: Row, records: Records) -> bool:
-    return row.name in records and bool(records[row.name].error)
 
 
 def _yes(met: bool) -> str:

@@ -13,29 +13,17 @@ import pytest
 from echelon.bench.harness.turns import Contender
 from echelon.bench.pushpull.contenders import PushPullPlan, gloo, mxnet, mxnet_tuned
 from echelon.bench.pushpull.run import compare
-from echelon.bench.pushpull.shapes import shapes, write_shapes
 
 
 @pytest.fixture
 def plan(tmp_path: Path) -> PushPullPlan:
     """Return a plan with the shapes of a small network. A fixture checks after every test that no process is left."""
-    shapes_file = tmp_path / "shapes.json"
-    write_shapes(shapes_file, shapes("mlp"))
-    return PushPullPlan(shapes_file=shapes_file, work_dir=tmp_path)
+    return PushPullPlan(model="mlp", work_dir=tmp_path)
 
 
 def settings(path: Path) -> Namespace:
-    return Namespace(
-        model="mlp",
-        num_workers=2,
-        num_servers=2,
-        kv_store="dist_sync",
-        transport="auto",
-        rounds=2,
-        steps=3,
-        warmup=1,
-        json=path,
-    )
+    job = {"num_workers": 2, "num_servers": 2, "kv_store": "dist_sync", "transport": "auto"}
+    return Namespace(model="mlp", **job, rounds=2, steps=3, warmup=1, json=path)
 
 
 def test_gloo_steps_and_its_result_is_written(plan: PushPullPlan, tmp_path: Path) -> None:

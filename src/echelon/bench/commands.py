@@ -62,7 +62,7 @@ def add_costs(benchmarks: Benchmarks) -> None:
     add("--rounds", type=int, default=5, help="rounds per number of keys (%(default)s)")
     add("--steps", type=int, default=20, help="timed steps per round (%(default)s)")
     add("--model", default="resnet50", help="the model whose memory is measured (%(default)s)")
-    _finish(parser, "echelon.bench.costs.run")
+    _finish(parser, "echelon.bench.costs")
 
 
 def add_schemes(benchmarks: Benchmarks) -> None:

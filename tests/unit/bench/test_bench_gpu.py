@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu.log import Log, read_log, speed_of
 from benchmarks.gpu.published import TABLE_2017, best_cells, fastest_single, inception_runs
-from benchmarks.gpu.results import Origin, Record, better, make_record, missing_figures, read_folder, read_records
+from benchmarks.gpu.results import Origin, Record, better, missing_figures, read_folder, read_records
 from benchmarks.gpu.results import write_records as write
 from benchmarks.gpu.rows import Bar, Row, choose, gpu_rows, tiny_rows
 from benchmarks.gpu.run import shown_command
@@ -125,8 +125,6 @@ def test_a_log_without_the_figures_of_its_row_is_an_error() -> None:
     assert missing_figures(speed, read_log(LOG)) == ""
     assert missing_figures(speed, Log()) == "the log has no speed line"
     assert missing_figures(accuracy, read_log(LOG)) == "the log has no validation after epoch 3"
-    made = make_record(accuracy, Log(), command="", date="", origin=ORIGIN, jobs=1, wall_s=1, error="exit status 1")
-    assert made.error == "exit status 1"
 
 
 def test_records_are_read_back_as_written(tmp_path: Path) -> None:
@@ -155,9 +153,3 @@ def test_a_record_with_figures_replaces_a_failure_and_a_newer_one_an_older_one(t
     write(tmp_path / "gpu-2.json", [old, record("other")], "")
     write(tmp_path / "io.json", [record("of another benchmark")], "")
     assert read_folder(tmp_path) == {"row": new, "other": record("other")}
-
-
-def test_accuracies_are_looked_up_by_the_number_of_finished_epochs() -> None:
-    assert record().accuracy_after(2) == 0.4
-    assert record().best_within(2) == 0.5
-    assert record().accuracy_after(3) is None

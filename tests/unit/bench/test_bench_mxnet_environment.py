@@ -13,7 +13,8 @@ from echelon.errors import UsageError
 
 def test_the_variable_has_priority_over_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(MXNET_PYTHON_VARIABLE, sys.executable)
-    assert mxnet_python(tmp_path) == Path(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    assert mxnet_python() == Path(sys.executable)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -25,10 +26,11 @@ def test_a_variable_that_is_not_a_file_is_rejected(monkeypatch: pytest.MonkeyPat
 
 def test_a_complete_environment_is_reused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(MXNET_PYTHON_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
     folder = tmp_path / ".peers" / "mxnet"
     folder.mkdir(parents=True)
     (folder / ".complete").write_text("\n".join(MXNET_REQUIREMENTS))
-    assert mxnet_python(tmp_path) == folder / "bin" / "python"
+    assert mxnet_python() == folder / "bin" / "python"
 
 
 def test_the_repository_is_found_from_a_subfolder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

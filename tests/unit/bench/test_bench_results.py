@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import socket
 from pathlib import Path
 
-from rich.console import Console
+import pytest
 
 from echelon.bench.harness.results import command_line, commit, figures, machine, print_times, write_result
 from echelon.bench.harness.turns import Case, summarise
@@ -46,10 +45,12 @@ def test_commit_and_command_have_no_paths() -> None:
     assert "/" not in command_line().split()[0]
 
 
-def test_the_table_shows_medians_and_ratios() -> None:
-    cases = two_cases()
-    out = io.StringIO()
-    print_times("pushpull", cases, Console(file=out, width=120))
-    assert "13.04 ×" in out.getvalue()
-    assert "9.09 – 16.67" in out.getvalue()
-    assert "echelon_vs_mxnet: 13.04" in out.getvalue()
+def test_the_table_shows_medians_and_ratios(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    print_times("pushpull", two_cases())
+    out = capsys.readouterr().out
+    assert "13.04 ×" in out
+    assert "9.09 – 16.67" in out
+    assert "echelon_vs_mxnet: 13.04" in out

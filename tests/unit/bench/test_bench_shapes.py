@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from echelon.bench.pushpull.shapes import num_elements, read_shapes, shapes, write_shapes
+from echelon.bench.pushpull.shapes import num_elements, shapes
 from echelon.errors import UsageError
 
 
@@ -42,9 +40,3 @@ def test_an_unknown_name_lists_the_known_and_the_nearest() -> None:
 def test_malformed_keys_are_rejected(name: str) -> None:
     with pytest.raises(UsageError, match="keys:N"):
         shapes(name)
-
-
-def test_shapes_are_read_back_as_written(tmp_path: Path) -> None:
-    path = tmp_path / "shapes.json"
-    write_shapes(path, shapes("resnet18"))
-    assert read_shapes(path) == shapes("resnet18")

@@ -16,6 +16,7 @@ from echelon.errors import UsageError
 from echelon.launch.processes import LOOPBACK, free_port
 
 NO_VARIABLES: Mapping[str, str] = {}
+JOB_FLAGS = ("num_workers", "num_servers", "kv_store", "transport")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +32,7 @@ class JobPlan:
 
 def job_fields(args: argparse.Namespace, work_dir: Path) -> dict[str, Any]:
     """Return the fields of a JobPlan from the command line."""
-    flags = ("num_workers", "num_servers", "kv_store", "transport")
-    return {"work_dir": work_dir, **{name: getattr(args, name) for name in flags}}
+    return {"work_dir": work_dir, **{name: getattr(args, name) for name in JOB_FLAGS}}
 
 
 def check_job(args: argparse.Namespace) -> None:

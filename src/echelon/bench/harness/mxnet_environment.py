@@ -34,7 +34,7 @@ def mxnet_command(script: Path) -> list[str]:
     return [str(mxnet_python()), "-I", str(script)]
 
 
-def mxnet_python(root: Path | None = None) -> Path:
+def mxnet_python() -> Path:
     """Return a Python that can import MXNet 1.9.1; create its environment under `.peers/` if there is none yet."""
     given = variable(MXNET_PYTHON_VARIABLE)
     if given:
@@ -43,10 +43,12 @@ def mxnet_python(root: Path | None = None) -> Path:
                 f"{MXNET_PYTHON_VARIABLE} is {given!r}, which is not a file; set it to a Python that has MXNet"
             )
         return Path(given)
-    folder = (root or repository()) / ".peers" / "mxnet"
+    folder = repository() / ".peers" / "mxnet"
     with _locked(folder.with_name("mxnet.lock")):
-        if not _complete(folder, MXNET_REQUIREMENTS):
-            _make_environment(folder, MXNET_REQUIREMENTS)
+        stamp = folder / ".complete"  # written last, because an environment cannot be moved
+        if not stamp.is_file() or stamp.read_text(encoding="utf-8").split() != list(MXNET_REQUIREMENTS):
+            _make_environment(folder)
+            stamp.write_text("\n".join(MXNET_REQUIREMENTS) + "\n", encoding="utf-8")
     return folder / "bin" / "python"
 
 
@@ -54,16 +56,6 @@ def repository() -> Path:
     """Return the root of the checkout that contains the current folder; outside a checkout, the current folder."""
     here = Path.cwd()
     return next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
-
-
-def _complete(folder: Path, requirements: Sequence[str]) -> bool:
-    stamp = _stamp(folder)
-    return stamp.is_file() and stamp.read_text(encoding="utf-8").split() == list(requirements)
-
-
-def _stamp(folder: Path) -> Path:
-    """Return the file that marks a complete environment. It is written last, because an environment cannot be moved."""
-    return folder / ".complete"
 
 
 @contextmanager
@@ -74,19 +66,18 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _make_environment(folder: Path, requirements: Sequence[str]) -> None:
+def _make_environment(folder: Path) -> None:
     if sys.version_info[:2] > NEWEST_PYTHON:
         newest = ".".join(map(str, NEWEST_PYTHON))
         raise UsageError(
             f"MXNet 1.9.1 needs Python {newest} or older and this is {sys.version.split()[0]}; "
-            f"set {MXNET_PYTHON_VARIABLE} to a Python that has {' and '.join(requirements)}"
+            f"set {MXNET_PYTHON_VARIABLE} to a Python that has {' and '.join(MXNET_REQUIREMENTS)}"
         )
     shutil.rmtree(folder, ignore_errors=True)
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     with Console(stderr=True).status(f"creating {folder.parent.name}/{folder.name} (about 300 MB, only once)"):
         _install_step([sys.executable, "-m", "venv", str(folder)])
-        _install_step([*pip, *requirements])
-    _stamp(folder).write_text("\n".join(requirements) + "\n", encoding="utf-8")
+        _install_step([*pip, *MXNET_REQUIREMENTS])
 
 
 def _install_step(argv: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from socket import socket
-from typing import IO, TypeVar
+from typing import TypeVar
 
 from echelon.bench.harness.protocol import QUIT, Answer, Ready, Times, decode_answer, run_command
 from echelon.bench.harness.turns import Contender
@@ -54,8 +54,8 @@ class ProcessSpec:
         return replace(self, env={**env, "ECHELON_LISTEN_FD": str(listener.fileno())}, pass_fds=(listener.fileno(),))
 
 
-class Member:
-    """A running process of a contender, with its pipes, its log file and its last answer."""
+class Member(ChildProcess):
+    """A running process of a contender, with its log file and its last answer."""
 
     def __init__(self, spec: ProcessSpec, log_path: Path) -> None:
         self.spec = spec
@@ -64,7 +64,7 @@ class Member:
         self._rest = b""
         self._log = log_path.open("ab", buffering=0)
         try:
-            self._process = ChildProcess(
+            super().__init__(
                 spec.label,
                 spec.argv,
                 spec.env,
@@ -77,27 +77,12 @@ class Member:
             self._log.close()
             raise
 
-    @property
-    def pid(self) -> int:
-        """The number of the process and of its session."""
-        return self._process.pid
-
-    @property
-    def pidfd(self) -> int:
-        """A file descriptor that becomes readable when the process ends."""
-        return self._process.pidfd
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """The pipe on which a driven process answers."""
-        return self._process.stdout
-
     def send(self, line: str) -> None:
         """Send a line to a driven process. If the process is dead, the next wait reports it."""
         self._answer = None
         try:
-            if self._process.stdin is not None:
-                self._process.stdin.write(line.encode())
+            if self.stdin is not None:
+                self.stdin.write(line.encode())
         except BrokenPipeError:
             pass
 
@@ -120,7 +105,7 @@ class Member:
 
     def exit_status(self) -> int | None:
         """Return the exit status as a shell shows it (128 + signal), or None while the process runs."""
-        code = self._process.exit_code()
+        code = self.exit_code()
         return 128 - code if code is not None and code < 0 else code
 
     def last_lines(self) -> str:
@@ -129,9 +114,9 @@ class Member:
         lines = text.splitlines()[-LAST_LINES:]
         return "\n".join([f"last lines of {self.spec.label}:", *(f"  {line}" for line in lines or ["(none)"])])
 
-    def kill(self) -> None:
+    def close(self) -> None:
         """Kill the whole session, wait for it, and close everything."""
-        self._process.close()
+        super().close()
         self._log.close()
 
 
@@ -207,7 +192,7 @@ class ProcessContender(Contender):
         """Kill all processes and wait for them."""
         with ExitStack() as undo:  # an error with one process must not keep the others alive
             while self._members:
-                undo.callback(self._members.pop().kill)
+                undo.callback(self._members.pop().close)
 
     def _driven(self) -> list[Member]:
         return [member for member in self._members if member.spec.driven]

@@ -96,24 +96,20 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def print_times(title: str, cases: Sequence[Case], console: Console | None = None) -> None:
+def print_times(title: str, cases: Sequence[Case]) -> None:
     """Print the median and spread of each contender's step times, then the ratios."""
 
     def cells(case: Case) -> list[str]:
         times = [f"{value:.3f}" for value in (case.median_ms, case.p10_ms, case.p90_ms)]
         return [*times, str(case.samples)]
 
-    print_cases(title, cases, ("median ms", "p10", "p90", "samples"), cells, console)
+    print_cases(title, cases, ("median ms", "p10", "p90", "samples"), cells)
     for ratio in ratios(cases):
-        (console or Console()).print(f"{ratio.name}: {ratio.value:.2f}")
+        print(f"{ratio.name}: {ratio.value:.2f}")
 
 
 def print_cases(
-    title: str,
-    cases: Sequence[Case],
-    headings: Sequence[str],
-    cells: Callable[[Case], Sequence[str]],
-    console: Console | None = None,
+    title: str, cases: Sequence[Case], headings: Sequence[str], cells: Callable[[Case], Sequence[str]]
 ) -> None:
     """Print one row per contender: its name, its cells, and the ratio of the first contender to it."""
     table = Table(title=title, title_justify="left")
@@ -123,4 +119,4 @@ def print_cases(
     shown = [("", ""), *((f"{ratio.value:.2f} ×", f"{ratio.low:.2f} – {ratio.high:.2f}") for ratio in ratios(cases))]
     for case, compared in zip(cases, shown, strict=True):
         table.add_row(case.name, *cells(case), *compared)
-    (console or Console()).print(table)
+    Console().print(table)

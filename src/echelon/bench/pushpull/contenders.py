@@ -32,12 +32,12 @@ MXNET_OVER_UNIX_SOCKETS = {"DMLC_LOCAL": "1"}
 class PushPullPlan(JobPlan):
     """The work that every contender of a run does."""
 
-    shapes_file: Path
+    model: str
 
     @property
     def flags(self) -> list[str]:
         """The flags that every worker program takes."""
-        return ["--shapes", str(self.shapes_file)]
+        return ["--model", self.model]
 
 
 def echelon(plan: PushPullPlan) -> Contender:

@@ -11,13 +11,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from echelon.bench.harness.job import check_job, job_fields
+from echelon.bench.harness.job import JOB_FLAGS, check_job, job_fields
 from echelon.bench.harness.results import figures, print_times, write_result
 from echelon.bench.harness.turns import Contender, measure
 from echelon.bench.pushpull.contenders import PEERS, PushPullPlan, echelon
-from echelon.bench.pushpull.shapes import num_elements, shapes, write_shapes
+from echelon.bench.pushpull.shapes import num_elements, shapes
 
-SETTINGS = ("model", "num_workers", "num_servers", "kv_store", "transport", "rounds", "steps", "warmup")
+SETTINGS = ("model", *JOB_FLAGS, "rounds", "steps", "warmup")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,9 +30,8 @@ def run(args: argparse.Namespace) -> int:
 
 def make_contenders(args: argparse.Namespace, folder: Path) -> list[Contender]:
     """Return Echelon, which ratios refer to, and the requested peers. None of them is started yet."""
-    shapes_file = folder / "shapes.json"
-    write_shapes(shapes_file, shapes(args.model))
-    plan = PushPullPlan(shapes_file=shapes_file, **job_fields(args, folder))
+    shapes(args.model)  # report an unknown model before anything starts
+    plan = PushPullPlan(model=args.model, **job_fields(args, folder))
     return [echelon(plan), *(PEERS[name](plan) for name in args.peer)]
 
 

@@ -6,11 +6,9 @@ networks for ImageNet: `resnet50` has 161 tensors and 25,557,032 elements.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from math import prod
-from pathlib import Path
 
 from echelon.errors import UsageError, unknown_name
 
@@ -32,16 +30,6 @@ def shapes(name: str) -> list[Shape]:
 def num_elements(all_shapes: Sequence[Shape]) -> int:
     """Return the number of elements of all tensors together."""
     return sum(prod(shape) for shape in all_shapes)
-
-
-def write_shapes(path: Path, all_shapes: Sequence[Shape]) -> None:
-    """Write shapes to a file for the worker programs: a JSON list of lists."""
-    path.write_text(json.dumps(all_shapes), encoding="utf-8")
-
-
-def read_shapes(path: Path) -> list[Shape]:
-    """Return the shapes that `write_shapes` wrote."""
-    return [tuple(shape) for shape in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def _equal_keys(name: str) -> list[Shape]:

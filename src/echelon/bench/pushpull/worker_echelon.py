@@ -10,13 +10,12 @@ In the role of a server or scheduler, the process serves the job.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 
 from echelon import kvstore
 from echelon.bench.harness.protocol import serve, timed
-from echelon.bench.pushpull.shapes import read_shapes
+from echelon.bench.pushpull.shapes import Shape, shapes
 from echelon.kvstore.servers.store import ServerStore
 from echelon.schemes import store_kind
 from echelon.schemes.stores import Use
@@ -28,13 +27,13 @@ SETTINGS = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4}
 class Model:
     """The tensors of a model in a store."""
 
-    def __init__(self, store: ServerStore, shapes: list[tuple[int, ...]], copy: bool) -> None:
+    def __init__(self, store: ServerStore, tensors: list[Shape], copy: bool) -> None:
         self._store = store
         self._copy = copy
         generator = torch.Generator().manual_seed(store.rank)
-        self._fresh = [torch.randn(shape, generator=generator).mul_(1e-3) for shape in shapes]
-        self._names = [str(index) for index in range(len(shapes))]
-        self._weights = [torch.ones(shape) for shape in shapes]
+        self._fresh = [torch.randn(shape, generator=generator).mul_(1e-3) for shape in tensors]
+        self._names = [str(index) for index in range(len(tensors))]
+        self._weights = [torch.ones(shape) for shape in tensors]
         store.init(self._names, self._weights)
         store.set_optimizer("sgd", **SETTINGS)
         self._slots = store.slots(self._names)
@@ -60,7 +59,7 @@ class Model:
 def main() -> None:
     """Join the job and run rounds until the harness sends `quit`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", type=Path, required=True, help="JSON list of tensor shapes")
+    parser.add_argument("--model", required=True, help="the tensors to move, as in `echelon bench pushpull`")
     parser.add_argument("--kv-store", default="dist_sync")
     parser.add_argument("--copy", action="store_true", help="measure the plain API with the caller's tensors")
     args = parser.parse_args()
@@ -68,7 +67,7 @@ def main() -> None:
     staleness = STALENESS if store_kind(args.kv_store).staleness is Use.REQUIRED else None
     with kvstore.create(args.kv_store, staleness=staleness) as store:
         assert isinstance(store, ServerStore)
-        model = Model(store, read_shapes(args.shapes), args.copy)
+        model = Model(store, shapes(args.model), args.copy)
 
         def run_round(num_steps: int) -> list[float]:
             store.barrier()

@@ -14,13 +14,12 @@ long and a single bucket 0.98 times, which is no difference. An SGD per bucket a
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from echelon.bench.harness.protocol import serve, timed
-from echelon.bench.pushpull.shapes import num_elements, read_shapes
+from echelon.bench.pushpull.shapes import num_elements, shapes
 
 BUCKET_BYTES = 25 * 1024 * 1024
 
@@ -56,12 +55,12 @@ class FlatModel:
 def main() -> None:
     """Join the process group and run rounds until the harness sends `quit`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", type=Path, required=True, help="JSON list of tensor shapes")
+    parser.add_argument("--model", required=True, help="the tensors to move, as in `echelon bench pushpull`")
     parser.add_argument("--process-group", required=True, help="URL of the rendezvous, with rank and world size")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", args.process_group)
-    model = FlatModel(num_elements(read_shapes(args.shapes)), seed=dist.get_rank())
+    model = FlatModel(num_elements(shapes(args.model)), seed=dist.get_rank())
 
     def run_round(num_steps: int) -> list[float]:
         dist.barrier()

@@ -19,17 +19,17 @@ import mxnet as mx
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))  # last, so that it shadows nothing of MXNet's Python
 from echelon.bench.harness.protocol import serve, timed
-from echelon.bench.pushpull.shapes import read_shapes
+from echelon.bench.pushpull.shapes import shapes
 
 
 class Worker:
     """This worker's gradients and weights of the keys 0 to N-1 on the servers."""
 
-    def __init__(self, kv_type: str, shapes: list[tuple[int, ...]], one_call: bool) -> None:
+    def __init__(self, kv_type: str, model: str, one_call: bool) -> None:
         self._one_call = one_call
         self._kv: Any = mx.kv.create(kv_type)
-        self._gradients = [mx.nd.random.normal(0, 1e-3, shape=shape) for shape in shapes]
-        self._weights = [mx.nd.ones(shape) for shape in shapes]
+        self._gradients = [mx.nd.random.normal(0, 1e-3, shape=shape) for shape in shapes(model)]
+        self._weights = [mx.nd.ones(shape) for shape in shapes(model)]
         for key, weight in enumerate(self._weights):
             self._kv.init(key, weight)
         if self._kv.rank == 0:
@@ -62,11 +62,11 @@ class Worker:
 def main() -> None:
     """Join the job and run rounds until the harness sends `quit`."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", type=Path, required=True, help="JSON list of tensor shapes")
+    parser.add_argument("--model", required=True, help="the tensors to move, as in `echelon bench pushpull`")
     parser.add_argument("--kv-store", required=True, help="dist_sync or dist_async")
     parser.add_argument("--one-call", action="store_true", help="use pushpull instead of push and pull")
     args = parser.parse_args()
-    serve(Worker(args.kv_store, read_shapes(args.shapes), args.one_call).run_round)
+    serve(Worker(args.kv_store, args.model, args.one_call).run_round)
 
 
 if __name__ == "__main__":

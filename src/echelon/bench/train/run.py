@@ -12,9 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
-
-from echelon.bench.harness.job import check_job, job_fields
+from echelon.bench.harness.job import JOB_FLAGS, check_job, job_fields
 from echelon.bench.harness.results import figures, print_cases, write_result
 from echelon.bench.harness.turns import Case, measure
 from echelon.bench.train.contenders import PEERS, TrainContender, TrainPlan, echelon
@@ -22,18 +20,7 @@ from echelon.bench.train.workloads import WORKLOADS
 from echelon.errors import JobError, UsageError
 from echelon.system import usable_cores
 
-SETTINGS = (
-    "model",
-    "batch_size",
-    "threads",
-    "num_workers",
-    "num_servers",
-    "kv_store",
-    "transport",
-    "rounds",
-    "steps",
-    "warmup",
-)
+SETTINGS = ("model", "batch_size", "threads", *JOB_FLAGS, "rounds", "steps", "warmup")
 MOST_COMPARED = 5  # compare the means of up to this many first and last losses, because single losses fluctuate
 
 
@@ -86,13 +73,7 @@ def title(args: argparse.Namespace) -> str:
     return f"train {args.model}: batch {args.batch_size} and {args.threads} threads per worker, {job}"
 
 
-def print_rates(
-    title: str,
-    cases: Sequence[Case],
-    samples: int,
-    losses: Mapping[str, Sequence[float]],
-    console: Console | None = None,
-) -> None:
+def print_rates(title: str, cases: Sequence[Case], samples: int, losses: Mapping[str, Sequence[float]]) -> None:
     """Print one row per contender: samples/s of all workers at the median step and at slow and fast ones (p90, p10)."""
 
     def cells(case: Case) -> list[str]:
@@ -100,7 +81,7 @@ def print_rates(
         loss = f"{losses[case.name][0]:.3f} → {losses[case.name][-1]:.3f}"
         return [f"{median:.0f}", f"{slow:.0f} – {fast:.0f}", loss]
 
-    print_cases(title, cases, ("samples/s", "slow – fast", "loss"), cells, console)
+    print_cases(title, cases, ("samples/s", "slow – fast", "loss"), cells)
 
 
 def check_learning(losses: Mapping[str, Sequence[float]]) -> None:

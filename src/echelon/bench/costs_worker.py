@@ -1,4 +1,4 @@
-"""A worker that puts a model into the store, steps, and prints how much memory it and the servers use for it.
+"""The worker of `echelon bench costs`: puts a model into the store, steps, and prints the memory used for the model.
 
 The memory of a process is its anonymous pages (RssAnon) and, for a worker, the shared segments that it owns. A segment
 counts once, for its worker, although servers map it too.
@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from echelon import kvstore
-from echelon.bench.pushpull.shapes import read_shapes
+from echelon.bench.pushpull.shapes import shapes
 from echelon.kvstore.servers.store import ServerStore
 
 
@@ -51,7 +51,7 @@ def server_pids() -> dict[int, int]:
 def main() -> None:
     """Measure with an empty store, then with the model in it."""
     torch.set_num_threads(1)
-    shapes = read_shapes(Path(sys.argv[1]))
+    tensors = shapes(sys.argv[1])
     with kvstore.create("dist_sync") as store:
         assert isinstance(store, ServerStore)
         store.init("small", torch.zeros(1))
@@ -61,8 +61,8 @@ def main() -> None:
         store.barrier()
         before = {rank: anonymous_bytes(pid) for rank, pid in siblings.items()}
         own = anonymous_bytes(os.getpid())
-        names = [str(index) for index in range(len(shapes))]
-        store.init(names, [torch.zeros(1).expand(shape) for shape in shapes])
+        names = [str(index) for index in range(len(tensors))]
+        store.init(names, [torch.zeros(1).expand(shape) for shape in tensors])
         slots = store.slots(names)
         for name in names:
             store.views(name)[1].fill_(1e-3)

@@ -24,7 +24,7 @@ from rich.console import Console
 from echelon.bench.harness.results import write_result
 from echelon.bench.harness.turns import measure
 from echelon.bench.pushpull.contenders import PushPullPlan, echelon
-from echelon.bench.pushpull.shapes import num_elements, shapes, write_shapes
+from echelon.bench.pushpull.shapes import num_elements, shapes
 
 NUM_KEYS = (1, 10, 100, 1000, 10_000)
 WARMUP_STEPS = 3
@@ -44,18 +44,15 @@ print("stepped", flush=True)
 def run(args: argparse.Namespace) -> int:
     """Measure all four costs, print them and write the result file."""
     console = Console()
-    with tempfile.TemporaryDirectory(prefix="echelon-costs-") as folder:
-        starts = sorted(first_step_s() for _ in range(args.starts))
-        console.print(f"first step    {statistics.median(starts):.2f} s  ({starts[0]:.2f} – {starts[-1]:.2f})")
-        keys = []
-        for row in key_costs(Path(folder), args.rounds, args.steps):
-            keys.append(row)
-            console.print(
-                f"{row['keys']:>6} keys   {row['median_ms']:.3f} ms  ({row['p10_ms']:.3f} – {row['p90_ms']:.3f})"
-            )
-        memory = memory_mb(Path(folder), args.model)
-        for who, figures in memory.items():
-            console.print(f"{who:<12}  {figures}")
+    starts = sorted(first_step_s() for _ in range(args.starts))
+    console.print(f"first step    {statistics.median(starts):.2f} s  ({starts[0]:.2f} – {starts[-1]:.2f})")
+    keys = []
+    for row in key_costs(args.rounds, args.steps):
+        keys.append(row)
+        console.print(f"{row['keys']:>6} keys   {row['median_ms']:.3f} ms  ({row['p10_ms']:.3f} – {row['p90_ms']:.3f})")
+    memory = memory_mb(args.model)
+    for who, figures in memory.items():
+        console.print(f"{who:<12}  {figures}")
     if args.json is not None:
         write_result(args.json, {"first_step_s": starts, "keys_of_1_kb": keys, "memory_mb": memory})
     return 0
@@ -72,24 +69,18 @@ def first_step_s() -> float:
     return seconds
 
 
-def key_costs(folder: Path, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
+def key_costs(rounds: int, steps: int) -> Iterator[dict[str, Any]]:
     """Yield the time of a step for each number of keys, measured with the contender of `bench pushpull`."""
     for count in NUM_KEYS:
-        work_dir = folder / f"keys-{count}"
-        work_dir.mkdir()
-        shapes_file = work_dir / "shapes.json"
-        write_shapes(shapes_file, shapes(f"keys:{count}:256"))
-        contender = echelon(PushPullPlan(shapes_file=shapes_file, work_dir=work_dir))
-        (case,) = measure([contender], rounds, steps, WARMUP_STEPS)
+        with tempfile.TemporaryDirectory(prefix="echelon-costs-") as folder:
+            contender = echelon(PushPullPlan(model=f"keys:{count}:256", work_dir=Path(folder)))
+            (case,) = measure([contender], rounds, steps, WARMUP_STEPS)
         yield {"keys": count, "median_ms": case.median_ms, "p10_ms": case.p10_ms, "p90_ms": case.p90_ms}
 
 
-def memory_mb(folder: Path, model: str) -> dict[str, dict[str, float]]:
+def memory_mb(model: str) -> dict[str, dict[str, float]]:
     """Return the memory that each process uses for a model, and the size of the model itself."""
-    file = folder / "memory.json"
-    write_shapes(file, shapes(model))
-    program = Path(__file__).with_name("worker_memory.py")
-    argv = [*LAUNCH, sys.executable, str(program), str(file)]
+    argv = [*LAUNCH, sys.executable, "-m", "echelon.bench.costs_worker", model]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     found: dict[str, dict[str, float]] = {}
     for line in done.stdout.splitlines():

@@ -1,1 +1,0 @@
-"""`echelon bench costs`: the fixed costs of a job. Read `run`; it starts `worker_memory`."""
