@@ -65,7 +65,7 @@ def state_names(spec: OptimizerSpec, key: str) -> list[str]:
         return []
     options = spec.groups[group]
     if spec.name in RULES:
-        return list(RULES[spec.name].state_fills(options))
+        return RULES[spec.name].state_names(options)
     match spec.name:
         case "sgd":
             return ["momentum_buffer"] if options["momentum"] else []

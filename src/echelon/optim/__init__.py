@@ -1,12 +1,10 @@
 """MXNet's optimizers that torch.optim does not have, as torch optimizers. Servers run the same update rules.
 
-Read `rule` (the base class), then `elementwise` and `layerwise`. To add an optimizer to the servers, write a `Rule` and
-add it to `RULES`; `train/recipe/optimizers.py` has the names that `--optimizer` accepts.
+`rules` has the base class and the optimizers. To add one to the servers, write a `Rule` and add it to `RULES`;
+`train/recipe/optimizers.py` has the names that `--optimizer` accepts.
 """
 
-from echelon.optim.elementwise import DCASGD, FTML, Accumulate, Ftrl, Signum
-from echelon.optim.layerwise import LAMB, LARS, LBSGD, SGLD
-from echelon.optim.rule import Rule
+from echelon.optim.rules import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftrl, Rule, Signum
 
 RULES: dict[str, type[Rule]] = {
     "signum": Signum,

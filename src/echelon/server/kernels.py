@@ -198,7 +198,7 @@ class RuleKernel(Kernel):
         self.whole = rule.whole
 
     def state_fills(self) -> tuple[float, ...]:
-        return tuple(self._rule.state_fills(self.options).values())
+        return (0.0,) * len(self._rule.state_names(self.options))
 
     def update(
         self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int, scale: float
