@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from torch import nn
 
 _NETWORKS = {
-    "mlp": "mlp:mlp",
-    "lenet": "lenet:lenet",
-    "digits-cnn": "digits:digits_cnn",
-    "alexnet": "alexnet:alexnet",
-    "vgg": "vgg:vgg",
-    "googlenet": "googlenet:googlenet",
+    "mlp": "classic:mlp",
+    "lenet": "classic:lenet",
+    "digits-cnn": "classic:digits_cnn",
+    "alexnet": "classic:alexnet",
+    "vgg": "classic:vgg",
+    "googlenet": "classic:googlenet",
     "inception-bn": "inception_bn:inception_bn",
     "inception-bn-28-small": "inception_bn:inception_bn_28_small",
     "inception-bn-full": "inception_bn:inception_bn_full",
-    "inception-v3": "inception_v3:inception_v3",
-    "inception-v4": "inception_v4:inception_v4",
-    "inception-resnet-v2": "inception_resnet_v2:inception_resnet_v2",
+    "inception-v3": "inception:inception_v3",
+    "inception-v4": "inception:inception_v4",
+    "inception-resnet-v2": "inception:inception_resnet_v2",
     "resnet": "resnet:resnet",
-    "resnet-v1": "resnet_v1:resnet_v1",
-    "resnetv1": "resnet_v1:resnet_v1",  # MXNet has this file under both names
-    "resnet-28-small": "resnet_v1:resnet_28_small",
-    "resnext": "resnext:resnext",
+    "resnet-v1": "resnet:resnet_v1",
+    "resnetv1": "resnet:resnet_v1",  # MXNet has this file under both names
+    "resnet-28-small": "resnet:resnet_28_small",
+    "resnext": "resnet:resnext",
     "mobilenet": "mobilenet:mobilenet",
     "mobilenetv2": "mobilenet:mobilenetv2",
 }
