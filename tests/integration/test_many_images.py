@@ -70,7 +70,8 @@ def test_a_signal_to_all_processes_saves_and_exits_and_the_run_can_be_resumed(tm
     assert "Traceback" not in log
     saved = find(tmp_path / "model")[0]
     assert log.endswith(f'Saved checkpoint to "{saved.path.name}"\nINFO:root:training stopped: SIGTERM\n')
-    assert (saved.epoch, saved.batch) > (0, 2)
-    on = start(tmp_path, "--num-epochs", str(saved.epoch + 1))
+    assert saved.position > (0, 2)
+    epoch = saved.position[0]
+    on = start(tmp_path, "--num-epochs", str(epoch + 1))
     assert on.wait(60) == 0
-    assert re.search(rf"Epoch\[{saved.epoch}\] Validation-accuracy=", message.read_text())
+    assert re.search(rf"Epoch\[{epoch}\] Validation-accuracy=", message.read_text())

@@ -8,16 +8,24 @@ import os
 import resource
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch import nn
 
+from echelon.data.images.config import AugmentConfig
+from echelon.data.sets.datasets import Dataset
 from echelon.errors import DataError, UsageError
 from echelon.train.checkpoint.format import Checkpoint, load, save
 from echelon.train.checkpoint.names import find, load_at, load_newest, path_for, prune
-from echelon.train.checkpoint.random_state import capture_rng, restore_rng
+from echelon.train.checkpoint.saver import RunPosition, Saver, capture_rng, restore_rng
+from echelon.train.recipe.options import TrainOptions
+from echelon.train.recipe.plan import Place
+from echelon.train.trainer import Trainer
 from forked import Fork
 
 
@@ -57,7 +65,7 @@ def test_find_sorts_by_epoch_and_batch_and_ignores_other_files(tmp_path: Path) -
     for stranger in ("x-0001.params", "y-0001.safetensors", "x-012.safetensors", "x-00012.safetensors", "xx-0001-b1"):
         (tmp_path / stranger).touch()
     assert [one.position for one in find(prefix)] == [(10000, 0), (9999, 7), (9999, 0), (0, 12)]
-    assert [(one.rank, one.position) for one in find(prefix, 12)] == [(12, (3, 4))]
+    assert [one.position for one in find(prefix, 12)] == [(3, 4)]
     assert find(prefix, 1)[0].path == path_for(prefix, 1, 3)
     assert find(tmp_path / "nowhere" / "x") == []
 
@@ -127,17 +135,35 @@ def test_one_position_is_loaded_by_epoch_and_batch(tmp_path: Path) -> None:
         load_at(prefix, 7)
 
 
-def test_prune_keeps_epoch_ends_and_the_newest_mid_epoch_files(tmp_path: Path) -> None:
+def test_prune_keeps_epoch_ends_and_the_newest_mid_epoch_file(tmp_path: Path) -> None:
     prefix = tmp_path / "x"
     write(prefix, (0, 11, 5), (0, 12, 0), (0, 12, 1), (0, 12, 2), (0, 12, 3), (1, 11, 5))
-    assert sorted(prune(prefix, keep=2)) == [path_for(prefix, 0, 11, 5), path_for(prefix, 0, 12, 1)]
-    assert [one.position for one in find(prefix)] == [(12, 3), (12, 2), (12, 0)]
+    prune(prefix)
+    assert [one.position for one in find(prefix)] == [(12, 3), (12, 0)]
     write(prefix, (0, 13, 0))
-    prune(prefix, keep=2)
+    prune(prefix)
     assert [one.position for one in find(prefix)] == [(13, 0), (12, 0)]
     assert [one.position for one in find(prefix, 1)] == [(11, 5)]
-    with pytest.raises(UsageError, match="cannot keep -1"):
-        prune(prefix, keep=-1)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_only_the_worker_that_writes_the_optimizer_state_fetches_it(tmp_path: Path, sharded: bool) -> None:
+    """Two workers of two devices: the first worker's devices fetch it together, and with shards all processes do."""
+    fetched: list[int] = []
+
+    def fetch(rank: int) -> dict[str, torch.Tensor]:
+        fetched.append(rank)
+        return {"weight/momentum": torch.ones(2, 2)}
+
+    for rank in range(4):
+        trainer = SimpleNamespace(model=nn.Linear(2, 2), sync=lambda: None, shards_optimizer=sharded)
+        trainer.optimizer_state = partial(fetch, rank)
+        dataset = SimpleNamespace(augment=AugmentConfig(shape=(1, 8, 8)), num_classes=2, train=[0])
+        options = TrainOptions(model_prefix=str(tmp_path / "m"))
+        saver = Saver(options, Place(rank, 4, 2), cast(Trainer, trainer), cast(Dataset, dataset), None, None)
+        saver.save(RunPosition(1), {})
+    assert fetched == ([0, 1, 2, 3] if sharded else [0, 1])
+    assert [list(load(path_for(tmp_path / "m", rank, 1)).optimizer) for rank in (0, 1)] == [["weight/momentum"], []]
 
 
 def test_tied_weights_and_channels_last_can_be_saved(tmp_path: Path) -> None:

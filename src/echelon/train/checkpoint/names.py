@@ -30,17 +30,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointName:
-    """A file and the position it was saved at: after `epoch` epochs and `batch` batches; batch 0 is an epoch's end."""
+    """A file, and its position (epochs, batches): saved after that many whole epochs and batches of the next one."""
 
     path: Path
-    rank: int
-    epoch: int
-    batch: int
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """(epoch, batch), by which the files of one rank are ordered."""
-        return self.epoch, self.batch
+    position: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +45,9 @@ class ResumeFrom:
     own: Checkpoint
 
 
-def path_for(prefix: Prefix, rank: int, epoch: int, batch: int | None = None) -> Path:
-    """Return the file name of a rank's checkpoint; without a batch, or with batch 0, of the end of an epoch."""
-    if rank < 0 or epoch < 0 or (batch or 0) < 0:
+def path_for(prefix: Prefix, rank: int, epoch: int, batch: int = 0) -> Path:
+    """Return the file name of a rank's checkpoint; with batch 0, of the end of an epoch."""
+    if rank < 0 or epoch < 0 or batch < 0:
         raise UsageError(f"a checkpoint cannot be of rank {rank}, epoch {epoch}, batch {batch}; they count from 0")
     middle = f"-b{batch:05d}" if batch else ""
     return Path(f"{_rank_prefix(prefix, rank)}-{epoch:04d}{middle}{SUFFIX}")
@@ -67,7 +60,7 @@ def find(prefix: Prefix, rank: int = 0) -> list[CheckpointName]:
     for path, match in _matching(own.parent, own.name, _POSITION):
         epoch, batch = int(match[1]), int(match[2] or 0)
         if path == path_for(prefix, rank, epoch, batch):  # Echelon does not write names with extra zeros
-            found.append(CheckpointName(path, rank, epoch, batch))
+            found.append(CheckpointName(path, (epoch, batch)))
     return sorted(found, key=lambda name: name.position, reverse=True)
 
 
@@ -78,13 +71,13 @@ def load_newest(prefix: Prefix, rank: int = 0, size: int = 1) -> ResumeFrom | No
     """
     for name in find(prefix):
         try:
-            return load_at(prefix, name.epoch, name.batch, rank=rank, size=size)
+            return load_at(prefix, *name.position, rank=rank, size=size)
         except DataError as error:
             log.warning("skipped a damaged checkpoint: %s", error)
     return None
 
 
-def load_at(prefix: Prefix, epoch: int, batch: int | None = None, *, rank: int = 0, size: int = 1) -> ResumeFrom:
+def load_at(prefix: Prefix, epoch: int, batch: int = 0, *, rank: int = 0, size: int = 1) -> ResumeFrom:
     """Load one position; raises DataError, which names every damaged file, unless it is valid for all processes.
 
     Each process reads the files of all ranks, so all of them reach the same answer without communication; only rank 0's
@@ -109,21 +102,15 @@ def load_at(prefix: Prefix, epoch: int, batch: int | None = None, *, rank: int =
     return ResumeFrom(rank_0, path, own)
 
 
-def prune(prefix: Prefix, keep: int = 1, rank: int = 0) -> list[Path]:
-    """Delete a rank's mid-epoch files before its newest end of an epoch, and all but the newest `keep` after it.
+def prune(prefix: Prefix, rank: int = 0) -> None:
+    """Delete a rank's mid-epoch files, except the newest if no end of an epoch is newer.
 
-    Also deletes the temporary files of processes that were killed while they saved. Returns the deleted paths.
+    Also deletes the temporary files of processes that were killed while they saved.
     """
-    if keep < 0:
-        raise UsageError(f"cannot keep {keep} checkpoints; give 0 or more")
     names = find(prefix, rank)
-    newest_end = max((name.epoch for name in names if not name.batch), default=-1)
-    middles = [name for name in names if name.batch]
-    needed = [name for name in middles if name.epoch >= newest_end][:keep]
-    deleted = [name.path for name in middles if name not in needed] + _unfinished(prefix, rank)
+    deleted = [name.path for name in names[1:] if name.position[1]] + _unfinished(prefix, rank)
     for path in deleted:
         path.unlink(missing_ok=True)
-    return deleted
 
 
 def _rank_prefix(prefix: Prefix, rank: int) -> str:

@@ -2,28 +2,28 @@
 
 Rank 0's file holds the weights, the optimizer state and the random number generators. The other ranks' files hold only
 what differs between ranks: BatchNorm statistics and random number generators. A resumed run continues with the same
-weights to the bit, the same learning rate schedule and the same order of samples.
+weights to the bit, the same learning rate schedule and the same order of samples. A checkpoint of another run is
+rejected with both values and what to do.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echelon import __version__
 from echelon.data.sets.datasets import Dataset
 from echelon.errors import UsageError
 from echelon.train import log_lines
-from echelon.train.checkpoint.compatibility import check_network_and_optimizer, check_sample_order, check_shapes
 from echelon.train.checkpoint.format import Checkpoint, Tensors, save
 from echelon.train.checkpoint.names import ResumeFrom, find, load_at, load_newest, path_for, prune
-from echelon.train.checkpoint.random_state import capture_rng, restore_rng
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import Place
 from echelon.train.step.average import MovingAverage
@@ -73,15 +73,22 @@ class Saver:
         prefix, rank = self._options.model_prefix, self._place.rank
         if prefix is None:
             return
-        optimizer = self._trainer.optimizer_state()  # every process calls it: each may hold a part of the state
-        path = path_for(prefix, rank, position.epoch, position.batch or None)
-        save(path, self._checkpoint(position, metrics, optimizer))
+        path = path_for(prefix, rank, position.epoch, position.batch)
+        save(path, self._checkpoint(position, metrics, self.optimizer_state()))
         prune(prefix, rank=rank)
         if rank == 0:
             log.info(log_lines.saved_line(str(path)))
 
+    def optimizer_state(self) -> Tensors:
+        """Return the optimizer's state, on rank 0 at least. All processes call it.
+
+        The state may be large, so only the worker that writes it fetches it, unless every process holds a part.
+        """
+        is_first_worker = self._place.rank < self._place.num_devices
+        return self._trainer.optimizer_state() if is_first_worker or self._trainer.shards_optimizer else {}
+
     def save_result(self, directory: str, position: RunPosition, metrics: dict[str, float], optimizer: Tensors) -> Path:
-        """Save the final checkpoint in the run directory, as rank 0. `optimizer` is `Trainer.optimizer_state()`."""
+        """Save the final checkpoint in the run directory, as rank 0. `optimizer` is from `optimizer_state`."""
         path = Path(directory) / RESULT_FILE
         save(path, self._checkpoint(position, metrics, optimizer))
         return path
@@ -145,9 +152,9 @@ class Saver:
             log.info("there is no checkpoint %s-* to resume from: training starts from the beginning", prefix)
             return RunPosition()
         metadata, path = found.rank_0.metadata, str(found.path)
-        check_network_and_optimizer(metadata, path, options, self._num_classes)
-        check_sample_order(metadata, path, self._order)
-        check_shapes(found.rank_0, path, self._trainer.model.state_dict(), self._augment.shape)
+        _check_network_and_optimizer(metadata, path, options, self._num_classes)
+        _check_sample_order(metadata, path, self._order)
+        _check_shapes(found.rank_0, path, self._trainer.model.state_dict(), self._augment.shape)
         self._restore(found)
         log.info(log_lines.loaded_line(prefix, metadata["epoch"]))
         return RunPosition(metadata["epoch"], metadata["batch"], metadata["samples_done"])
@@ -180,6 +187,22 @@ class Saver:
         return next(self._trainer.model.parameters()).device
 
 
+def capture_rng(device: torch.device | str = "cpu") -> Tensors:
+    """Return the state of torch's CPU generator and, if `device` is a GPU, of that GPU's generator."""
+    states = {"rng.cpu": torch.get_rng_state()}
+    if torch.device(device).type == "cuda":
+        states["rng.cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_rng(states: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
+    """Set the generators to what `capture_rng` returned; missing states and those of an unused GPU are ignored."""
+    if "rng.cpu" in states:
+        torch.set_rng_state(states["rng.cpu"])
+    if "rng.cuda" in states and torch.device(device).type == "cuda":
+        torch.cuda.set_rng_state(states["rng.cuda"], device)
+
+
 def _check_writable(prefix: str) -> None:
     """Report an unwritable folder at the start, because the first checkpoint may be hours away."""
     folder = Path(prefix).parent
@@ -199,3 +222,59 @@ def _set_buffers(model: nn.Module, values: Tensors) -> None:
         for name, buffer in model.named_buffers():
             if name in values:
                 buffer.copy_(values[name])
+
+
+def _check_network_and_optimizer(
+    metadata: Mapping[str, Any], path: str, options: TrainOptions, num_classes: int
+) -> None:
+    """Reject a checkpoint of another network or optimizer."""
+    here = {
+        "network": options.network,
+        "num_layers": options.num_layers,
+        "num_classes": num_classes,
+        "network options": _listed(options.network_options),
+        "optimizer": options.optimizer.lower(),
+    }
+    there = {name: metadata.get(name) for name in here} | {
+        "network options": _listed(metadata.get("network_options", options.network_options)),
+        "optimizer": metadata.get("options", {}).get("optimizer", options.optimizer).lower(),
+    }
+    if pairs := _differences(there, here):
+        raise UsageError(f"{path} belongs to another run: {pairs}. Give the same flags, or another prefix")
+
+
+def _check_sample_order(metadata: Mapping[str, Any], path: str, order: Mapping[str, int]) -> None:
+    """Reject a mid-epoch position in another order of samples. Files of older versions do not store their order."""
+    if metadata["samples_done"] and (pairs := _differences(metadata.get("order", order), order)):
+        raise UsageError(
+            f"{path} was saved in the middle of an epoch, and its samples were in another order: {pairs}. Give the "
+            "same flags and data, resume from the end of an epoch (--load-epoch), or give another prefix"
+        )
+
+
+def _check_shapes(checkpoint: Checkpoint, path: str, weights: Tensors, image_shape: tuple[int, ...]) -> None:
+    """Reject weights of other names or shapes. Another image shape is accepted if no weight depends on it."""
+    there, here = _shapes(checkpoint.weights), _shapes(weights)
+    if there == here:
+        return
+    name = next(name for name in (*here, *there) if here.get(name) != there.get(name))
+    saved_shape, shape = (
+        ",".join(map(str, numbers)) for numbers in (checkpoint.metadata.get("image_shape", "?"), image_shape)
+    )
+    raise UsageError(
+        f"{path} does not fit the network: weight {name} is {there.get(name, 'missing')} there, "
+        f"{here.get(name, 'missing')} here; images are {saved_shape} there, {shape} here. Give the same flags, or "
+        "another prefix"
+    )
+
+
+def _differences(there: Mapping[str, object], here: Mapping[str, object]) -> str:
+    return "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in here if there[name] != here[name])
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items()) or "none"
+
+
+def _shapes(named: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in named.items()}

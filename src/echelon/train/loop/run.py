@@ -266,7 +266,7 @@ class Run:
 
     def _save_result(self, run_dir: str) -> None:
         """Evaluate the final weights and save them in the run directory. All processes call it; rank 0 writes."""
-        optimizer = self._trainer.optimizer_state()  # every process calls it: each may hold a part of the state
+        optimizer = self._saver.optimizer_state()
         if not self._is_rank_0:
             return
         measured: dict[str, float] = {}

@@ -176,6 +176,11 @@ class Trainer:
         """Whether `update` runs on the device alone, so that a CUDA graph can record it."""
         return True
 
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether every process holds a part of the optimizer's state, so that `optimizer_state` needs all of them."""
+        return False
+
     def update(self) -> None:
         """Do the device's part of a step, if it is `capturable`; `count` does the host's part."""
         if not self.capturable:
@@ -205,7 +210,10 @@ class Trainer:
         self.model.load_state_dict(weights)
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Return the optimizer's state as whole tensors on the CPU, as `<parameter>/<state>`. All workers call it."""
+        """Return the optimizer's state as whole tensors on the CPU, as `<parameter>/<state>`.
+
+        The devices of a worker call it together; with `shards_optimizer`, all workers do.
+        """
         return state_of(self.optimizer, self._parameters)
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:

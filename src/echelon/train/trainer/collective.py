@@ -49,6 +49,11 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
         """Whether a step does not communicate, because this process trains alone."""
         return self._group.size == 1
 
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether the optimizer is divided among the processes, as `nccl` does."""
+        return self.kvstore.sharded
+
     def zero_grad(self) -> None:
         """Discard gradients that were not sent yet."""
         super().zero_grad()
@@ -64,7 +69,7 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
         self._broadcast_model()
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Return the optimizer's state as whole tensors on the CPU. All workers call it."""
+        """Return the optimizer's state as whole tensors on the CPU. With `shards_optimizer`, all workers call it."""
         return self._replica.state() if self._buckets else super().optimizer_state()
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
