@@ -27,8 +27,8 @@ from echelon.launch.devices import parse_devices
 from echelon.train.checkpoint.format import Checkpoint, load
 from echelon.train.checkpoint.names import load_at, load_newest
 from echelon.train.flags.arguments import parse_numbers
+from echelon.train.flags.check import check_numbers
 from echelon.train.predict import model_of, preprocessing_of
-from echelon.train.recipe.ranges import check_numbers
 from echelon.train.step.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(options: argparse.Namespace) -> int:
     """Score the checkpoint that the command line names."""
-    metrics, device = Metrics(top_k=options.top_k), device_of(options.gpus)
     check_numbers(vars(options))
+    metrics, device = Metrics(top_k=options.top_k), device_of(options.gpus)
     checkpoint, path = find_checkpoint(options.model, options.load_epoch)
     preprocessing = preprocessing_of(with_flags(checkpoint, options), path)
     model = model_of(checkpoint, path).to(device).eval()

@@ -20,15 +20,8 @@ from echelon.report.display import Display, histogram_lines
 from echelon.report.runs import discard_run, latest_run, new_run
 from echelon.report.summary import RunState, summary, write_summary
 from echelon.schemes.stores import store_kind
-from echelon.train.flags import no_effect
-from echelon.train.flags.arguments import (
-    Parser,
-    add_augment_arguments,
-    add_data_arguments,
-    add_fit_arguments,
-    options_from,
-)
-from echelon.train.flags.check import check_flags
+from echelon.train.flags.arguments import add_arguments, options_from
+from echelon.train.flags.check import check_flags, warn_about_effects
 from echelon.train.loop.fit import fit
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.script import LOG_FORMAT
@@ -43,10 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--demo", action="store_true", help=f"run the demonstration: {DEMO}")
     parser.add_argument("--name", help="name of the run (default: its start time and store)")
     parser.add_argument("--data", default="digits", help="digits, mnist, fashion-mnist, cifar10, imagenet, folder, …")
-    own = parser.own if isinstance(parser, Parser) else parser.add_argument
-    add_fit_arguments(parser, own)
-    add_data_arguments(parser, own)
-    add_augment_arguments(parser, own)
+    add_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -62,7 +52,7 @@ def run(given: argparse.Namespace) -> int:
         job = replace(job, num_servers=0)
     local.check(job)
     check_flags(given, options, job, starts_job=True)
-    no_effect.warn(given)
+    warn_about_effects(given)
     if options.test_io:
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout)
         return fit(options)

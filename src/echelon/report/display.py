@@ -12,7 +12,7 @@ from rich.text import Text
 
 from echelon.observe.events import EventReader
 from echelon.report.summary import RunState
-from echelon.train.loop.progress import print_verbatim
+from echelon.train.loop.reporting import print_verbatim
 
 PLAIN_EVERY_S = 5.0
 BAR = 36

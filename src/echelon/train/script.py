@@ -17,15 +17,8 @@ from collections.abc import Sequence
 
 from echelon.environment import Job
 from echelon.errors import EchelonError
-from echelon.train.flags import no_effect
-from echelon.train.flags.arguments import (
-    Parser,
-    add_augment_arguments,
-    add_data_arguments,
-    add_fit_arguments,
-    options_from,
-)
-from echelon.train.flags.check import check_flags
+from echelon.train.flags.arguments import Parser, add_arguments, options_from
+from echelon.train.flags.check import check_flags, warn_about_effects
 
 LOG_FORMAT = "%(levelname)s:root:%(message)s"  # MXNet's format, which parse_log and users' scripts read
 
@@ -33,10 +26,7 @@ LOG_FORMAT = "%(levelname)s:root:%(message)s"  # MXNet's format, which parse_log
 def make_parser(description: str | None, *, images: bool = True) -> Parser:
     """Make a parser with the flags of training and, with `images`, those of data and augmentation."""
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_fit_arguments(parser, parser.own)
-    if images:
-        add_data_arguments(parser, parser.own)
-        add_augment_arguments(parser, parser.own)
+    add_arguments(parser, images=images)
     parser.set_defaults(kv_store="device")
     return parser
 
@@ -65,9 +55,9 @@ def _run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str]) -
 
         return run_devices([sys.executable, sys.argv[0], *arguments], len(options.devices))
     from echelon.train.loop.fit import fit  # imports torch, which takes seconds: only after the flags are checked
-    from echelon.train.loop.progress import TrainingProgress
+    from echelon.train.loop.reporting import TrainingProgress
 
     with TrainingProgress() as progress:
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[progress.handler()])
-        no_effect.warn(given)
+        warn_about_effects(given)
         return fit(options, job.run_dir, progress)

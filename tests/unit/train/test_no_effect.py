@@ -9,7 +9,7 @@ import pytest
 
 from echelon.cli.main import main
 from echelon.train import script
-from echelon.train.flags.no_effect import warn, warnings_about
+from echelon.train.flags.check import warn_about_effects, warnings_about
 
 STEPS = "--lr-step-epochs 30,60 has no effect"
 PARSER = script.make_parser(None)
@@ -66,7 +66,7 @@ def test_defaults_and_flags_with_an_effect_cause_no_warning(arguments: str) -> N
 
 
 def test_each_warning_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    warn(PARSER.parse_args(["--gc-threshold", "0.5", "--macrobatch-size", "8", "--gc-threshold", "1"]))
+    warn_about_effects(PARSER.parse_args(["--gc-threshold", "0.5", "--macrobatch-size", "8", "--gc-threshold", "1"]))
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert [line.split()[0] for line in caplog.messages] == ["--macrobatch-size", "--gc-threshold"]
     assert "--gc-threshold 1 has" in caplog.messages[1], "the last value counts"

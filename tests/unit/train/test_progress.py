@@ -10,7 +10,7 @@ import os
 import pytest
 from rich.console import Console
 
-from echelon.train.loop.progress import TrainingProgress
+from echelon.train.loop.reporting import TrainingProgress
 
 LINE = "INFO:root:Epoch[0] Batch [0-20]\tSpeed: 12.50 samples/sec\taccuracy=0.500000 [not markup]"
 

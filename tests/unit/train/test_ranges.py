@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -9,14 +10,11 @@ import pytest
 
 from echelon.data.images.config import AugmentConfig
 from echelon.errors import UsageError
-from echelon.train.flags.arguments import Parser, add_augment_arguments, add_data_arguments, add_fit_arguments
-from echelon.train.recipe.ranges import RANGES, check_numbers
+from echelon.train.flags.check import RANGES, check_numbers
+from echelon.train.script import make_parser
 
-PARSER = Parser()
-add_fit_arguments(PARSER)
-add_data_arguments(PARSER)
-IMAGES = Parser()
-add_augment_arguments(IMAGES)
+PARSER = make_parser(None)
+AUGMENT = {field.name for field in dataclasses.fields(AugmentConfig)}
 
 SWITCHES = {"test_io", "benchmark", "data_allocator", "push_factors", "use_imagenet_data_augmentation"}
 ANY_WHOLE_NUMBER = {*SWITCHES, "save_period"}  # MXNet treats less than 1 as 1 there
@@ -25,12 +23,13 @@ BELOW_ZERO = {"seed"}
 HUGE_FLOATS = {"lr", "lr_factor", "wd", "warmup_epochs", "gc_threshold", "mixup"}
 
 
-def numeric(parser: Parser, kind: type) -> list[str]:
-    return sorted(action.dest for action in parser._actions if action.type is kind)
+def numeric(kind: type, *, augment: bool = False) -> list[str]:
+    """Return the numeric flags: those of the augmentation, or all others."""
+    return sorted(a.dest for a in PARSER._actions if a.type is kind and (a.dest in AUGMENT) == augment)
 
 
-WHOLE = [name for name in numeric(PARSER, int) if name not in ANY_WHOLE_NUMBER]
-FLOATS = numeric(PARSER, float)
+WHOLE = [name for name in numeric(int) if name not in ANY_WHOLE_NUMBER]
+FLOATS = numeric(float)
 
 
 def test_every_numeric_flag_has_a_range() -> None:
@@ -70,7 +69,7 @@ def test_a_count_that_is_too_large_is_rejected(name: str) -> None:
             PARSER.parse_args([f"--{name.replace('_', '-')}", text])
 
 
-@pytest.mark.parametrize("name", numeric(IMAGES, float))
+@pytest.mark.parametrize("name", numeric(float, augment=True))
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_augmentation_flags_must_be_finite(name: str, value: float) -> None:
     given: dict[str, Any] = {name: value}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import UsageError
-from echelon.train.loop.tensorboard import ScalarWriter
+from echelon.train.loop.reporting import ScalarWriter
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -24,7 +24,7 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     directory = tmp_path / "runs" / "one"  # does not exist yet
-    board = ScalarWriter.open(str(directory))
+    board = ScalarWriter(str(directory))
     for step in range(3):
         board.write("train/accuracy", 0.25 * step, step)
     board.write("lr", 0.5, 7)
@@ -33,7 +33,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
 
 
 def test_closing_twice_and_writing_afterwards_are_ignored(tmp_path: Path) -> None:
-    board = ScalarWriter.open(str(tmp_path))
+    board = ScalarWriter(str(tmp_path))
     board.write("lr", 0.5, 0)
     board.close()
     board.close()
@@ -43,8 +43,8 @@ def test_closing_twice_and_writing_afterwards_are_ignored(tmp_path: Path) -> Non
 
 CODE = """
 import sys
-from echelon.train.loop.tensorboard import ScalarWriter
-board = ScalarWriter.open(None)
+from echelon.train.loop.reporting import ScalarWriter
+board = ScalarWriter(None)
 board.write("lr", 0.1, 0)
 board.close()
 assert not any(name.startswith(("tensorboard", "torch")) for name in sys.modules), sorted(sys.modules)
@@ -59,7 +59,7 @@ def test_without_a_directory_nothing_is_imported_or_written(tmp_path: Path) -> N
 def test_a_missing_package_is_reported_with_the_pip_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as if it were not installed
     with pytest.raises(UsageError, match=re.escape("pip install 'echelon[tensorboard]'")):
-        ScalarWriter.open(str(tmp_path))
+        ScalarWriter(str(tmp_path))
 
 
 def test_an_unusable_directory_is_rejected(tmp_path: Path) -> None:
@@ -67,4 +67,4 @@ def test_an_unusable_directory_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=re.escape(f"--tensorboard {tmp_path / 'file'}: File exists; give a writable directory")
     ):
-        ScalarWriter.open(str(tmp_path / "file"))
+        ScalarWriter(str(tmp_path / "file"))

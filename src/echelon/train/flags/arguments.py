@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 from echelon.errors import UsageError
 from echelon.launch.devices import parse_devices
-from echelon.train.flags.no_effect import StoreAndRecord
 from echelon.train.recipe.options import DTYPES, ENGINES, TrainOptions
 from echelon.train.recipe.pace import Pace, parse_slow, parse_stall
 
@@ -39,10 +38,24 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; --help lists the flags")
 
 
-def add_fit_arguments(parser: argparse.ArgumentParser, own: Add | None = None) -> None:
-    """Add the flags of the training itself: first MXNet's, then Echelon's own through `own`."""
+class StoreAndRecord(argparse.Action):
+    """Stores a value as usual, and records that the flag was given."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.recorded = {*getattr(namespace, "recorded", ()), self.dest}
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, images: bool = True) -> None:
+    """Add the flags of training and, with `images`, those of data and augmentation."""
+    own = parser.own if isinstance(parser, Parser) else parser.add_argument
     _add_mxnet_arguments(parser.add_argument, TrainOptions())
-    _add_own_arguments(own or parser.add_argument, TrainOptions())
+    _add_own_arguments(own, TrainOptions())
+    if images:
+        _add_data_arguments(parser.add_argument, own)
+        _add_augment_arguments(parser.add_argument, own)
 
 
 def _add_mxnet_arguments(add: Add, defaults: TrainOptions) -> None:
@@ -125,10 +138,7 @@ def _add_own_arguments(own: Add, defaults: TrainOptions) -> None:
     own("--stall", metavar="PROBABILITY:FACTOR", help="multiply --pace for random steps")
 
 
-def add_data_arguments(parser: argparse.ArgumentParser, own: Add | None = None) -> None:
-    """Add the flags of the data."""
-    own = own or parser.add_argument
-    add = parser.add_argument
+def _add_data_arguments(add: Add, own: Add) -> None:
     add("--data-train", help=".rec file, or folder with one folder per class")
     add("--data-train-idx", default="", help=".idx file of --data-train")
     add("--data-val", help="validation data, like --data-train")
@@ -168,14 +178,13 @@ _AUGMENT: dict[str, tuple[type, str]] = {  # MXNet's flags, by field of AugmentC
 }
 
 
-def add_augment_arguments(parser: argparse.ArgumentParser, own: Add | None = None) -> None:
+def _add_augment_arguments(add: Add, own: Add) -> None:
     """Add the augmentation flags. Flags that are not given keep the settings of the data set."""
-    own = own or parser.add_argument
-    parser.add_argument("--rgb-mean", help="mean per channel, for example 123.68,116.779,103.939")
-    parser.add_argument("--rgb-std", help="standard deviation per channel, for example 1,1,1")
+    add("--rgb-mean", help="mean per channel, for example 123.68,116.779,103.939")
+    add("--rgb-std", help="standard deviation per channel, for example 1,1,1")
     for name, (kind, text) in _AUGMENT.items():
         action = StoreAndRecord if name.endswith("_random_area") else "store"
-        parser.add_argument(f"--{name.replace('_', '-')}", action=action, type=kind, help=text)
+        add(f"--{name.replace('_', '-')}", action=action, type=kind, help=text)
     own("--resize", type=int, help="first scale the shorter side of the image to this length")
 
 

@@ -3,13 +3,17 @@
 `check_flags` runs every check that needs no data, before anything is started or written; the example scripts and
 `echelon train` call it once. `check_with_data` runs the checks that need the open data set; `fit` calls it. The checks
 that import torch run last, because importing torch takes seconds.
+
+Echelon's own flags are rejected if they have no effect. MXNet's only cause a warning (`warn_about_effects`), so that
+its commands still run unchanged. There is no warning about a script's defaults, only about flags that were given.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from echelon import models
@@ -21,12 +25,46 @@ from echelon.schemes import rules_for
 from echelon.schemes.stores import store_kind
 from echelon.train.recipe.options import DTYPES, ENGINES, TrainOptions
 from echelon.train.recipe.plan import Place, device_batch, schedule_for, shares_for
-from echelon.train.recipe.ranges import check_numbers, check_top_k
 
 if TYPE_CHECKING:
     from echelon.data.sets.datasets import Dataset
 
 log = logging.getLogger(__name__)
+
+_COUNT = 2**31 - 1  # more would not fit into 32-bit indices
+_LONG = 2**63 - 1
+_FINITE = sys.float_info.max
+
+# The valid numbers of each flag; NaN is never valid. `AugmentConfig` has the ranges of the augmentation flags; switches
+# such as `--benchmark 1` accept any whole number.
+RANGES: dict[str, tuple[float, float]] = {
+    "batch_size": (1, _COUNT),
+    "num_epochs": (1, _COUNT),
+    "num_layers": (1, _COUNT),
+    "num_classes": (1, _COUNT),
+    "num_examples": (1, _LONG),
+    "disp_batches": (1, _COUNT),
+    "data_nthreads": (1, 1024),
+    "eval_every": (0, _COUNT),
+    "load_epoch": (0, _COUNT),
+    "macrobatch_size": (0, _COUNT),
+    "monitor": (0, _COUNT),
+    "save_batches": (0, _COUNT),
+    "staleness": (0, _COUNT),
+    "top_k": (0, _COUNT),
+    "seed": (-_LONG, _LONG),
+    "lr": (0, _FINITE),
+    "lr_factor": (0, _FINITE),
+    "mom": (0, 1),
+    "wd": (0, _FINITE),
+    "warmup_epochs": (0, _FINITE),
+    "gc_threshold": (0, _FINITE),
+    "label_smoothing": (0, 1),
+    "mixup": (0, _FINITE),
+    "ema_epochs": (0, 10_000),  # with many more, the weight of one step is lost in rounding
+    "target_accuracy": (0, 1),
+    "pace": (0, 86_400),
+}
 
 _UNSUPPORTED = ("profile_worker_suffix", "profile_server_suffix", "use_imagenet_data_augmentation")
 
@@ -59,6 +97,17 @@ def check_with_data(options: TrainOptions, dataset: Dataset) -> None:
         )
 
 
+def check_numbers(values: Mapping[str, float | None]) -> None:
+    """Raise UsageError for a number out of its flag's range; ignores flags that are missing or None."""
+    for name, (low, high) in RANGES.items():
+        value = values.get(name)
+        if value is not None and not low <= value <= high:
+            shown = f"{value:g}" if isinstance(value, float) else value
+            raise UsageError(f"--{name.replace('_', '-')} must be {_allowed(low, high, value)}, not {shown}")
+    if values.get("top_k") == 1:
+        raise UsageError("--top-k 1: give 2 or more, or 0 for none (top-1 is the accuracy, always shown)")
+
+
 def _check_single_flags(given: Namespace) -> None:
     """Check each value by itself."""
     values = vars(given)
@@ -68,7 +117,6 @@ def _check_single_flags(given: Namespace) -> None:
     if values.get("gc_type", "none") != "none":
         raise UsageError(f"--gc-type {given.gc_type}: gradient compression is not implemented yet; use none")
     check_numbers(values)
-    check_top_k(given.top_k)
     prefix = given.model_prefix
     if prefix is not None and (not prefix or prefix.endswith("/")):
         raise UsageError(f"--model-prefix {prefix!r} does not end with a file name; add one, for example {prefix}model")
@@ -161,3 +209,63 @@ def _check_validation(options: TrainOptions, *, has_validation: bool) -> None:
     need, them = ("need", "them") if len(given) > 1 else ("needs", "it")
     where = "--benchmark 1 has none:" if options.benchmark else f"{options.data} has none here: give --data-val, or"
     raise UsageError(f"{' and '.join(given)} {need} validation data, but {where} leave {them} out")
+
+
+def _allowed(low: float, high: float, value: float) -> str:
+    if high == _FINITE:
+        return f"{low} or more, and finite"
+    if high in (_COUNT, _LONG) and low >= 0:
+        return f"{low} or more" if value < low else f"{high} or less"
+    return f"between {low} and {high}"
+
+
+def warn_about_effects(given: Namespace) -> None:
+    """Log a warning for each flag that was given and has no effect."""
+    for line in warnings_about(given):
+        log.warning(line)
+
+
+def warnings_about(given: Namespace) -> list[str]:
+    """Return the lines that `warn_about_effects` logs."""
+    recorded = getattr(given, "recorded", ())
+    reasons = {name: reason_for(given) for name, reason_for in _REASONS.items() if name in recorded}
+    return [f"{_flag(given, name)} has no effect: {reason}" for name, reason in reasons.items() if reason]
+
+
+def _flag(given: Namespace, name: str) -> str:
+    value = getattr(given, name)
+    return f"--{name.replace('_', '-')} {f'{value:g}' if isinstance(value, float) else value}"
+
+
+def _steps(given: Namespace) -> str | None:
+    kind, steps = given.lr_schedule, given.lr_step_epochs
+    if not steps or (kind == "poly" and "pow" in steps):
+        return None
+    if kind != "step":
+        return f"--lr-schedule {kind} has no steps"
+    return None if given.lr_factor < 1 else f"--lr-factor {given.lr_factor:g} does not lower the learning rate"
+
+
+def _macrobatch(given: Namespace) -> str | None:
+    if not given.macrobatch_size:
+        return None
+    if given.optimizer.lower() != "lbsgd":
+        return f"only --optimizer lbsgd uses it, not {given.optimizer}"
+    return "--warmup-strategy lars scales by the norms of the weights" if given.warmup_strategy == "lars" else None
+
+
+def _area(name: str) -> Callable[[Namespace], str | None]:
+    def reason_for(given: Namespace) -> str | None:
+        has_effect = getattr(given, name) == 1 or given.random_resized_crop
+        return None if has_effect else "only --random-resized-crop 1 uses it"
+
+    return reason_for
+
+
+_REASONS: dict[str, Callable[[Namespace], str | None]] = {
+    "lr_step_epochs": _steps,
+    "macrobatch_size": _macrobatch,
+    "min_random_area": _area("min_random_area"),
+    "max_random_area": _area("max_random_area"),
+    "gc_threshold": lambda given: "gradient compression is not implemented yet",
+}

@@ -1,5 +1,5 @@
 """The training loop of the scripts. Read `fit` (puts a run together), then `run` (epochs, steps, evaluations, the end).
 
-`inputs` opens the data, `evaluate` measures on validation data, `stopping` handles signals, `reporting` writes lines;
-`monitor`, `tensorboard` and `progress` are what it reports to.
+`inputs` opens the data, `evaluate` measures on validation data, `stopping` handles signals, `reporting` writes log
+lines, curves and the progress bar, `monitor` has the sizes of all tensors.
 """

@@ -17,7 +17,7 @@ from echelon.schemes.stores import store_kind
 from echelon.train import log_lines
 from echelon.train.flags.check import check_with_data
 from echelon.train.loop.inputs import open_data, read_only
-from echelon.train.loop.progress import TrainingProgress
+from echelon.train.loop.reporting import TrainingProgress
 from echelon.train.loop.run import Run
 from echelon.train.recipe.optimizers import make_optimizer
 from echelon.train.recipe.options import TrainOptions

@@ -1,15 +1,22 @@
-"""What one process of a run reports: MXNet's log lines, TensorBoard curves, the progress bar and the run's events."""
+"""What one process of a run reports: MXNet's log lines, TensorBoard curves and a progress bar.
+
+On a terminal the bar is below the log: epoch, batches, remaining time. The log lines are not changed by a single byte:
+they are printed through the same console, above the bar. Without a terminal there is no bar.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Self
 
-from echelon.observe.events import EventLog
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.segment import Segment, Segments
+
+from echelon.errors import UsageError
 from echelon.train import log_lines
-from echelon.train.loop.progress import TrainingProgress
-from echelon.train.loop.tensorboard import ScalarWriter
 from echelon.train.recipe.options import TrainOptions
 
 log = logging.getLogger(__name__)
@@ -19,28 +26,17 @@ class Reporter:
     """Reports the progress of one process. Only device 0 of a worker logs, and only rank 0 writes curves."""
 
     def __init__(
-        self,
-        options: TrainOptions,
-        events: EventLog,
-        progress: TrainingProgress | None,
-        *,
-        logs: bool,
-        is_rank_0: bool,
+        self, options: TrainOptions, progress: TrainingProgress | None, *, logs: bool, is_rank_0: bool
     ) -> None:
         self._num_epochs = options.num_epochs
-        self._events = events
         self._progress = progress
         self._logs = logs
-        self._curves = ScalarWriter.open(options.tensorboard if is_rank_0 else None)
+        self._curves = ScalarWriter(options.tensorboard if is_rank_0 else None)
 
     def info(self, line: str) -> None:
         """Log a line."""
         if self._logs:
             log.info(line)
-
-    def event(self, kind: str, **values: Any) -> None:
-        """Write an event for `echelon train` and the summary."""
-        self._events.write(kind, **values)
 
     def step(self, epoch: int, done: int, per_epoch: int) -> None:
         """Move the progress bar to `done` batches of an epoch."""
@@ -69,3 +65,84 @@ class Reporter:
     def close(self) -> None:
         """Flush the curves."""
         self._curves.close()
+
+
+class ScalarWriter:
+    """Writes scalar curves to a TensorBoard event file; does nothing if no directory was given."""
+
+    def __init__(self, directory: str | None) -> None:
+        self._writer = None
+        if not directory:
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # optional, and imported only if used
+        except ImportError as error:
+            raise UsageError(
+                f"--tensorboard {directory} needs a package that is not installed ({error}); "
+                "pip install 'echelon[tensorboard]'"
+            ) from error
+        try:
+            self._writer = SummaryWriter(directory)
+        except OSError as error:
+            raise UsageError(f"--tensorboard {directory}: {error.strerror}; give a writable directory") from error
+
+    def write(self, name: str, value: float, step: int) -> None:
+        """Add one point to one curve."""
+        if self._writer is not None:
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush the file and stop the writer's thread. Later points are dropped."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class TrainingProgress:
+    """Shows the steps of a run. Use it as a context manager."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stderr)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._epoch = -1
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console, transient=True, refresh_per_second=5)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def handler(self) -> logging.Handler:
+        """Return a handler that prints log lines above the bar, or plainly if there is no terminal."""
+        return _AboveBar(self._console) if self._console.is_terminal else logging.StreamHandler(self._console.file)
+
+    def step(self, epoch: int, num_epochs: int, done: int, per_epoch: int) -> None:
+        """Show that `done` batches of an epoch are completed."""
+        if self._bar is None:
+            return
+        if self._task is None:
+            self._task = self._bar.add_task("", total=per_epoch)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._bar.reset(self._task, total=per_epoch, description=f"epoch {epoch + 1} of {num_epochs}")
+        self._bar.update(self._task, completed=done)
+
+
+class _AboveBar(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print_verbatim(self._console, self.format(record))
+
+
+def print_verbatim(console: Console, line: str) -> None:
+    """Print a line unchanged above a live display; rich would otherwise expand its tabs."""
+    console.print(Segments([Segment(f"{line}\n")]), soft_wrap=True)

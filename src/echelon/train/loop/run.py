@@ -1,7 +1,7 @@
 """The training loop of one process: epochs, steps, evaluations, checkpoints, and the end of the run.
 
 `step` runs a training step and `trainer` synchronizes with the other workers; this module decides what happens between
-steps. `reporting` writes the log lines, curves and events.
+steps. `reporting` writes the log lines and curves.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from echelon.train.checkpoint.saver import RunPosition, Saver
 from echelon.train.loop.evaluate import Validation
 from echelon.train.loop.inputs import train_loader
 from echelon.train.loop.monitor import Monitor
-from echelon.train.loop.progress import TrainingProgress
-from echelon.train.loop.reporting import Reporter
+from echelon.train.loop.reporting import Reporter, TrainingProgress
 from echelon.train.loop.stopping import EXIT_STATUS, Interrupted, StopSignals
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import Place, epoch_size, sampling_for, schedule_for, state_at
@@ -75,7 +74,7 @@ class Run:
         self._saver = Saver(options, self._place, trainer, dataset, self._scaler, self._average)
         self._validation = self._make_validation()
         self._monitor = Monitor(trainer.model, options.monitor) if options.monitor else None
-        self._report = Reporter(options, kvstore.events, progress, logs=device_index == 0, is_rank_0=self._is_rank_0)
+        self._report = Reporter(options, progress, logs=device_index == 0, is_rank_0=self._is_rank_0)
         self._stop = StopSignals()
         self._position = RunPosition()
         self._start_s = 0.0
@@ -113,7 +112,7 @@ class Run:
             self._log_settings(loader.state.epoch)
             self._kvstore.barrier()
             self._start_s = time.monotonic()
-            self._report.event("begin", rank=self._kvstore.worker_rank, batches_per_epoch=self._per_epoch)
+            self._kvstore.events.write("begin", rank=self._kvstore.worker_rank, batches_per_epoch=self._per_epoch)
             try:
                 while loader.state.epoch < self._options.num_epochs and not self._kvstore.halted:
                     self._train_epoch(loader)
@@ -233,7 +232,7 @@ class Run:
         self._measured = measured = self._validation.measure(self._trainer.model)
         seconds = round(time.monotonic() - self._start_s, 6)
         accuracy, epochs = measured["accuracy"], round(epoch + done / self._per_epoch, 3)
-        self._report.event(
+        self._kvstore.events.write(
             "validation", epoch=epochs, accuracy=accuracy, loss=measured["cross-entropy"], seconds=seconds
         )
         batch = None if done == self._per_epoch else done
@@ -254,7 +253,7 @@ class Run:
         self._trainer.average_buffers()
         self._kvstore.retire()
         seconds = time.monotonic() - self._start_s
-        self._report.event("done", seconds=round(seconds, 6), **self._trainer.progress())
+        self._kvstore.events.write("done", seconds=round(seconds, 6), **self._trainer.progress())
         self._kvstore.barrier()
         if self._kvstore.halted not in EXIT_STATUS:
             self._trainer.refresh()  # the weights now include the pushes of all workers
@@ -272,6 +271,6 @@ class Run:
         measured: dict[str, float] = {}
         if self._validation is not None:
             measured = self._validation.measure(self._trainer.model)
-            self._report.event("final", accuracy=measured["accuracy"], loss=measured["cross-entropy"])
+            self._kvstore.events.write("final", accuracy=measured["accuracy"], loss=measured["cross-entropy"])
         path = self._saver.save_result(run_dir, self._position, measured, optimizer)
-        self._report.event("checkpoint", file=path.name)
+        self._kvstore.events.write("checkpoint", file=path.name)

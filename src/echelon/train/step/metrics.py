@@ -13,8 +13,6 @@ import logging
 import torch
 from torch import Tensor
 
-from echelon.errors import UsageError
-
 log = logging.getLogger(__name__)
 
 _LOSSES = {"ce": "cross-entropy", "nll_loss": "nll-loss", "nll": "nll-loss"}
@@ -25,8 +23,6 @@ class Metrics:
     """The accuracy, and the metrics that `--top-k K` and `--loss ce,nll_loss` add."""
 
     def __init__(self, top_k: int = 0, losses: str = "") -> None:
-        if top_k < 0 or top_k == 1:
-            raise UsageError(f"--top-k {top_k}: give 2 or more, or 0 for none (top-1 is the accuracy, always shown)")
         self._top_k = top_k
         self._losses = _loss_names(losses)
         top = (f"top_k_accuracy_{top_k}",) if top_k else ()
@@ -54,11 +50,6 @@ class Metrics:
 
     def means(self, sums: Tensor) -> dict[str, float]:
         """Return the mean of each metric from the sums of all batches; NaN without samples. Waits for the device."""
-        if sums.shape != (len(self.names) + 1,):
-            raise UsageError(
-                f"sums of shape {tuple(sums.shape)} for {len(self.names)} metrics ({', '.join(self.names)}) "
-                "and the number of samples; pass a result of measure() of the same Metrics"
-            )
         *totals, count = sums.tolist()
         return {name: total / count if count else float("nan") for name, total in zip(self.names, totals, strict=True)}
 
