@@ -13,6 +13,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import echelon
+from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
 from echelon.launch.in_process import run
 
@@ -93,7 +94,7 @@ class Loop:
                 schedule.step()
         return snapshot(model)
 
-    def worker(self, kv: KVStore, data: Sequence[Batch], **options: Any) -> State:
+    def worker(self, kv: KVStore, data: Sequence[Batch], pass_size: bool = True, **options: Any) -> State:
         """Train with a Trainer as one worker and return the last weights."""
         torch.set_num_threads(1)  # otherwise a new thread's first convolution uses all cores and sums in another order
         model = copy.deepcopy(self.model)
@@ -102,7 +103,7 @@ class Loop:
         trainer = echelon.Trainer(model, optimizer, kv, **options)
         for batch in data:
             loss_of(model, batch).backward()
-            trainer.step(len(batch[0]))
+            trainer.step(len(batch[0]) if pass_size else None)
             if schedule:
                 schedule.step()
         state = snapshot(model)
@@ -140,6 +141,45 @@ def assert_close(actual: State, expected: State, tolerance: float) -> None:
 def differs(one: State, other: State) -> bool:
     """Return whether any tensor differs."""
     return any(not torch.equal(value, other[name]) for name, value in one.items())
+
+
+def joined(parts: Sequence[Sequence[Batch]]) -> list[Batch]:
+    """Return the batches of all workers, joined step by step, for one process."""
+    return [
+        (torch.cat([images for images, _ in step]), torch.cat([labels for _, labels in step]))
+        for step in zip(*parts, strict=True)
+    ]
+
+
+def parts_of(sizes: Sequence[int], steps: int = STEPS, **more: Any) -> list[list[Batch]]:
+    """Return each worker's batches, of the given sizes."""
+    return [batches(steps, size, seed=rank + 1, **more) for rank, size in enumerate(sizes)]
+
+
+def two_groups(model: nn.Module) -> Optimizer:
+    """Return an optimizer with other settings for biases, which alternate with the weights. It has frozen ones, too."""
+    named = list(model.named_parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [p for name, p in named if "bias" not in name]},
+        {"params": [p for name, p in named if "bias" in name], "lr": 0.5, "weight_decay": 0.0},
+    ]
+    return SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def take_steps(model: nn.Module, trainer: echelon.Trainer, data: Sequence[Batch]) -> None:
+    """Make one step per batch."""
+    for batch in data:
+        loss_of(model, batch).backward()
+        trainer.step()
+
+
+def usage_error(call: Callable[[], object]) -> str:
+    """Return the message of the UsageError that the call raises."""
+    try:
+        call()
+    except UsageError as error:
+        return str(error)
+    raise AssertionError("no UsageError was raised")
 
 
 def momentum(model: nn.Module) -> Optimizer:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import copy
-import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from collective_loops import (
-    ELEMENTWISE,
-    joined,
-    largest_difference,
-    parts_of,
-    two_groups,
-)
+from collective_loops import ELEMENTWISE, largest_difference
 from plain_loops import (
     Loop,
     Net,
     State,
     assert_same_bits,
     batches,
+    joined,
     loss_of,
+    parts_of,
     seeded,
     snapshot,
+    two_groups,
+    usage_error,
 )
 from torch import nn
 from torch.optim import SGD
@@ -35,6 +33,7 @@ from echelon.environment import Job
 from echelon.errors import JobError, UsageError
 from echelon.kvstore import KVStore, create
 from echelon.launch.in_process import run as run_with_servers
+from echelon.launch.processes import free_port
 from forked import run
 
 pytestmark = pytest.mark.numeric
@@ -114,24 +113,17 @@ def test_mistakes_in_a_group() -> None:
         said = []
         model = seeded(Net)
         for optimizer in (torch.optim.Rprop(model.parameters()), torch.optim.LBFGS(model.parameters())):
-            with pytest.raises(UsageError) as caught:
-                echelon.Trainer(model, optimizer, kv)
-            said.append(str(caught.value))
+            said.append(usage_error(partial(echelon.Trainer, model, optimizer, kv)))
         trainer = echelon.Trainer(model, two_groups(model), kv, check_finite=True)
         batch = batches(1)[0]
         loss_of(model, batch).backward()
         for wrong in (lambda: loss_of(model, batch).backward(), lambda: trainer.step(7), lambda: trainer.update()):
-            with pytest.raises(UsageError) as caught:
-                wrong()
-            said.append(str(caught.value))
+            said.append(usage_error(wrong))
         trainer.zero_grad()  # discards what the second backward pass added
         trainer.step()
         loss_of(model, batch).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        with pytest.raises(UsageError) as caught:
-            trainer.step()
-        said.append(str(caught.value))
-        return said
+        return [*said, usage_error(trainer.step)]
 
     for rank, said in enumerate(run(program, "nccl", num_workers=2)):
         for text, words in zip(
@@ -155,9 +147,7 @@ def test_models_that_differ_are_an_error() -> None:
         if kv.rank == 0:
             kv.group.check_same("the model's parameters", "weight (2, 3)")  # type: ignore[attr-defined]
             return ""
-        with pytest.raises(UsageError) as caught:
-            echelon.Trainer(model, SGD(model.parameters(), lr=0.1), kv)
-        return str(caught.value)
+        return usage_error(lambda: echelon.Trainer(model, SGD(model.parameters(), lr=0.1), kv))
 
     said = run(program, "nccl_allreduce", num_workers=2)[1]
     assert said.startswith(
@@ -169,8 +159,3 @@ def test_models_that_differ_are_an_error() -> None:
 def test_a_rank_that_does_not_arrive_is_named() -> None:
     with pytest.raises(JobError, match=r"worker 0, device 1 did not arrive at 127.0.0.1:\d+ in 1 s"):
         create("nccl", job=Job(num_devices=2, device_port=free_port(), timeout_s=1.0))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

@@ -7,21 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from collective_loops import (
-    ELEMENTWISE,
-    KINDS,
-    STEPS,
-    STORES,
-    Normed,
-    adam,
-    joined,
-    largest_difference,
-    on_group,
-    parts_of,
-    train,
-    two_groups,
-)
+from collective_loops import ELEMENTWISE, KINDS, STORES, Normed, adam, largest_difference, on_group
 from plain_loops import (
+    STEPS,
     Batch,
     Loop,
     Net,
@@ -29,9 +17,13 @@ from plain_loops import (
     assert_same_bits,
     batches,
     differs,
+    joined,
     loss_of,
+    parts_of,
     seeded,
     snapshot,
+    take_steps,
+    two_groups,
 )
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -46,6 +38,8 @@ from forked import run
 
 pytestmark = pytest.mark.numeric
 
+SIZES = (6, 2, 5)  # of the batches of three ranks
+
 # --- the joined batch
 
 
@@ -53,9 +47,10 @@ pytestmark = pytest.mark.numeric
 def test_a_group_is_one_process_on_the_joined_batch(store: str) -> None:
     """Unequal batches are weighted by their samples, and all stores give the same bits."""
     loop = Loop(seeded(Net), two_groups)
-    found = on_group(store, loop, parts_of())
-    assert largest_difference(found[0], loop.plain(joined(parts_of()))) < tolerances.of_training(joined(parts_of()))
-    for state in [*found, *on_group("nccl_allreduce", loop, parts_of(), overlap=False, pass_size=False)]:
+    parts = parts_of(SIZES)
+    found = on_group(store, loop, parts)
+    assert largest_difference(found[0], loop.plain(joined(parts))) < tolerances.of_training(joined(parts))
+    for state in [*found, *on_group("nccl_allreduce", loop, parts, overlap=False, pass_size=False)]:
         assert_same_bits(state, found[0])
 
 
@@ -92,7 +87,7 @@ def test_sharded_optimizers_give_the_weights_of_whole_ones(name: str) -> None:
 
 def test_in_float64_only_rounding_differs() -> None:
     loop = Loop(seeded(Net).double(), adam)
-    parts = parts_of(dtype=torch.float64)
+    parts = parts_of(SIZES, dtype=torch.float64)
     for store in KINDS:
         difference = largest_difference(on_group(store, loop, parts)[0], loop.plain(joined(parts)))
         assert difference < tolerances.of_training(joined(parts), magnification=10)  # Adam
@@ -118,10 +113,10 @@ def test_a_schedule_of_learning_rate_and_momentum() -> None:
         return OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS + 1)
 
     loop = Loop(seeded(Net), lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9), once)
-    expected = loop.plain(joined(parts_of()))
+    expected = loop.plain(joined(parts_of(SIZES)))
     for store in KINDS:
-        difference = largest_difference(on_group(store, loop, parts_of())[0], expected)
-        assert difference < tolerances.of_training(joined(parts_of()))
+        difference = largest_difference(on_group(store, loop, parts_of(SIZES))[0], expected)
+        assert difference < tolerances.of_training(joined(parts_of(SIZES)))
 
 
 # --- models
@@ -150,11 +145,11 @@ def replicas(loop: Loop, parts: list[list[Batch]]) -> State:
 def test_batchnorm_frozen_unused_and_channels_last(store: str) -> None:
     """In float64, where the effect of the order of sums is far smaller than that of a mistake."""
     loop = Loop(seeded(Normed).double(), two_groups)
-    parts = parts_of(dtype=torch.float64)
+    parts = parts_of(SIZES, dtype=torch.float64)
 
     def program(kv: KVStore) -> tuple[State, bool]:
         model = loop.model if kv.rank == 0 else seeded(Normed, seed=kv.rank).double()  # rank 0's first weights count
-        state = train(kv, Loop(model, two_groups), parts[kv.rank])
+        state = Loop(model, two_groups).worker(kv, parts[kv.rank])
         return state, state["first.weight"].is_contiguous(memory_format=torch.channels_last)
 
     found = run(program, store, num_workers=3)
@@ -258,9 +253,7 @@ def test_a_rank_without_more_data_makes_steps_of_0_samples() -> None:
     def program(kv: KVStore) -> State:
         model = copy.deepcopy(loop.model)
         with echelon.Trainer(model, two_groups(model), kv) as trainer:
-            for batch in data[kv.rank]:
-                loss_of(model, batch).backward()
-                trainer.step()
+            take_steps(model, trainer, data[kv.rank])
             kv.retire()
         return snapshot(model)
 

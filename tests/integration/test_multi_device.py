@@ -14,9 +14,25 @@ from typing import Any
 
 import pytest
 import torch
-from collective_loops import Normed, joined, largest_difference, train
+from collective_loops import Normed, largest_difference
 from multi_device_jobs import Sizes, run, run_as_launched
-from plain_loops import Batch, Loop, Net, State, assert_same_bits, batches, differs, loss_of, momentum, seeded, snapshot
+from plain_loops import (
+    STEPS,
+    Batch,
+    Loop,
+    Net,
+    State,
+    assert_same_bits,
+    batches,
+    differs,
+    joined,
+    loss_of,
+    momentum,
+    parts_of,
+    seeded,
+    snapshot,
+    take_steps,
+)
 from tiny_data import make_data
 from torch import nn
 from torch.optim import Adam
@@ -34,20 +50,18 @@ from jobs import Job, rows
 pytestmark = pytest.mark.numeric
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "image-classification"
-STEPS = 4
 
 
-def parts_of(*sizes: int, steps: int = STEPS) -> list[list[Batch]]:
-    """Return the batches of each device."""
-    return [batches(steps, size, seed=rank + 1) for rank, size in enumerate(sizes)]
-
-
-def on_devices(store: str, loop: Loop, parts: Sequence[Sequence[Batch]], sizes: Sizes, **more: Any) -> list[State]:
-    found = run(lambda kv: train(kv, loop, parts[kv.rank]), store, sizes=sizes, **more)
+def results(found: list[Any]) -> list[Any]:
+    """Raise the first error, if there is one."""
     for one in found:
         if isinstance(one, BaseException):
             raise one
     return found
+
+
+def on_devices(store: str, loop: Loop, parts: Sequence[Sequence[Batch]], sizes: Sizes, **more: Any) -> list[State]:
+    return results(run(lambda kv: loop.worker(kv, parts[kv.rank]), store, sizes=sizes, **more))
 
 
 # --- the joined batch
@@ -56,7 +70,7 @@ def on_devices(store: str, loop: Loop, parts: Sequence[Sequence[Batch]], sizes: 
 @pytest.mark.parametrize("batch_sizes", [(6, 2), (3, 4, 1, 5)], ids=["1x2", "2x2"])
 def test_lock_step_is_one_process_on_the_joined_batch(batch_sizes: tuple[int, ...]) -> None:
     loop = Loop(seeded(Net), momentum, lambda optimizer: StepLR(optimizer, 2, gamma=0.5))
-    parts = parts_of(*batch_sizes)
+    parts = parts_of(batch_sizes)
     expected = loop.plain(joined(parts))
     found = on_devices("dist_sync", loop, parts, (len(parts) // 2, 2, 2))
     tolerance = tolerances.of_training(joined(parts))
@@ -76,7 +90,7 @@ def channels_last() -> nn.Module:
 def test_unused_parameters_and_memory_layouts(make: Callable[[], nn.Module]) -> None:
     model = seeded(make).eval()  # the statistics of half a batch would differ
     loop = Loop(model, momentum)
-    parts = parts_of(4, 3)
+    parts = parts_of((4, 3))
     for state in on_devices("dist_sync", loop, parts, (1, 2, 1)):
         assert largest_difference(state, loop.plain(joined(parts))) < tolerances.of_training(joined(parts))
 
@@ -84,7 +98,7 @@ def test_unused_parameters_and_memory_layouts(make: Callable[[], nn.Module]) -> 
 @pytest.mark.parametrize(("store", "more"), [("dist_async", {}), ("dist_ssync", {"staleness": 1})])
 def test_a_single_worker_is_plain_pytorch_under_schemes_that_wait_less(store: str, more: dict[str, int]) -> None:
     loop = Loop(seeded(Net), lambda model: Adam(model.parameters(), lr=0.01))
-    parts = parts_of(2, 5, 3)
+    parts = parts_of((2, 5, 3))
     for state in on_devices(store, loop, parts, (1, 3, 1), **more):
         # Adam divides by the root of a small number.
         tolerance = tolerances.of_training(joined(parts), magnification=10)
@@ -100,9 +114,7 @@ def places(kv: KVStore) -> tuple[Any, ...]:
     trainer = echelon.Trainer(model, momentum(model), kv)
     facts = [kv.rank, kv.worker_rank, kv.workers, kv.num_workers]
     if kv.worker_rank == 0:
-        for batch in batches(3, 2, seed=kv.rank):
-            loss_of(model, batch).backward()
-            trainer.step()
+        take_steps(model, trainer, batches(3, 2, seed=kv.rank))
     kv.barrier()
     trainer.refresh()
     state = snapshot(model)
@@ -124,9 +136,7 @@ def unequal(kv: KVStore) -> tuple[int, State]:
     """Train; device 1 of worker 0 has one batch more than the others."""
     model = seeded(Net)
     trainer = echelon.Trainer(model, momentum(model), kv)
-    for batch in batches(3 if kv.rank == 1 else 2, 2, seed=kv.rank):
-        loss_of(model, batch).backward()
-        trainer.step()
+    take_steps(model, trainer, batches(3 if kv.rank == 1 else 2, 2, seed=kv.rank))
     kv.retire()
     kv.barrier()
     trainer.refresh()
@@ -180,9 +190,7 @@ def saved_and_loaded(kv: KVStore) -> tuple[State, State, State]:
     data = batches(STEPS, 2, seed=kv.rank)
 
     def steps(chosen: Sequence[Batch]) -> State:
-        for batch in chosen:
-            loss_of(model, batch).backward()
-            trainer.step()
+        take_steps(model, trainer, chosen)
         return snapshot(model)
 
     weights = steps(data[:2])
@@ -241,11 +249,8 @@ def test_the_devices_of_one_worker_pass_the_conformance_suite() -> None:
     """With several workers, sums have two stages, which is another order than the suite expects."""
 
     def on_one_worker(program: Callable[[KVStore], Any], store: str, **options: Any) -> list[Any]:
-        found = run(program, store, sizes=(1, options.pop("num_workers"), options.pop("num_servers")), **options)
-        for one in found:
-            if isinstance(one, BaseException):
-                raise one
-        return found
+        sizes = (1, options.pop("num_workers"), options.pop("num_servers"))
+        return results(run(program, store, sizes=sizes, **options))
 
     check_kvstore(on_one_worker, "dist_sync", num_workers=2)
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from collective_loops import joined, largest_difference, train
+from collective_loops import largest_difference
 from plain_loops import (
+    STEPS,
     STORES,
     Batch,
     Loop,
@@ -19,10 +20,12 @@ from plain_loops import (
     assert_same_bits,
     batches,
     differs,
-    loss_of,
+    joined,
     on_one_worker,
+    parts_of,
     seeded,
     snapshot,
+    take_steps,
 )
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -38,7 +41,6 @@ from forked import run
 
 pytestmark = pytest.mark.numeric
 
-STEPS = 4
 PARTS = (4, 3)  # batches of two workers
 
 
@@ -120,10 +122,6 @@ def test_a_norm_includes_all_frames_of_a_key() -> None:
 # --- several workers
 
 
-def parts_of() -> list[list[Batch]]:
-    return [batches(STEPS, size, seed=rank + 1) for rank, size in enumerate(PARTS)]
-
-
 def on_rank(kv: KVStore, loop: Loop, parts: list[list[Batch]]) -> State:
     return loop.worker(kv, parts[kv.rank])
 
@@ -133,7 +131,7 @@ def on_group(store: str, makers: dict[str, MakeOptimizer]) -> list[dict[str, Sta
     loops = {name: Loop(seeded(Net), make, falling) for name, make in makers.items()}
 
     def program(kv: KVStore, loop: Loop) -> State:
-        return train(kv, loop, parts_of()[kv.rank])
+        return loop.worker(kv, parts_of(PARTS)[kv.rank])
 
     found: list[dict[str, State]] = [{} for _ in PARTS]
     for name, loop in loops.items():
@@ -152,9 +150,9 @@ def test_a_group_agrees_however_updates_are_divided() -> None:
             assert_same_bits(first[name], parts[0][name])
             assert_same_bits(first[name], parts[1][name])
         if not name.startswith("sign"):
-            expected = Loop(seeded(Net), ALL[name], falling).plain(joined(parts_of()))
+            expected = Loop(seeded(Net), ALL[name], falling).plain(joined(parts_of(PARTS)))
             # Several of them divide by the root of a small number.
-            tolerance = tolerances.of_training(joined(parts_of()), magnification=10)
+            tolerance = tolerances.of_training(joined(parts_of(PARTS)), magnification=10)
             assert largest_difference(first[name], expected) < tolerance, name
 
 
@@ -185,9 +183,7 @@ def test_a_state_continues_in_another_store(name: str) -> None:
             trainer.load_weights(weights)
             if state is not None:
                 trainer.load_optimizer_state(state)
-            for batch in chosen:
-                loss_of(model, batch).backward()
-                trainer.step(len(batch[0]))
+            take_steps(model, trainer, chosen)
             return snapshot(model), trainer.optimizer_state()
 
     weights, state = snapshot(seeded(Net)), None
@@ -203,17 +199,13 @@ def test_sgld_continues_with_the_same_noise() -> None:
     loop = Loop(seeded(Net), ALL["sgld"])
     model = copy.deepcopy(loop.model)
     with echelon.Trainer(model, loop.optimizer(model), "local") as trainer:
-        for batch in data[:2]:
-            loss_of(model, batch).backward()
-            trainer.step()
+        take_steps(model, trainer, data[:2])
         weights, state = snapshot(model), trainer.optimizer_state()
     model = Net()
     with echelon.Trainer(model, loop.optimizer(model), "local") as trainer:
         trainer.load_weights(weights)
         trainer.load_optimizer_state(state)
-        for batch in data[2:]:
-            loss_of(model, batch).backward()
-            trainer.step()
+        take_steps(model, trainer, data[2:])
     assert_same_bits(snapshot(model), loop.plain(data))
 
 

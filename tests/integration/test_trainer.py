@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from plain_loops import (
+    STEPS,
     STORES,
     Loop,
     MakeOptimizer,
@@ -17,9 +18,12 @@ from plain_loops import (
     assert_same_bits,
     batches,
     differs,
+    joined,
     on_one_worker,
+    parts_of,
     seeded,
     snapshot,
+    two_groups,
 )
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
@@ -35,17 +39,8 @@ from echelon.transport.sockets import TcpTransport
 
 pytestmark = pytest.mark.numeric
 
-STEPS = 4
 PIXELS = 64  # of an image of `batches`
 TRANSPORTS = [InProcessTransport, SharedMemoryTransport, TcpTransport]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> object:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def of(kind: type[Optimizer], **settings: Any) -> MakeOptimizer:
@@ -76,15 +71,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adagrad-all": of(Adagrad, lr=0.05, lr_decay=0.01, weight_decay=0.01, initial_accumulator_value=0.3),
     "adagrad-fused": of(Adagrad, lr=0.05, initial_accumulator_value=0.3, fused=True),
 }
-
-
-def two_groups(model: nn.Module) -> Optimizer:
-    """Return an optimizer with other settings for biases, which alternate with the weights."""
-    groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in model.named_parameters() if "bias" not in name]},
-        {"params": [p for name, p in model.named_parameters() if "bias" in name], "lr": 0.5, "weight_decay": 0.0},
-    ]
-    return SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 # --- one worker gives plain PyTorch's weights, bit for bit
@@ -150,16 +136,12 @@ def test_groups_of_parameters_keep_their_settings(fused: bool) -> None:
 # --- several workers
 
 
-def weighted(workers: int, sizes: list[int], optimizer: MakeOptimizer, dtype: torch.dtype) -> tuple[list[State], State]:
+def weighted(sizes: list[int], optimizer: MakeOptimizer, dtype: torch.dtype) -> tuple[list[State], State]:
     """Return the weights of workers with batches of these sizes, and of one process with the joined batches."""
     loop = Loop(seeded(Net).to(dtype), optimizer)
-    parts = [batches(STEPS, size, seed=rank + 1, dtype=dtype) for rank, size in enumerate(sizes)]
-    joined = [
-        (torch.cat([images for images, _ in step]), torch.cat([labels for _, labels in step]))
-        for step in zip(*parts, strict=True)
-    ]
-    found = run(lambda kv: loop.worker(kv, parts[kv.rank]), "dist_sync", num_workers=workers)
-    return found, loop.plain(joined)
+    parts = parts_of(sizes, dtype=dtype)
+    found = run(lambda kv: loop.worker(kv, parts[kv.rank]), "dist_sync", num_workers=len(sizes))
+    return found, loop.plain(joined(parts))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd-momentum", "sgd-decay", "adamw", "rmsprop-all", "adagrad"])
@@ -171,7 +153,7 @@ def test_bsp_is_one_process_on_the_joined_batch(sizes: list[int], optimizer: str
     """
     for dtype in (torch.float64, torch.float32):
         tolerance = tolerances.reordering(dtype, sum(sizes) * PIXELS, STEPS, magnification=100)
-        found, expected = weighted(len(sizes), sizes, OPTIMIZERS[optimizer], dtype)
+        found, expected = weighted(sizes, OPTIMIZERS[optimizer], dtype)
         for state in found:
             assert_same_bits(state, found[0])
             assert_close(state, expected, tolerance)
@@ -180,8 +162,7 @@ def test_bsp_is_one_process_on_the_joined_batch(sizes: list[int], optimizer: str
 def trained(store: str, workers: int = 3, transport: Any = InProcessTransport, **options: Any) -> list[State]:
     """Return the weights of workers that each have their own data."""
     loop = Loop(seeded(Net), OPTIMIZERS["sgd-decay"])
-    data = [batches(STEPS, 3 + rank, seed=rank + 1) for rank in range(workers)]
-
+    data = parts_of(range(3, 3 + workers))
     return run(lambda kv: loop.worker(kv, data[kv.rank]), store, num_workers=workers, transport=transport(), **options)
 
 

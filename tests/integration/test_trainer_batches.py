@@ -22,6 +22,8 @@ from plain_loops import (
     on_one_worker,
     seeded,
     snapshot,
+    take_steps,
+    usage_error,
     with_and_without_trainer,
 )
 from torch import Tensor, nn
@@ -42,9 +44,7 @@ def test_the_number_of_samples_must_be_a_whole_number(store: str, samples: float
         model = seeded(Net)
         trainer = echelon.Trainer(model, momentum(model), kv)
         loss_of(model, batches(1)[0]).backward()
-        with pytest.raises(UsageError) as caught:
-            trainer.step(samples)  # type: ignore[arg-type]
-        return str(caught.value)
+        return usage_error(lambda: trainer.step(samples))  # type: ignore[arg-type]
 
     assert on_one_worker(program, store) == f"step({samples}): the number of samples must be a whole number, 0 or more"
 
@@ -137,9 +137,7 @@ def test_the_batch_size_is_inferred_from_the_forward_pass() -> None:
         torch.set_num_threads(1)
         model = copy.deepcopy(loop.model)
         with echelon.Trainer(model, momentum(model), kv) as trainer:
-            for batch in data[kv.rank]:
-                loss_of(model, batch).backward()
-                trainer.step()
+            take_steps(model, trainer, data[kv.rank])
             kv.barrier()
             return snapshot(model)
 

@@ -18,6 +18,7 @@ from plain_loops import (
     plain_step,
     seeded,
     snapshot,
+    usage_error,
 )
 from torch import nn
 from torch.optim import SGD
@@ -55,9 +56,7 @@ def test_a_gradient_of_a_parameter_that_was_frozen_at_the_start() -> None:
         trainer = echelon.Trainer(model, SGD(model.parameters(), lr=0.1), kv)
         plain_step(model, trainer.optimizer, trainer, batches(1)[0])
         model.middle.requires_grad_(True)
-        with pytest.raises(UsageError) as caught:
-            plain_step(model, trainer.optimizer, trainer, batches(1)[0])
-        return str(caught.value)
+        return usage_error(lambda: plain_step(model, trainer.optimizer, trainer, batches(1)[0]))
 
     assert on_one_worker(program, "dist_sync").startswith("'middle.weight' did not require a gradient when the Trainer")
 
@@ -66,9 +65,7 @@ def test_a_sparse_gradient() -> None:
     def program(kv: KVStore) -> str:
         model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
         echelon.Trainer(model, SGD(model.parameters(), lr=0.1), kv)
-        with pytest.raises(UsageError) as caught:
-            model(torch.tensor([1, 2])).sum().backward()
-        return str(caught.value)
+        return usage_error(lambda: model(torch.tensor([1, 2])).sum().backward())
 
     assert "the gradient of '0.weight' is sparse" in on_one_worker(program, "dist_sync")
 
@@ -79,9 +76,7 @@ def test_clearing_gradients_after_they_were_sent() -> None:
         trainer = echelon.Trainer(model, momentum(model), kv)
         loss_of(model, batches(1)[0]).backward()
         trainer.optimizer.zero_grad()
-        with pytest.raises(UsageError) as caught:
-            trainer.step()
-        return str(caught.value)
+        return usage_error(trainer.step)
 
     assert "was changed after gradients were sent during backward" in on_one_worker(program, "dist_sync")
 

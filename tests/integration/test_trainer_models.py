@@ -21,6 +21,7 @@ from plain_loops import (
     plain_step,
     seeded,
     snapshot,
+    take_steps,
     with_and_without_trainer,
 )
 from torch import Tensor, nn
@@ -151,15 +152,11 @@ def test_batchnorm_statistics_stay_local_until_they_are_averaged(store: str) -> 
         torch.set_num_threads(1)
         mine = copy.deepcopy(model)
         with echelon.Trainer(mine, momentum(mine), kv, average_buffers=True) as trainer:
-            for batch in data[kv.rank]:
-                loss_of(mine, batch).backward()
-                trainer.step()
+            take_steps(mine, trainer, data[kv.rank])
             before = snapshot(mine)
             trainer.average_buffers()
             after = snapshot(mine)
-            for batch in data[kv.rank]:
-                loss_of(mine, batch).backward()
-                trainer.step()
+            take_steps(mine, trainer, data[kv.rank])
             trainer.average_buffers()
             return before, after, snapshot(mine)
 

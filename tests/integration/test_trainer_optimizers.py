@@ -21,6 +21,7 @@ from plain_loops import (
     plain_step,
     seeded,
     snapshot,
+    take_steps,
     with_and_without_trainer,
 )
 from torch import nn
@@ -132,9 +133,7 @@ def test_a_trainer_creates_its_store_by_name() -> None:
     model = seeded(Net)
     expected = Loop(model, momentum).plain(batches(2))
     with echelon.Trainer(model, momentum(model), "local") as trainer:
-        for batch in batches(2):
-            loss_of(model, batch).backward()
-            trainer.step()
+        take_steps(model, trainer, batches(2))
     assert trainer.kvstore.type == "local"
     assert trainer.progress()["clock"] == 2
     assert_same_bits(snapshot(model), expected)
