@@ -16,8 +16,7 @@ from echelon import models
 from echelon.data.images.config import AugmentConfig
 from echelon.data.loading.device import DeviceMemoryLoader
 from echelon.data.loading.memory import MemorySource
-from echelon.data.loading.order import Sampling
-from echelon.data.loading.sharding import ByPart
+from echelon.data.loading.order import ByPart, Sampling
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run

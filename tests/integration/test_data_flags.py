@@ -23,8 +23,7 @@ import pytest
 from PIL import Image
 
 from echelon.cli.main import main
-from echelon.data.loading.order import Sampling, State
-from echelon.data.loading.sharding import ByPart
+from echelon.data.loading.order import ByPart, Sampling, State
 from echelon.data.records import read_index
 
 pytestmark = pytest.mark.numeric

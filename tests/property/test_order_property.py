@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.data.loading.order import BatchPlan, Sampling, State, permutation, uniforms
-from echelon.data.loading.sharding import ByFraction, ByPart, Sharding
+from echelon.data.loading.order import BatchPlan, ByFraction, ByPart, Sampling, Sharding, State, permutation, uniforms
 from echelon.errors import UsageError
 
 SIZES = st.integers(1, 300)

@@ -17,10 +17,9 @@ from sample_images import NUM_RECORDS, jpeg, make_records, picture
 from torch import Tensor
 
 from echelon.data.images.config import AugmentConfig
-from echelon.data.loading.batch import mirrored
 from echelon.data.loading.buffers import BufferPool, CopiesInFlight
 from echelon.data.loading.device import DeviceLoader
-from echelon.data.loading.loader import Loader
+from echelon.data.loading.loader import Loader, mirrored
 from echelon.data.loading.order import Sampling
 from echelon.data.loading.sources import FolderSource, RecordSource, Source
 from echelon.errors import UsageError

@@ -19,9 +19,8 @@ from pathlib import Path
 import pytest
 
 from echelon.cli.main import main
-from echelon.data.sets.download import fetch
 from echelon.data.sets.formats import find_format
-from echelon.data.sets.published import PUBLISHED, Archive, Published, find_published, get
+from echelon.data.sets.published import PUBLISHED, Archive, Published, fetch, find_published, get
 from echelon.errors import DataError, UsageError
 
 BODY = bytes(range(256)) * 3000

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from echelon.data.images.config import AugmentConfig
 from echelon.data.loading.loader import Loader, measure_io
-from echelon.data.loading.order import Sampling, State
-from echelon.data.loading.sharding import ByPart
+from echelon.data.loading.order import ByPart, Sampling, State
 from echelon.data.loading.sources import FolderSource, RecordSource
 from echelon.data.records import Header, IndexedWriter, pack
 from echelon.errors import DataError, UsageError

@@ -18,8 +18,7 @@ from echelon.data.images.config import AugmentConfig
 from echelon.data.loading.device import DeviceLoader, DeviceMemoryLoader
 from echelon.data.loading.loader import Batches, Loader
 from echelon.data.loading.memory import MemoryLoader, MemorySource
-from echelon.data.loading.order import Sampling, State
-from echelon.data.loading.sharding import ByFraction
+from echelon.data.loading.order import ByFraction, Sampling, State
 from echelon.data.loading.sources import FolderSource, RecordSource
 from echelon.data.sets.builtin import SyntheticLoader
 from echelon.data.sets.datasets import DataOptions, dataset_names, make_loader, open_dataset

@@ -12,8 +12,7 @@ from echelon.cli.data.common import BadRecords, Commands, add_command
 from echelon.data.pack.extract import LIST_NAME, extract
 from echelon.data.progress import bar
 from echelon.data.records import RecordError, check, index_path, read_index
-from echelon.data.records.file import split_paths
-from echelon.data.records.index import index_files
+from echelon.data.records.file import index_files, split_paths
 from echelon.data.records.writers import make_index
 
 

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from echelon.data.images.augment import Normaliser
 from echelon.data.images.config import AugmentConfig
-from echelon.data.loading.batch import RawBatch, mirrored
 from echelon.data.loading.buffers import CopiesInFlight
-from echelon.data.loading.loader import Loader
+from echelon.data.loading.loader import Loader, RawBatch, mirrored
 from echelon.data.loading.memory import MemorySource, check_fits, choose_crops
 from echelon.data.loading.order import Sampling, State
 

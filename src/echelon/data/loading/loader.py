@@ -14,17 +14,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from types import TracebackType
-from typing import Literal, Protocol, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from echelon.data.images.config import AugmentConfig
 from echelon.data.images.geometry import mirrors_of, num_draws
-from echelon.data.loading.batch import BatchInProgress, RawBatch, mirrored
 from echelon.data.loading.buffers import BufferPool
 from echelon.data.loading.decode_pool import DecodePool
 from echelon.data.loading.decode_process import BadSample, DecodeSettings
@@ -54,6 +55,78 @@ class Batches(Protocol):
 
     def close(self) -> None:
         """Stop, and end all threads and processes."""
+
+
+class RawBatch(NamedTuple):
+    """A batch before mirroring: `mirrors` says which images (N, H, W, C) are to be mirrored; None means none."""
+
+    images: Tensor
+    labels: Tensor
+    mirrors: Tensor | None
+
+
+def mirrored(images: Tensor, mirrors: Tensor | None) -> Tensor:
+    """Mirror some images (N, H, W, C) on their device, without synchronising with the host."""
+    if mirrors is None:
+        return images
+    return torch.where(mirrors[:, None, None, None], images.flip(2), images)
+
+
+@dataclass(slots=True)
+class BatchInProgress:
+    """A batch that is being assembled: the pool's threads fill it, each its own samples, and the consumer finishes it.
+
+    If `mirrors` is given, the decoders do not mirror.
+    """
+
+    plan: BatchPlan
+    images: Tensor
+    draws: list[list[float]]
+    mirrors: NDArray[np.bool_] | None
+    labels: list[Any]
+    bad: dict[int, str] = field(default_factory=dict)
+    futures: list[Future[None]] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Wait until every sample is decoded or bad; raise what a thread raised."""
+        for future in self.futures:
+            future.result()
+
+    @property
+    def is_all_bad(self) -> bool:
+        """Whether no sample could be decoded."""
+        return len(self.bad) == len(self.labels)
+
+    def finish(self, full: bool) -> RawBatch:
+        """Return the batch of the good samples, of which there must be one, in the same buffer.
+
+        A bad sample is left out. If the batch must be `full`, the next good sample takes its place.
+        """
+        places = self._replacements() if full else self._good()
+        images: NDArray[Any] = self.images.numpy()
+        for to, place in enumerate(places):
+            if to != place:
+                images[to] = images[place]
+        mirrors = None if self.mirrors is None else torch.from_numpy(self.mirrors[places])
+        return RawBatch(self.images[: len(places)], _label_tensor([self.labels[place] for place in places]), mirrors)
+
+    def _good(self) -> list[int]:
+        return [place for place in range(len(self.labels)) if place not in self.bad]
+
+    def _replacements(self) -> list[int]:
+        """For each place, the first good one from there on; after the last good one, the first of all."""
+        good = self._good()
+        following = np.searchsorted(good, np.arange(len(self.labels))) % len(good)
+        return [good[index] for index in following]
+
+
+def _label_tensor(labels: list[Any]) -> Tensor:
+    widths = {np.size(label) for label in labels}
+    if len(widths) > 1:
+        raise DataError(f"images of one batch have different numbers of labels: {sorted(widths)}")
+    if isinstance(labels[0], int):
+        return torch.tensor(labels, dtype=torch.int64)
+    return torch.from_numpy(np.stack(labels))
 
 
 class Loader:
@@ -142,9 +215,7 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _make_buffers(self, pin_memory: bool, shared: bool) -> BufferPool:

@@ -23,8 +23,7 @@ from echelon.data.images.config import AugmentConfig
 from echelon.data.images.decode import Decoder, Pixels, inspect
 from echelon.data.images.geometry import Draw, mirrors_of
 from echelon.data.loading.buffers import BufferPool
-from echelon.data.loading.order import Sampling, State, uniforms
-from echelon.data.loading.sharding import Indices
+from echelon.data.loading.order import Indices, Sampling, State, uniforms
 from echelon.data.loading.sources import Sample, Source, class_number
 from echelon.errors import DataError, UsageError
 

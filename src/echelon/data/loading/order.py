@@ -1,4 +1,4 @@
-"""The order of samples and the random numbers of each sample: pure functions of (seed, epoch, sample counter).
+"""Which samples come when, on which worker, with which random numbers: functions of (seed, epoch, sample counter).
 
 A sample's counter is its position in the epoch's order over all workers. Nothing here depends on the number of workers,
 threads or batches, on time, or on earlier random numbers. So any point of any epoch can be computed directly, which is
@@ -7,25 +7,82 @@ all that resuming needs, and workers agree on the order without communicating.
 The numbers come from a 64-bit mixing function and not from NumPy's generators, because those may change between
 versions. Two machines with different orders would skip some samples and repeat others. An order of 1.28 million samples
 takes about 0.2 s and 10 MB once per epoch; a random number takes about 10 ns.
+
+A sharding selects one worker's positions of the order; over all workers, every sample is used exactly once. It selects
+again in each epoch, so a file sorted by class does not give a worker one class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from echelon.data.loading.sharding import ByFraction, ByPart, Indices, Sharding
 from echelon.errors import UsageError
 
+Indices: TypeAlias = NDArray[np.int64]
 LastBatch: TypeAlias = Literal["keep", "drop", "wrap"]
 
 _MASK = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
 _ORDER, _DRAWS = 1, 2  # separate streams of one seed
+_FRACTION_DIGITS = 9  # data_sharding files are checked to 1e-9; neighbouring shares must round to the same sample
+
+
+class Sharding(Protocol):
+    """Selects one worker's positions of an epoch's order; str() is the subject of a sentence about them."""
+
+    def positions(self, num_samples: int) -> Indices:
+        """Return ascending positions in an epoch of `num_samples`; over all workers, each position appears once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByPart:
+    """Every num_parts-th position, beginning at part_index: the default.
+
+    At each step, W workers with batches of B together use exactly the samples that one worker with batches of W x B
+    would use.
+    """
+
+    part_index: int = 0
+    num_parts: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_parts < 1 or not 0 <= self.part_index < self.num_parts:
+            raise UsageError(f"part_index must be in 0 ... num_parts-1, got part {self.part_index} of {self.num_parts}")
+
+    def positions(self, num_samples: int) -> Indices:
+        """See Sharding."""
+        return np.arange(self.part_index, num_samples, self.num_parts, dtype=np.int64)
+
+    def __str__(self) -> str:
+        return f"part {self.part_index} of 0 ... {self.num_parts - 1}" if self.num_parts > 1 else "it"
+
+
+@dataclass(frozen=True, slots=True)
+class ByFraction:
+    """The positions from `start` to `end`, which are fractions of the epoch: unequal shares for unequal machines."""
+
+    start: float
+    end: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.end <= 1:
+            raise UsageError(f"a share must satisfy 0 <= start < end <= 1, got {self.start:g} {self.end:g}")
+
+    def positions(self, num_samples: int) -> Indices:
+        """See Sharding."""
+        return np.arange(_border(num_samples, self.start), _border(num_samples, self.end), dtype=np.int64)
+
+    def __str__(self) -> str:
+        return f"its share {self.start:g} ... {self.end:g}"
+
+
+def _border(num_samples: int, fraction: float) -> int:
+    return int(num_samples * round(fraction, _FRACTION_DIGITS) + 0.5)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from echelon.data.images.decode import Pixels
 from echelon.data.records import IndexedReader, RecordError, unpack
-from echelon.data.records.file import OnBad, split_paths
+from echelon.data.records.file import OnBad, index_files, split_paths
 from echelon.data.records.frame import Bytes
-from echelon.data.records.index import index_files
 from echelon.errors import DataError, UsageError
 
 _MOST_CLASSES = 1 << 24  # labels are float32, which represents every integer up to this one

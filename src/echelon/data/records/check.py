@@ -16,9 +16,8 @@ from typing import TypeAlias
 
 from PIL import Image
 
-from echelon.data.records.file import OnBad, PathLike, RecordError, report, split_paths
+from echelon.data.records.file import OnBad, PathLike, RecordError, read_index, report, split_paths
 from echelon.data.records.image_header import image_suffix, unpack
-from echelon.data.records.index import read_index
 from echelon.data.records.readers import Reader
 from echelon.errors import DataError
 

@@ -22,10 +22,13 @@ from echelon.data.records.file import (
     PathLike,
     RecordError,
     RecordFile,
+    check_belongs,
+    index_files,
+    index_path,
+    read_index,
     report,
     split_paths,
 )
-from echelon.data.records.index import check_belongs, index_files, index_path, read_index
 from echelon.errors import DataError, UsageError
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from echelon.atomic_file import AtomicFile, check_writable
 from echelon.data.records import frame
-from echelon.data.records.file import OnBad, PathLike, split_paths
+from echelon.data.records.file import OnBad, PathLike, index_path, split_paths
 from echelon.data.records.frame import MAGIC_BYTES, Bytes
-from echelon.data.records.index import index_path
 from echelon.data.records.readers import IndexedReader
 from echelon.errors import UsageError
 

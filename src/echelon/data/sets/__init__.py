@@ -1,5 +1,5 @@
 """Data sets by name.
 
 Read `datasets` (the table of all sets), `find` and `formats` (their files), `builtin` (sets without files), then
-`published` and `download` (`echelon data get`).
+`published` (`echelon data get`).
 """

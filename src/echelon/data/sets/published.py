@@ -6,23 +6,30 @@ its digest was checked; until then everything is in a hidden folder, which is al
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
+import http.client
 import os
 import tarfile
+import urllib.error
+import urllib.parse
+import urllib.request
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, TypeAlias
 
-from echelon.atomic_file import partial_folder, remove_abandoned
-from echelon.data.sets.download import NO_ROOM, check_address, fetch
+from echelon.atomic_file import AtomicFile, partial_folder, remove_abandoned
+from echelon.data.progress import bar
 from echelon.errors import DataError, UsageError, unknown_name
 
 _Readable: TypeAlias = IO[bytes] | gzip.GzipFile
 
-_CHUNK_BYTES = 1 << 20
+TIMEOUT_S = 60.0
+_CHUNK_BYTES = 1 << 18
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BROKEN = (OSError, EOFError, zlib.error, tarfile.TarError)
 
 
@@ -170,7 +177,7 @@ def _unpack(archive: Archive, url: str, hidden: Path, folder: Path) -> None:
             isinstance(error, OSError) and error.errno is not None
         ):  # an error of the disk; broken archives have no errno
             where = f"cannot unpack {url} in {folder.absolute()}: {error.strerror}"
-            room = "; free some space there and try again" if error.errno in NO_ROOM else ""
+            room = "; free some space there and try again" if error.errno in _NO_ROOM else ""
             raise DataError(f"{where}; nothing was kept{room}") from error
         raise DataError(f"{url} is not a complete archive: {error}; nothing was kept, try another --mirror") from error
     if missing:
@@ -206,3 +213,42 @@ def _check(url: str, name: str, digest: str, expected: str) -> None:
             f"{name} from {url} is not the published file: its SHA-256 is {digest}, expected {expected}; "
             "nothing was kept. The server has another file, or it was altered on the way; try another --mirror"
         )
+
+
+def fetch(url: str, path: Path, by_hand: str = "") -> None:
+    """Download a file, completely or not at all. An error says how to get the file `by_hand`."""
+    check_address(url)
+    remedy = by_hand or f"without internet, copy the file to {path} by hand"
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response, AtomicFile(path) as file:
+            stated = response.headers.get("Content-Length") or ""
+            length = int(stated) if stated.isdecimal() else None
+            num_bytes = 0
+            with bar(path.name, length, in_bytes=True) as advance:
+                while chunk := response.read(_CHUNK_BYTES):
+                    num_bytes += file.stream.write(chunk)
+                    advance(len(chunk))
+            if length is not None and num_bytes != length:
+                received = f"received only {num_bytes} of {length} bytes of {url}"
+                raise DataError(f"{received}; nothing was kept, try again; {remedy}")
+    except urllib.error.HTTPError as error:
+        with error:
+            raise DataError(
+                f"cannot download {url}: the server responded {error.code} {error.reason}; {remedy}"
+            ) from error
+    except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            remedy = f"nothing was kept; free some space in {path.parent.absolute()} and try again"
+        raise DataError(f"cannot download {url}: {_cause(error)}; {remedy}") from error
+
+
+def check_address(url: str) -> None:
+    """Raise UsageError for anything but a web address."""
+    parts = urllib.parse.urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise UsageError(f"cannot download {url!r}: expected an address that begins with http:// or https://")
+
+
+def _cause(error: Exception) -> str:
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    return (reason.strerror if isinstance(reason, OSError) else None) or str(reason) or type(reason).__name__

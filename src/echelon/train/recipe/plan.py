@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.cluster.shares import parse_shares, read_text
-from echelon.data.loading.order import Sampling, State
-from echelon.data.loading.sharding import ByFraction, ByPart, Sharding
+from echelon.data.loading.order import ByFraction, ByPart, Sampling, Sharding, State
 from echelon.errors import UsageError
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.schedules import Schedule, make_schedule, warms_up_by_norm
