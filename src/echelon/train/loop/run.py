@@ -16,6 +16,7 @@ import torch
 from echelon.data.loading.loader import Batches
 from echelon.data.sets.datasets import Dataset
 from echelon.environment import use_compile_cache
+from echelon.schemes.stores import store_kind
 from echelon.train import log_lines
 from echelon.train.checkpoint.saver import RunPosition, Saver
 from echelon.train.loop.evaluate import Validation
@@ -85,7 +86,8 @@ class Run:
     @property
     def _has_fixed_steps(self) -> bool:
         """Whether all steps have the full batch size and all processes run the same number of steps."""
-        return self._choice.captured or self._choice.compiled or (self._place.size > 1 and self._trainer.lock_step)
+        in_lock_step = self._place.size > 1 and store_kind(self._kvstore.type).lock_step
+        return self._choice.captured or self._choice.compiled or in_lock_step
 
     def _make_validation(self) -> Validation | None:
         """Only rank 0 evaluates."""

@@ -3,7 +3,7 @@
 Importing this package registers every kind of Trainer for its kind of store, so that `Trainer(…)` can choose.
 
 Read `base` (what all kinds share, and a process that trains alone), then the kind for the store: `server` (parameter
-servers) with `server_buckets`; `group` and `collective` (a process group) with `flat_buckets` and `replicas`;
+servers) with `server_buckets`; `group` and `collective` (a process group) with `flat_buckets` and `optimizer_state`;
 `multi_device` (a worker with several devices in front of servers). `buckets` and `regions` divide the parameters,
 `factors` has the smaller pushes of large linear layers, `guards` the checks of changes that would have no effect.
 """

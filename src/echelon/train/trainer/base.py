@@ -18,7 +18,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -34,8 +33,7 @@ from echelon.kvstore.create import has_devices, is_collective
 from echelon.kvstore.multi_device import MultiDeviceStore
 from echelon.kvstore.servers.store import ServerStore
 from echelon.kvstore.state_files import by_key
-from echelon.schemes.stores import store_kind
-from echelon.train.trainer.replicas import load_state, state_of
+from echelon.train.trainer.optimizer_state import load_state, state_of
 
 REPORT_S = 0.25
 
@@ -43,9 +41,7 @@ REPORT_S = 0.25
 class Hook(Protocol):
     """A hook on a model or one of its parameters."""
 
-    def remove(self) -> None:
-        """Remove the hook. A second call does nothing."""
-        ...
+    def remove(self) -> None: ...
 
 
 class Trainer:
@@ -53,6 +49,9 @@ class Trainer:
 
     The methods here are those of a process that trains alone; each kind of store has a subclass that replaces them.
     """
+
+    capturable = False  # whether `update` runs on the device alone, so that a CUDA graph can record it
+    shards_optimizer = False  # whether each process holds a part of the optimizer's state
 
     _kinds: ClassVar[dict[type[KVStore], type[Trainer]]] = {}
 
@@ -86,8 +85,7 @@ class Trainer:
         check_finite: bool = False,
         push_factors: bool = False,
     ) -> None:
-        self._parameters = _trainable(model, optimizer)
-        self._frozen = _frozen(model, optimizer)
+        self._parameters, self._frozen = _optimized_parameters(model, optimizer)
         self._names = list(self._parameters)
         if isinstance(kvstore, str):
             device = self._parameters[self._names[0]].device
@@ -158,28 +156,11 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
 
     # --- what the kinds replace
-
-    @property
-    def lock_step(self) -> bool:
-        """Whether every step waits for all workers."""
-        return store_kind(self.kvstore.type).lock_step
-
-    @property
-    def capturable(self) -> bool:
-        """Whether `update` runs on the device alone, so that a CUDA graph can record it."""
-        return True
-
-    @property
-    def shards_optimizer(self) -> bool:
-        """Whether every process holds a part of the optimizer's state, so that `optimizer_state` needs all of them."""
-        return False
 
     def update(self) -> None:
         """Do the device's part of a step, if it is `capturable`; `count` does the host's part."""
@@ -357,23 +338,19 @@ def _whole(samples: int) -> int:
     return count
 
 
-def _frozen(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """Return the parameters that the optimizer has and that do not require a gradient now."""
-    optimized = _optimized(optimizer)
-    return {name: p for name, p in model.named_parameters() if not p.requires_grad and id(p) in optimized}
+def _optimized_parameters(
+    model: nn.Module, optimizer: Optimizer
+) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Return the optimizer's parameters that require a gradient now, and those that do not.
 
-
-def _optimized(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _trainable(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """Return the parameters to train, last layer first: approximately the order in which backward finishes them."""
-    optimized = _optimized(optimizer)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in optimized}
+    The last layer comes first: approximately the order in which backward finishes them.
+    """
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    named = {name: p for name, p in reversed(list(model.named_parameters())) if id(p) in optimized}
     strangers = len(optimized - {id(p) for p in model.parameters()})
     if strangers:
         raise UsageError(f"the optimizer has {strangers} parameters that do not belong to the model")
-    if not named:
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    if not trained:
         raise UsageError("the optimizer has no parameter of the model that requires a gradient")
-    return dict(reversed(named.items()))
+    return trained, {name: p for name, p in named.items() if name not in trained}

@@ -9,7 +9,7 @@ gradients by the samples of all: the mean over the joined batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from torch.optim import LBFGS
 from echelon.errors import UsageError
 from echelon.kvstore.collective.process_group import Reduction
 from echelon.kvstore.collective.store import CollectiveStore
-from echelon.train.trainer.flat_buckets import bucket_by_name, make_flat_buckets
+from echelon.train.trainer.flat_buckets import make_flat_buckets
 from echelon.train.trainer.group import GroupTrainer, StepTotals
-from echelon.train.trainer.replicas import FullReplica, Replica, ShardedReplica, check_elementwise
+from echelon.train.trainer.optimizer_state import ShardedOptimizer, check_elementwise
 
 ABSENT = -1  # the version of a gradient that does not exist
 
@@ -39,20 +39,13 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
         self._versions: dict[str, int] = {}  # of gradients that were sent
         self._given: set[str] = set()  # parameters whose gradients were sent
         self._halt_flag: tuple[Tensor, torch.cuda.Event] | None = None  # of the last step, being copied to the host
-        if self.kvstore.sharded:
+        self._sharded: ShardedOptimizer | None = None
+        self.capturable = self._group.size == 1
+        self.shards_optimizer = self.kvstore.sharded
+        if self.shards_optimizer:
             check_elementwise(self.optimizer)
         if self._group.size > 1:
             self._join()
-
-    @property
-    def capturable(self) -> bool:
-        """Whether a step does not communicate, because this process trains alone."""
-        return self._group.size == 1
-
-    @property
-    def shards_optimizer(self) -> bool:
-        """Whether the optimizer is divided among the processes, as `nccl` does."""
-        return self.kvstore.sharded
 
     def zero_grad(self) -> None:
         """Discard gradients that were not sent yet."""
@@ -70,14 +63,14 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return the optimizer's state as whole tensors on the CPU. With `shards_optimizer`, all workers call it."""
-        return self._replica.state() if self._buckets else super().optimizer_state()
+        return super().optimizer_state() if self._sharded is None else self._sharded.state()
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Load a state. All workers call it with the same state."""
-        if self._buckets:
-            self._replica.load(state)
-        else:
+        if self._sharded is None:
             super().load_optimizer_state(state)
+        else:
+            self._sharded.load(state)
 
     # --- in a group
 
@@ -85,9 +78,9 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
         self._agree_on_parameters()
         self._broadcast_model()
         self._buckets = make_flat_buckets(self._parameters, self._group.size)
-        self._bucket_of = bucket_by_name(self._buckets)
-        kind = ShardedReplica if self.kvstore.sharded else FullReplica
-        self._replica: Replica = kind(self._group, self.optimizer, self._buckets)
+        self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.parameters}
+        if self.shards_optimizer:
+            self._sharded = ShardedOptimizer(self._group, self.optimizer, self._buckets)
         self.kvstore.on_retire = self._take_part_without_data
         for name, parameter in self._parameters.items():
             hook = parameter.register_post_accumulate_grad_hook(self._grad_hook(name))
@@ -117,7 +110,8 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
             self._versions[name] = _version(parameter.grad)
             if parameter.grad is not None:
                 self._given.add(name)
-        self._reductions.append(self._replica.reduce(bucket))
+        reduce = self._group.all_reduce if self._sharded is None else self._group.reduce_scatter
+        self._reductions.append(reduce(bucket.gradients))
 
     @property
     def _gradients_sent(self) -> bool:
@@ -141,14 +135,25 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
         pending = self._reduce_step_vector(samples, active, (name in given for name in self._names))
         began = time.perf_counter()
         reduced = [reduction.result() for reduction in self._reductions]
-        totals = StepTotals(pending.result())
+        totals = StepTotals.of(pending.result())
         self.wait_s += time.perf_counter() - began
         used = given
         if len(given) < len(self._names):  # only then can another process have gradients that this one does not have
             used = {name for name, count in zip(self._names, totals.used.tolist(), strict=True) if count}
-        self._replica.update(reduced, totals.samples, used)
+        if self._sharded is None:
+            self._update(reduced, totals.samples, used)
+        else:
+            self._sharded.update(reduced, totals.samples, used)
         self._begin_step()
         return totals
+
+    def _update(self, sums: Sequence[Tensor], divisor: Tensor, used: set[str]) -> None:
+        """Use the memory of the sums as the gradients of the parameters in `used`, and run the optimizer."""
+        for bucket, total in zip(self._buckets, sums, strict=True):
+            total /= divisor
+            for name, parameter in bucket.parameters.items():
+                parameter.grad = bucket.place(total, name).to(parameter.dtype) if name in used else None
+        self.optimizer.step()
 
     def _begin_step(self) -> None:
         self._clear_gradients()

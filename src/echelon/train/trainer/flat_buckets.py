@@ -8,7 +8,7 @@ so that every rank has an equal shard, which begins at such a multiple, too.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -121,13 +121,3 @@ def shard_of(length: int, rank: int, size: int) -> range:
     """Return a rank's shard of `length` elements."""
     share = length // size
     return range(rank * share, (rank + 1) * share)
-
-
-def elements(flat: Tensor, chosen: range) -> Tensor:
-    """Return a view of some elements of a flat tensor."""
-    return flat[chosen.start : chosen.stop]
-
-
-def bucket_by_name(buckets: Sequence[FlatBucket]) -> dict[str, FlatBucket]:
-    """Return the bucket of each parameter."""
-    return {name: bucket for bucket in buckets for name in bucket.parameters}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,31 +20,18 @@ from echelon.train.trainer.base import Trainer, flatten, unflatten
 from echelon.train.trainer.flat_buckets import FlatBucket
 
 
-@dataclass(slots=True)
-class StepTotals:
+class StepTotals(NamedTuple):
     """The sums of a step's vector over the group."""
 
-    vector: Tensor
+    samples: Tensor  # in the batches of all processes
+    halt: Tensor  # not 0 if a process asks all to stop
+    active: Tensor  # the number of processes that still have data
+    used: Tensor  # for each parameter, the number of processes that have a gradient
 
-    @property
-    def samples(self) -> Tensor:
-        """The number of samples in the batches of all processes."""
-        return self.vector[0]
-
-    @property
-    def halt(self) -> Tensor:
-        """Not 0 if a process asks all to stop."""
-        return self.vector[1]
-
-    @property
-    def active(self) -> Tensor:
-        """The number of processes that still have data."""
-        return self.vector[2]
-
-    @property
-    def used(self) -> Tensor:
-        """For each parameter, the number of processes that have a gradient."""
-        return self.vector[3:]
+    @classmethod
+    def of(cls, vector: Tensor) -> StepTotals:
+        """Return the parts of a vector that `_reduce_step_vector` has summed."""
+        return cls(vector[0], vector[1], vector[2], vector[3:])
 
 
 class GroupTrainer(Trainer, ABC):

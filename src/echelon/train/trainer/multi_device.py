@@ -58,11 +58,6 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
         trainer.remove_hooks()
         return trainer
 
-    @property
-    def capturable(self) -> bool:
-        """Always False: device 0 communicates with the servers in the middle of a step."""
-        return False
-
     # --- the loop
 
     def refresh(self) -> None:
@@ -113,7 +108,7 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
 
     def _take_part(self, samples: int, *, active: bool) -> StepTotals:
         used = (parameter.grad is not None for parameter in self._parameters.values())
-        totals = StepTotals(self._reduce_step_vector(samples, active, used).result().cpu())
+        totals = StepTotals.of(self._reduce_step_vector(samples, active, used).result().cpu())
         if totals.active:
             sums = self._sum_gradients(samples)
             if self._server_trainer is not None:

@@ -25,7 +25,7 @@ from echelon.train.trainer.base import Hook, Trainer, flatten, unflatten
 from echelon.train.trainer.buckets import names_by_bucket
 from echelon.train.trainer.factors import FactoredLinear, factorable_layers
 from echelon.train.trainer.guards import FixedSettings, WatchedGradients
-from echelon.train.trainer.replicas import state_of
+from echelon.train.trainer.optimizer_state import state_of
 from echelon.train.trainer.server_buckets import Bucket
 
 log = logging.getLogger(__name__)
@@ -53,11 +53,6 @@ class ServerTrainer(Trainer, store=ServerStore):
         self._settings = FixedSettings(self.optimizer)
         self._initialise_servers()
         self._add_hooks()
-
-    @property
-    def capturable(self) -> bool:
-        """Always False: a step communicates. `take_control` is for callers that capture the rest of it."""
-        return False
 
     # --- the loop
 

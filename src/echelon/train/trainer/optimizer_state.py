@@ -1,8 +1,7 @@
-"""How the optimizer runs without servers: every rank updates all weights, or (`nccl`) each rank its own shard.
+"""The state of an optimizer as named tensors, and the optimizer of `nccl`, which is divided among the ranks.
 
-`FullReplica` runs the caller's optimizer on the caller's parameters. `ShardedReplica` builds the same optimizer over
-this rank's shard of every bucket, with the state of that shard only. Before every step it copies the settings of the
-caller's parameter groups, such as the learning rate.
+`ShardedOptimizer` builds the caller's optimizer again over this rank's shard of every bucket, with the state of that
+shard only. Before every step it copies the settings of the caller's parameter groups, such as the learning rate.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,68 +19,16 @@ from echelon.errors import UsageError
 from echelon.kvstore.collective.process_group import ProcessGroup, Reduction
 from echelon.kvstore.state_files import SCALARS, by_key
 from echelon.optim import DCASGD, FTML, Accumulate, Ftrl, Signum
-from echelon.train.trainer.flat_buckets import FlatBucket, bucket_by_name, elements, flat_weights, shard_of
+from echelon.train.trainer.flat_buckets import FlatBucket, flat_weights, shard_of
 
 ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, Signum, FTML, Ftrl, DCASGD, Accumulate)
 State = dict[str, Tensor]
 
 
-class Replica(Protocol):
-    """Reduces buckets and updates weights for a Trainer."""
-
-    def reduce(self, bucket: FlatBucket) -> Reduction:
-        """Start to sum a bucket's gradients over all ranks."""
-        ...
-
-    def update(self, sums: Sequence[Tensor], divisor: Tensor, used: set[str]) -> None:
-        """Update the weights of the parameters in `used` with their mean gradients."""
-        ...
-
-    def state(self) -> State:
-        """Return the optimizer's state as whole tensors, `<parameter>/<state>`."""
-        ...
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state."""
-        ...
-
-
-class FullReplica:
-    """All-reduce, then every rank runs the optimizer."""
-
-    def __init__(self, group: ProcessGroup, optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
-        self._group = group
-        self._optimizer = optimizer
-        self._buckets = buckets
-        self._parameters = {name: p for bucket in buckets for name, p in bucket.parameters.items()}
-
-    def reduce(self, bucket: FlatBucket) -> Reduction:
-        """Start an all-reduce."""
-        return self._group.all_reduce(bucket.gradients)
-
-    def update(self, sums: Sequence[Tensor], divisor: Tensor, used: set[str]) -> None:
-        """Use the memory of the sums as the gradients, and run the optimizer."""
-        for bucket, total in zip(self._buckets, sums, strict=True):
-            total /= divisor
-            for name, parameter in bucket.parameters.items():
-                mean = bucket.place(total, name)
-                parameter.grad = mean.to(parameter.dtype) if name in used else None
-        self._optimizer.step()
-
-    def state(self) -> State:
-        """Return the optimizer's own state."""
-        return state_of(self._optimizer, self._parameters)
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state into the optimizer."""
-        load_state(self._optimizer, self._parameters, by_key(state))
-
-
-class ShardedReplica:
+class ShardedOptimizer:
     """Reduce-scatter, each rank updates its shard, all-gather."""
 
     def __init__(self, group: ProcessGroup, optimizer: Optimizer, buckets: Sequence[FlatBucket]) -> None:
-        check_elementwise(optimizer)
         self._group = group
         self._optimizer = optimizer
         self._buckets = buckets
@@ -91,7 +38,7 @@ class ShardedReplica:
         self._ranges: dict[str, range] = {}
         for bucket, weights, part in zip(buckets, self._weights, self._shards, strict=True):
             for name, chosen in bucket.slices(part).items():
-                self._slices[name] = nn.Parameter(elements(weights, chosen))
+                self._slices[name] = nn.Parameter(weights[chosen.start : chosen.stop])
                 self._ranges[name] = chosen
         self._own = self._build_for_shard(optimizer)
 
@@ -114,7 +61,7 @@ class ShardedReplica:
             self._own.zero_grad()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers warn unless step() was called
         gathering = [
-            self._group.all_gather(elements(weights, part), weights)
+            self._group.all_gather(weights[part.start : part.stop], weights)
             for weights, part in zip(self._weights, self._shards, strict=True)
         ]
         for pending in gathering:
@@ -141,7 +88,7 @@ class ShardedReplica:
         if self._own is None:
             return
         cut: dict[str, State] = {}
-        buckets = bucket_by_name(self._buckets)
+        buckets = {name: bucket for bucket in self._buckets for name in bucket.parameters}
         parameters = {name: bucket.parameters[name] for name, bucket in buckets.items()}
         for name, kinds in by_key(state).items():
             check_fits(name, kinds, parameters)
@@ -174,7 +121,8 @@ class ShardedReplica:
             return tensor
         flat = torch.zeros(bucket.length, dtype=tensor.dtype)
         bucket.place(flat, name).copy_(tensor)
-        return elements(flat, self._ranges[name]).clone()
+        chosen = self._ranges[name]
+        return flat[chosen.start : chosen.stop].clone()
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
