@@ -73,11 +73,11 @@ def train(
         body = ServerStepBody(forward_pass, trainer, compiler)
         for _ in body.input.batches(batches):
             body()
-            for bucket in body.gradients:
-                trainer.push_bucket(bucket.index, BATCH)
-            for bucket in body.gradients:
-                trainer.wait_for_bucket(bucket.index)
-                body.weights.copy_in(bucket.index)
+            for staging in body.gradients:
+                trainer.push_bucket(staging.bucket, BATCH)
+            for staging in body.gradients:
+                trainer.wait_for_bucket(staging.bucket)
+                body.weights.copy_in(staging.bucket.index)
             trainer.count(BATCH)
     else:
         step = EagerStep(forward_pass, trainer, None, Pacer(Pace(), 0))
@@ -320,15 +320,16 @@ def test_gradients_and_weights_are_staged_correctly_for_any_layout_on_the_device
         model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 7, 1), nn.Flatten(), nn.Linear(7, 4))
         trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
         assert isinstance(trainer, ServerTrainer)
-        (names,) = trainer.take_control()
+        (bucket,) = trainer.take_control()
         full: dict[str, Tensor] = dict(model.named_parameters())
         like = {4: torch.channels_last}
         leaves = {
             name: full[name].detach().to(torch.bfloat16, memory_format=like.get(full[name].ndim, torch.preserve_format))
-            for name in names
+            for name in bucket.names
         }
         assert leaves["0.weight"].stride() != full["0.weight"].stride()
-        weights, gradients = WeightStaging(trainer, [names], full, leaves), GradientStaging(trainer, 0, leaves)
+        weights = WeightStaging(trainer.kvstore, [bucket], full, leaves)
+        gradients = GradientStaging(trainer.kvstore, bucket, leaves)
         for leaf in leaves.values():
             leaf.grad = torch.randn_like(leaf)
         gradients.copy_out()
@@ -336,13 +337,13 @@ def test_gradients_and_weights_are_staged_correctly_for_any_layout_on_the_device
             assert leaf.grad is not None
             assert torch.equal(trainer.kvstore.views(name)[1], leaf.grad.float()), name
         before = {name: weight.detach().clone() for name, weight in full.items()}
-        trainer.push_bucket(0, BATCH)
-        trainer.wait_for_bucket(0)
+        trainer.push_bucket(bucket, BATCH)
+        trainer.wait_for_bucket(bucket)
         for step in (False, True):
             if step:
                 weights.copy_in(0)
             weights.unpack()
-            for name in names:
+            for name in bucket.names:
                 weight = trainer.kvstore.views(name)[0] if step else before[name]
                 assert torch.equal(leaves[name], weight.bfloat16()), name
 

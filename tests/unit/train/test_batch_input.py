@@ -11,7 +11,7 @@ from echelon.data.images.config import AugmentConfig
 from echelon.data.loading.device import DeviceMemoryLoader
 from echelon.data.loading.memory import MemorySource
 from echelon.data.loading.order import Sampling
-from echelon.train.step.batch_input import BatchInput, DeviceBatches
+from echelon.train.step.captured import BatchInput
 
 pytestmark = pytest.mark.numeric
 
@@ -61,8 +61,3 @@ def test_a_loader_on_the_device_gathers_batches_itself() -> None:
     assert len(found) == len(expected) == 2
     for ours, theirs in zip(found, expected, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-def test_a_loader_on_the_device_is_recognised_by_its_methods() -> None:
-    assert isinstance(device_loader(), DeviceBatches)
-    assert not isinstance([], DeviceBatches)

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from echelon.data.loading.device import DeviceMemoryLoader
 from echelon.data.loading.loader import Batches
 from echelon.train.step.average import MovingAverage
-from echelon.train.step.batch_input import BatchInput
 from echelon.train.step.eager import Batch, ForwardPass
 from echelon.train.step.precision import HalfWeights, LossScaler, weights_to_halve
 from echelon.train.trainer.base import Trainer
@@ -32,6 +32,47 @@ log = logging.getLogger(__name__)
 Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 WARM_UP_STEPS = 3
 FUSED = (SGD, Adam, AdamW)  # one kernel updates all parameters, and does nothing if gradients overflowed
+
+
+class BatchInput:
+    """The batch that a captured step reads: gathered by `loader` on the device, or else copied into `buffer`.
+
+    A replayed graph reads the same memory every time. So a batch from the host is copied into a fixed buffer before the
+    replay. A loader that has its data on the device gathers the batch inside the graph, and nothing is copied.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.loader: DeviceMemoryLoader | None = None
+        self.buffer: Batch | None = None
+        self._device = device
+        self._copied: Tensor | None = None  # the images that were copied last
+
+    def batches(self, loader: Batches) -> Iterator[Batch | None]:
+        """Yield the rest of an epoch: each batch to copy in, or None for each batch of a loader on the device."""
+        if not isinstance(loader, DeviceMemoryLoader):
+            yield from loader
+            return
+        self.loader = loader
+        for _ in range(loader.begin()):
+            loader.advance()
+            yield None
+
+    def copy_in(self, batch: Batch) -> None:
+        """Copy a batch into the buffer. Synthetic data is always the same batch, which is copied once."""
+        if self.buffer is None:
+            images = batch[0].to(self._device, memory_format=torch.channels_last, copy=True)
+            self.buffer = images, batch[1].to(self._device, copy=True)
+        elif batch[0] is not self._copied:
+            self.buffer[0].copy_(batch[0], non_blocking=True)
+            self.buffer[1].copy_(batch[1], non_blocking=True)
+        self._copied = batch[0]
+
+    def read(self) -> Batch:
+        """Return the batch of this step, with device operations only."""
+        if self.loader is not None:
+            return self.loader.gather()
+        assert self.buffer is not None
+        return self.buffer
 
 
 class StepBody:
@@ -146,12 +187,11 @@ class CapturedStep:
 
     def _first_step(self) -> None:
         """Make the first step, which compiles. If compiling fails, training continues without it."""
-        if not self._compiled:
-            self._body()
-            return
         try:
             self._body()
         except Exception as error:  # Inductor raises any exception of its parts
+            if not self._compiled:
+                raise
             log.warning("engine graph instead of compile: %s: %s", type(error).__name__, str(error).splitlines()[0])
             self._body.stop_compiling()
             self._body()

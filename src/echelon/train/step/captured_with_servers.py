@@ -21,13 +21,13 @@ from echelon.data.loading.buffers import pin, unpin
 from echelon.data.loading.loader import Batches
 from echelon.errors import UsageError
 from echelon.train.step.average import MovingAverage
-from echelon.train.step.batch_input import BatchInput
-from echelon.train.step.captured import WARM_UP_STEPS, Compiler
+from echelon.train.step.captured import WARM_UP_STEPS, BatchInput, Compiler
 from echelon.train.step.eager import Batch, ForwardPass
 from echelon.train.step.precision import HalfWeights
 from echelon.train.step.staging import GradientStaging, WeightStaging
 from echelon.train.trainer.regions import in_regions
 from echelon.train.trainer.server import ServerTrainer
+from echelon.train.trainer.server_buckets import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +58,8 @@ class ServerStepBody:
         parameters: dict[str, Tensor] = dict(model.named_parameters())
         leaves = parameters | copies
         buckets = trainer.take_control()
-        self.weights = WeightStaging(trainer, buckets, parameters, leaves)
-        self.gradients = [
-            GradientStaging(trainer, index, {name: leaves[name] for name in names})
-            for index, names in enumerate(buckets)
-        ]
+        self.weights = WeightStaging(trainer.kvstore, buckets, parameters, leaves)
+        self.gradients = [GradientStaging(trainer.kvstore, bucket, leaves) for bucket in buckets]
         self._compiler = compiler or (lambda function: function)
         self._network = in_regions(model, copies, self._compiler)
         self._loss_and_metrics = self._compiler(forward_pass.loss_and_metrics)
@@ -71,11 +68,10 @@ class ServerStepBody:
         self._batch: Batch | None = None
         self.on_bucket: Callable[[GradientStaging], None] = GradientStaging.copy_out
         self.hooks = [
-            leaf.register_post_accumulate_grad_hook(self._gradient_hook(bucket))
-            for bucket in self.gradients
-            for leaf in bucket.leaves
+            leaf.register_post_accumulate_grad_hook(self._gradient_hook(staging))
+            for staging in self.gradients
+            for leaf in staging.leaves
         ]
-        self._trainer = trainer
         self._unused: dict[str, Tensor] | None = None  # parameters that got no gradient in the first step
 
     def __call__(self) -> None:
@@ -102,37 +98,37 @@ class ServerStepBody:
 
     def forward_backward(self) -> None:
         """Run forward and backward, and copy gradients out as buckets become complete."""
-        for bucket in self.gradients:
-            bucket.num_missing = len(bucket.leaves)
-            for leaf in bucket.leaves:
+        for staging in self.gradients:
+            staging.num_missing = len(staging.leaves)
+            for leaf in staging.leaves:
                 leaf.grad = None
         loss, sums = self._forward()
         loss.backward()
         self._forward_pass.sums.add_(sums)
-        incomplete = [bucket for bucket in self.gradients if bucket.num_missing]
+        incomplete = [staging for staging in self.gradients if staging.num_missing]
         if self._unused is None:
             self._unused = {}
-            for bucket in incomplete:
-                self._drop_unused(bucket)
+            for staging in incomplete:
+                self._drop_unused(staging)
         elif incomplete:
             raise UsageError(f"{next(iter(incomplete[0].drop_unused()))} {_CHANGES}")
 
-    def _drop_unused(self, bucket: GradientStaging) -> None:
+    def _drop_unused(self, staging: GradientStaging) -> None:
         """Remove parameters that the network does not use: they get no gradient, so no bucket may wait for them."""
         assert self._unused is not None
-        unused = bucket.drop_unused()
+        unused = staging.drop_unused()
         log.info("not used by the network, and not changed: %s", ", ".join(unused))
         self._unused |= unused
-        self._trainer.mark_unused(bucket.index, list(unused))
-        self.on_bucket(bucket)
+        staging.bucket.mark_unused(list(unused))
+        self.on_bucket(staging)
 
-    def _gradient_hook(self, bucket: GradientStaging) -> Callable[[Tensor], None]:
+    def _gradient_hook(self, staging: GradientStaging) -> Callable[[Tensor], None]:
         def count(leaf: Tensor) -> None:
             if self._unused and any(leaf is one for one in self._unused.values()):
                 raise UsageError(f"a parameter {_CHANGES}")
-            bucket.num_missing -= 1
-            if not bucket.num_missing:
-                self.on_bucket(bucket)
+            staging.num_missing -= 1
+            if not staging.num_missing:
+                self.on_bucket(staging)
 
         return count
 
@@ -166,7 +162,7 @@ class CapturedServerStep:
         self._out_stream = torch.cuda.Stream(device)
         self._in_stream = torch.cuda.Stream(device)
         self._copied_out = [torch.cuda.Event(external=True) for _ in self._body.gradients]
-        self._in_flight: deque[int] = deque()  # buckets that were pushed and whose weights are not copied in yet
+        self._in_flight: deque[Bucket] = deque()  # buckets that were pushed and whose weights are not copied in yet
         self._body.on_bucket = self._copy_out
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._num_warm_up = 0
@@ -181,11 +177,11 @@ class CapturedServerStep:
             self._body.input.copy_in(batch)
         self._replay() if self._graphs else self._warm_up()
         samples = self._forward_pass.batch_size
-        for bucket, copied_out in zip(self._body.gradients, self._copied_out, strict=True):
+        for staging, copied_out in zip(self._body.gradients, self._copied_out, strict=True):
             while not copied_out.query():
                 self._copy_in_if_received()
-            self._trainer.push_bucket(bucket.index, samples)
-            self._in_flight.append(bucket.index)
+            self._trainer.push_bucket(staging.bucket, samples)
+            self._in_flight.append(staging.bucket)
         self._trainer.count(samples)
 
     def close(self) -> None:
@@ -243,18 +239,18 @@ class CapturedServerStep:
             self._copy_in_next()
         torch.cuda.current_stream().wait_stream(self._in_stream)
 
-    def _copy_out(self, bucket: GradientStaging) -> None:
+    def _copy_out(self, staging: GradientStaging) -> None:
         self._out_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._out_stream):
-            bucket.copy_out()
-            self._copied_out[bucket.index].record(self._out_stream)
+            staging.copy_out()
+            self._copied_out[staging.bucket.index].record(self._out_stream)
 
     def _copy_in_if_received(self) -> None:
         """Copy in received weights while backward runs, which does not read the staging buffer."""
-        if self._in_flight and self._trainer.is_answered(self._in_flight[0]):
+        if self._in_flight and self._in_flight[0].is_answered:
             self._copy_in_next()
 
     def _copy_in_next(self) -> None:
         self._trainer.wait_for_bucket(self._in_flight[0])
         with torch.cuda.stream(self._in_stream):
-            self._body.weights.copy_in(self._in_flight.popleft())
+            self._body.weights.copy_in(self._in_flight.popleft().index)

@@ -9,24 +9,25 @@ copy moves the buffer. Tensors are packed and unpacked a list at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 
 import torch
 from torch import Tensor
 
-from echelon.train.trainer.server import ServerTrainer
+from echelon.kvstore.servers.store import ServerStore
+from echelon.train.trainer.server_buckets import Bucket
 
 
 class GradientStaging:
     """Copies the gradients of one bucket to the store. `leaves` are the tensors that the network computes with."""
 
-    def __init__(self, trainer: ServerTrainer, index: int, leaves: Mapping[str, Tensor]) -> None:
-        self.index = index
-        self._names, self.leaves = list(leaves), list(leaves.values())
+    def __init__(self, store: ServerStore, bucket: Bucket, leaves: Mapping[str, Tensor]) -> None:
+        self.bucket = bucket
+        self._names, self.leaves = bucket.names, [leaves[name] for name in bucket.names]
         self.num_missing = 0  # gradients that backward has not computed yet
-        self._store_memory = trainer.kvstore.span(list(leaves))[0]
-        starts = [_start(trainer, name, self._store_memory) for name in leaves]
+        self._store_memory = store.span(bucket.names)[0]
+        starts = _starts(bucket.gradients.values(), self._store_memory)
         self._order = logical_positions(self.leaves, starts)
         self._packed = self._store_memory.new_zeros(len(self._order), device=self._order.device)
         self._views = views_like(self._packed, self.leaves)
@@ -53,20 +54,20 @@ class WeightStaging:
 
     def __init__(
         self,
-        trainer: ServerTrainer,
-        buckets: Sequence[Sequence[str]],
+        store: ServerStore,
+        buckets: Sequence[Bucket],
         parameters: Mapping[str, Tensor],
         leaves: Mapping[str, Tensor],
     ) -> None:
         """`leaves` are the tensors that the network computes with: parameters, or half-precision copies of them."""
-        names = [name for bucket in buckets for name in bucket]
-        self._store_memory = [trainer.kvstore.span(bucket)[1] for bucket in buckets]
+        names = [name for bucket in buckets for name in bucket.names]
+        self._store_memory = [store.span(bucket.names)[1] for bucket in buckets]
         self._parameters = [parameters[name].detach() for name in names]
         self._leaves = [leaves[name].detach() for name in names]
         starts: list[int] = []
         base = 0
         for bucket, memory in zip(buckets, self._store_memory, strict=True):
-            starts += [base + _start(trainer, name, memory, weight=True) for name in bucket]
+            starts += [base + start for start in _starts(bucket.weights.values(), memory)]
             base += len(memory)
         self._order = logical_positions(self._parameters, starts)
         self._buffer = self._store_memory[0].new_zeros(base, device=self._order.device)
@@ -95,10 +96,9 @@ class WeightStaging:
         copy_tensors([self._parameters[i] for i in others], [self._views[i] for i in others])
 
 
-def _start(trainer: ServerTrainer, name: str, memory: Tensor, *, weight: bool = False) -> int:
-    """Return the first element of a parameter in the memory of its bucket."""
-    weights, gradients = trainer.kvstore.views(name)
-    return ((weights if weight else gradients).data_ptr() - memory.data_ptr()) // memory.element_size()
+def _starts(places: Iterable[Tensor], memory: Tensor) -> list[int]:
+    """Return the first element of each place in the memory of its bucket."""
+    return [(place.data_ptr() - memory.data_ptr()) // memory.element_size() for place in places]
 
 
 def logical_positions(tensors: Sequence[Tensor], starts: Sequence[int]) -> Tensor:

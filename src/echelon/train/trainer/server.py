@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -124,8 +124,8 @@ class ServerTrainer(Trainer, store=ServerStore):
 
     # --- captured steps: no hook runs in a replay, so the caller moves gradients and weights
 
-    def take_control(self) -> list[list[str]]:
-        """Remove the hooks. Return the parameters of each bucket, in the order in which backward finishes them.
+    def take_control(self) -> list[Bucket]:
+        """Remove the hooks. Return the buckets, in the order in which backward finishes them.
 
         From now on the caller copies each bucket's gradients to the store's memory and calls `push_bucket`, and copies
         the weights from there after `wait_for_bucket`. `sync` updates the model's own parameters.
@@ -134,25 +134,17 @@ class ServerTrainer(Trainer, store=ServerStore):
         for hook in (*self._step_hooks, self._batch_size_hook):
             hook.remove()
         self._captured = True
-        return [list(bucket.names) for bucket in self._buckets]
+        return self._buckets
 
-    def push_bucket(self, index: int, samples: int) -> None:
+    def push_bucket(self, bucket: Bucket, samples: int) -> None:
         """Push a bucket whose gradients are in the store's memory."""
-        self._buckets[index].push_captured(samples, more=index + 1 < len(self._buckets))
+        bucket.push_captured(samples, more=bucket is not self._buckets[-1])
         self._pushed_step = self.clock + 1
 
-    def mark_unused(self, index: int, names: Collection[str]) -> None:
-        """Declare that no step gives some parameters of a bucket a gradient."""
-        self._buckets[index].mark_unused(names)
-
-    def is_answered(self, index: int) -> bool:
-        """Return whether a bucket's new weights are in the store's memory by now."""
-        return self._buckets[index].is_answered
-
-    def wait_for_bucket(self, index: int) -> None:
+    def wait_for_bucket(self, bucket: Bucket) -> None:
         """Wait until a bucket's new weights are in the store's memory."""
-        if self._buckets[index].is_in_flight:
-            self._wait(self._buckets[index])
+        if bucket.is_in_flight:
+            self._wait(bucket)
 
     # --- set-up
 
