@@ -343,14 +343,14 @@ def _optimized_parameters(
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """Return the optimizer's parameters that require a gradient now, and those that do not.
 
-    The last layer comes first: approximately the order in which backward finishes them.
+    Of the former, the last layer comes first: approximately the order in which backward finishes them.
     """
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    named = {name: p for name, p in reversed(list(model.named_parameters())) if id(p) in optimized}
+    named = {name: p for name, p in model.named_parameters() if id(p) in optimized}
     strangers = len(optimized - {id(p) for p in model.parameters()})
     if strangers:
         raise UsageError(f"the optimizer has {strangers} parameters that do not belong to the model")
     trained = {name: p for name, p in named.items() if p.requires_grad}
     if not trained:
         raise UsageError("the optimizer has no parameter of the model that requires a gradient")
-    return trained, {name: p for name, p in named.items() if name not in trained}
+    return dict(reversed(trained.items())), {name: p for name, p in named.items() if name not in trained}
