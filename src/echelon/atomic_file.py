@@ -59,8 +59,8 @@ def _is_running(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # the process belongs to another user
-        return True
+    except OSError:
+        pass  # the process belongs to another user
     return True
 
 

@@ -2,7 +2,7 @@
 
 Read in this order: `store` (the calls of every store and their checks), `create` (which store a name gives),
 `servers/` (a store whose values are on servers), `collective/` (a store of a process group, without servers),
-`multi_device` (a worker with several devices and servers). `arguments`, `optimizer_spec` and `state_files` are shared.
+`multi_device` (a worker with several devices and servers). `optimizer_spec` and `state_files` are shared.
 """
 
 from echelon.kvstore.create import create

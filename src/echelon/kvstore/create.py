@@ -49,38 +49,33 @@ def create(
     In a process whose `DMLC_ROLE` is server or scheduler this call serves until the job ends and then exits. The same
     script can therefore be started in every role.
     """
-    kind = store_kind(name)
+    store_kind(name)  # an unknown name raises an error in every role
     job = job or Job.from_environment()
     if transport is not None:
         job = replace(job, transport=transport)
     if job.role != "worker":
         serve_and_exit(job)
-    if is_collective(name, job):
+    kind = store_class(name, job)
+    if kind is CollectiveStore:
         return _create_collective(name, job, torch.device(device), check_finite, staleness, groups)
     if not job.distributed:
         raise UsageError(
             f"{name} needs a scheduler and servers: start this program with 'echelon launch -n WORKERS -s SERVERS "
             "python …', or set DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER and DMLC_NUM_SERVER"
         )
-    if kind.needs_servers and job.num_servers < 1:
+    if job.num_servers < 1:
         raise UsageError(f"{name} needs at least one server; the job has {job.num_servers} (launch with -s 1 or more)")
-    if has_devices(job):
+    if kind is MultiDeviceStore:
         return _create_multi_device(name, job, torch.device(device), check_finite, staleness, groups)
     return join(name, job, by_name(job.transport), staleness=staleness, groups=groups, check_finite=check_finite)
 
 
-def is_collective(name: str, job: Job | None = None) -> bool:
-    """Return whether the store `name` runs without servers in this job."""
+def store_class(name: str, job: Job) -> type[KVStore]:
+    """Return the class of the store `name` in this job."""
     kind = store_kind(name)
-    if kind.collective:
-        return True
-    job = job or Job.from_environment()
-    return job.distributed and kind.is_collective(job.num_servers)
-
-
-def has_devices(job: Job | None = None) -> bool:
-    """Return whether a worker of this job consists of several processes, one per device."""
-    return (job or Job.from_environment()).num_devices > 1
+    if kind.collective or (job.distributed and kind.is_collective(job.num_servers)):
+        return CollectiveStore
+    return MultiDeviceStore if job.num_devices > 1 else ServerStore
 
 
 def join(
@@ -113,15 +108,7 @@ def join(
         rules_for(name, staleness, listed)
         client = Client(endpoint, session, events, job.stall_seconds, job.timeout_s)
         store = ServerStore(
-            name,
-            session,
-            client,
-            len(session.servers),
-            transport,
-            events,
-            staleness=staleness,
-            groups=listed,
-            check_finite=check_finite,
+            name, session, client, transport, events, staleness=staleness, groups=listed, check_finite=check_finite
         )
         undo.pop_all()
     _call_at_exit(store, lambda failed: session.abandon() if failed else store.close())

@@ -10,7 +10,7 @@ they would wait for each other forever.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,12 +18,10 @@ from torch import Tensor
 
 from echelon.cluster.messages import OptimizerSpec
 from echelon.cluster.placement import KeySpec
-from echelon.kvstore.arguments import Key, Keys, Values, as_keys
 from echelon.kvstore.collective.process_group import ProcessGroup
 from echelon.kvstore.servers.store import ServerStore
-from echelon.kvstore.store import KVStore
+from echelon.kvstore.store import Keys, KVStore, Values, as_keys
 from echelon.observe.events import EventLog
-from echelon.schemes.stores import store_kind
 
 HALT = "halt"  # the key in the group's store that holds the reason to stop
 
@@ -36,17 +34,15 @@ class MultiDeviceStore(KVStore):
     ) -> None:
         # Device 0 writes the events of the worker.
         events = EventLog(None, "worker", 0) if server_store is None else server_store.events
-        super().__init__(name, events, check_finite=check_finite, sums_replace=store_kind(name).lock_step)
+        super().__init__(name, events, check_finite=check_finite)
         self.group = group
         self.server_store = server_store
         self.on_retire: Callable[[], None] = lambda: None
-        self._specs_by_key: dict[Key, KeySpec] = {}
         self._halt_requested = False
         self._job_state = ""  # what device 0 has shared, as JSON, and how often it has changed
         self._job_state_number = 0
         self._worker = 0
         self._workers: list[int] = []
-        self._halted: str | None = None
         self.share_job_state()
 
     # --- ranks and workers
@@ -66,11 +62,6 @@ class MultiDeviceStore(KVStore):
         """The ranks of all devices of the living workers, in order."""
         devices = range(self.group.size)
         return [worker * self.group.size + device for worker in self._workers for device in devices]
-
-    @property
-    def halted(self) -> str | None:
-        """The reason why a worker asked all workers to stop training, or None."""
-        return self._halted
 
     @property
     def halt_flag(self) -> float:
@@ -172,15 +163,8 @@ class MultiDeviceStore(KVStore):
         flat = tensor.to(self.group.device, copy=True).reshape(-1)
         return self.group.all_reduce(flat).result().view(tensor.shape).to(tensor.dtype)
 
-    def _names(self) -> Iterable[Key]:
-        return self._specs_by_key
-
-    def _find(self, key: Key) -> KeySpec | None:
-        return self._specs_by_key.get(key)
-
     def _init(self, specs: Sequence[KeySpec], values: Sequence[Tensor]) -> None:
         self.group.check_same("keys, their shapes and dtypes", ", ".join(f"{spec.name!r} {spec}" for spec in specs))
         if self.server_store is not None:
             self.server_store.init([spec.name for spec in specs], list(values))
-        self._specs_by_key |= {spec.name: spec for spec in specs}
         self.group.barrier()

@@ -7,38 +7,33 @@
     kv.pull("w", out=weights)       # waits as the scheme requires
 
 This module owns the calls and their checks: a mistake raises an error on the worker that makes it, before any data is
-sent.
+sent. Callers give one key or many; stores use a list of keys and a list of tensors, one per device, for each key.
 """
 
 from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from echelon.cluster.messages import OptimizerSpec
 from echelon.cluster.placement import KeySpec
 from echelon.errors import UsageError
-from echelon.kvstore.arguments import (
-    Key,
-    Keys,
-    Values,
-    as_keys,
-    as_values,
-    dtype_name,
-    is_finite,
-    spec_of_value,
-    sum_over_devices,
-)
 from echelon.kvstore.optimizer_spec import spec_by_name, spec_of
 from echelon.observe.events import EventLog
+from echelon.schemes.stores import store_kind
 from echelon.server.optimization import INTEGER_KEY
+
+Key = str | int
+Keys = Key | Sequence[Key]
+Value = Tensor | Sequence[Tensor]
+Values = Value | Sequence[Value]
 
 CLOSED = "this store is closed; close it after the last call"
 
@@ -46,14 +41,16 @@ CLOSED = "this store is closed; close it after the last call"
 class KVStore(ABC):
     """The base class of all stores, which `echelon.kvstore.create` returns."""
 
-    def __init__(self, name: str, events: EventLog, *, check_finite: bool, sums_replace: bool) -> None:
+    def __init__(self, name: str, events: EventLog, *, check_finite: bool) -> None:
         self.type = name
+        self.kind = store_kind(name)
         self.events = events
         self.on_closed: Callable[[], None] = lambda: None
         self.optimizer_spec: OptimizerSpec | None = None
+        self._specs_by_key: dict[Key, KeySpec] = {}
+        self._halted: str | None = None
         self._closed = False
         self._check_finite = check_finite
-        self._sums_replace = sums_replace  # without an optimizer, the sum of a push becomes the value
 
     # --- ranks and workers
 
@@ -78,9 +75,9 @@ class KVStore(ABC):
         return len(self.workers)
 
     @property
-    @abstractmethod
     def halted(self) -> str | None:
         """The reason why a worker asked all workers to stop training, or None."""
+        return self._halted
 
     # --- the classic calls
 
@@ -91,10 +88,11 @@ class KVStore(ABC):
         values = [tensors[0].detach() for tensors in as_values(key, value)]
         self._check_names(names)
         for name in names:
-            if self._find(name) is not None:
+            if name in self._specs_by_key:
                 raise UsageError(f"worker {self.rank}: key {name!r} is already initialised")
         specs = [spec_of_value(name, tensor) for name, tensor in zip(names, values, strict=True)]
         self._init(specs, values)
+        self._specs_by_key |= dict(zip(names, specs, strict=True))
 
     @abstractmethod
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
@@ -165,20 +163,10 @@ class KVStore(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # --- implemented by each kind of store
-
-    @abstractmethod
-    def _names(self) -> Iterable[Key]:
-        """Return all keys."""
-
-    @abstractmethod
-    def _find(self, key: Key) -> KeySpec | None:
-        """Return the shape and dtype of a key, or None if it is not initialised."""
 
     @abstractmethod
     def _init(self, specs: Sequence[KeySpec], values: Sequence[Tensor]) -> None:
@@ -204,7 +192,7 @@ class KVStore(ABC):
 
     def _checked(self, key: Keys, value: Values) -> list[Tensor]:
         """Check pushed values and return one tensor per key, summed over this worker's devices."""
-        if self.optimizer_spec is None and not self._sums_replace:
+        if self.optimizer_spec is None and not self.kind.lock_step:
             raise UsageError(
                 f"worker {self.rank}: {self.type} needs an optimizer on the servers: call set_optimizer, on every "
                 "worker, before push"
@@ -246,7 +234,7 @@ class KVStore(ABC):
         return [self._spec_of(name) for name in names]
 
     def _spec_of(self, key: Key) -> KeySpec:
-        spec = self._find(key)
+        spec = self._specs_by_key.get(key)
         if spec is None:
             self._check_names([key])
             raise UsageError(f"worker {self.rank}: key {key!r} is not initialised; call init before push or pull")
@@ -254,7 +242,7 @@ class KVStore(ABC):
 
     def _check_names(self, names: Sequence[Key]) -> None:
         """Check that keys are all ints or all strings, because 3 and '3' would be two keys."""
-        kinds: set[type] = {type(name) for name in itertools.islice(self._names(), 1)}
+        kinds: set[type] = {type(name) for name in itertools.islice(self._specs_by_key, 1)}
         for name in names:
             if not isinstance(name, str | int) or isinstance(name, bool):
                 raise UsageError(f"a key must be a string or an int, not {name!r}")
@@ -271,3 +259,68 @@ class KVStore(ABC):
         if self.optimizer_spec is None:
             raise UsageError(f"worker {self.rank}: the store has no optimizer; call set_optimizer first")
         return self.optimizer_spec
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return a tensor's dtype as `KeySpec` names it, for example float32."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def spec_of_value(name: Key, value: Tensor) -> KeySpec:
+    """Return the key's name with the shape and dtype of a value."""
+    return KeySpec(name, tuple(value.shape), dtype_name(value))
+
+
+def as_keys(keys: Keys) -> list[Key]:
+    """Return one key or many as a list."""
+    if isinstance(keys, Sequence) and not isinstance(keys, str):
+        return list(keys)
+    return [keys]  # of any type: the store checks it
+
+
+def as_values(keys: Keys, values: Values) -> list[list[Tensor]]:
+    """Return the tensors of each key, one per device."""
+    if not isinstance(keys, Sequence) or isinstance(keys, str):
+        return [_per_device(keys, values)]
+    if isinstance(values, Tensor) or len(values) != len(keys):
+        given = 1 if isinstance(values, Tensor) else len(values)
+        raise UsageError(f"{len(keys)} keys but {given} values; a list of keys needs one value (or list) for each")
+    return [_per_device(key, value) for key, value in zip(keys, values, strict=True)]
+
+
+def sum_over_devices(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum over devices, on the device of the first tensor."""
+    total = tensors[0].detach()
+    if len(tensors) > 1:
+        total = total.clone()
+        for tensor in tensors[1:]:
+            total.add_(tensor.detach().to(total.device))
+    return total
+
+
+def is_finite(value: Tensor) -> bool:
+    """Return whether no element is NaN or infinite."""
+    return not value.is_floating_point() or bool(torch.isfinite(value).all())
+
+
+def _per_device(key: Key, value: Values) -> list[Tensor]:
+    tensors: list[Tensor] = []
+    for tensor in value if isinstance(value, Sequence) else [value]:
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            raise UsageError(f"key {key!r}: a value must be a torch tensor or a list of them, not {kind}")
+        _check_dense(key, tensor)
+        tensors.append(tensor)
+    if not tensors:
+        raise UsageError(f"key {key!r}: the list of values is empty")
+    return tensors
+
+
+def _check_dense(key: Key, tensor: Tensor) -> None:
+    """Reject sparse and meta tensors now. Later it would fail in the middle of a call that other workers wait for."""
+    if tensor.layout is not torch.strided:
+        raise UsageError(
+            f"key {key!r}: a value of layout {tensor.layout} cannot be stored or sent; make it dense (to_dense())"
+        )
+    if tensor.is_meta:
+        raise UsageError(f"key {key!r}: a value on device meta has no elements to store or send")

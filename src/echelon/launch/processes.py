@@ -62,22 +62,9 @@ class ChildProcess:
             )
         except OSError as error:
             raise UsageError(f"{name} cannot run {arguments[0]!r}: {error.strerror}") from error
+        self.pid = self._popen.pid  # of the process and of its session
+        self.stdin, self.stdout = self._popen.stdin, self._popen.stdout
         self._pidfd: int | None = None
-
-    @property
-    def pid(self) -> int:
-        """The number of the process and of its session."""
-        return self._popen.pid
-
-    @property
-    def stdin(self) -> IO[bytes] | None:
-        """The pipe to the process, if there is one."""
-        return self._popen.stdin
-
-    @property
-    def stdout(self) -> IO[bytes] | None:
-        """The pipe from the process, if there is one."""
-        return self._popen.stdout
 
     @property
     def pidfd(self) -> int:

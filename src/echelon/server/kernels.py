@@ -96,35 +96,46 @@ class Sgd(Kernel):
         )
 
 
-class Adam(Kernel):
-    """torch.optim.Adam."""
+class Functional(Kernel):
+    """An optimizer of torch.optim through its functional form."""
 
-    _function: Callable[..., None] = staticmethod(adam)
+    _function: Callable[..., None]
+    _passed: tuple[str, ...]  # the options that the function takes under the same name
 
-    def state_fills(self) -> tuple[float, ...]:
-        return (0.0, 0.0, 0.0) if self.options["amsgrad"] else (0.0, 0.0)
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._keywords = {name: options[name] for name in self._passed}
+
+    def _lists(self, states: States) -> list[list[Tensor]]:
+        """Return the states as the function takes them: one list per kind, empty where a kind is not used."""
+        raise NotImplementedError
 
     def update(
         self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int, scale: float
     ) -> None:
-        options = self.options
+        steps_before = [torch.tensor(float(step - 1))]
+        lists = self._lists(states)
         type(self)._function(
-            [weights],
-            [gradient],
-            [states[0]],
-            [states[1]],
-            list(states[2:]),
-            [_steps_before(step)],
-            foreach=False,
-            fused=self.exact,
-            amsgrad=options["amsgrad"],
-            beta1=options["betas"][0],
-            beta2=options["betas"][1],
-            lr=lr / gamma,
-            weight_decay=options["weight_decay"],
-            eps=options["eps"],
-            maximize=options["maximize"],
+            [weights], [gradient], *lists, steps_before, foreach=False, lr=lr / gamma, **self._keywords
         )
+
+
+class Adam(Functional):
+    """torch.optim.Adam."""
+
+    _function: Callable[..., None] = staticmethod(adam)
+    _passed = ("amsgrad", "weight_decay", "eps", "maximize")
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        beta1, beta2 = options["betas"]
+        self._keywords |= {"beta1": beta1, "beta2": beta2, "fused": self.exact}
+
+    def state_fills(self) -> tuple[float, ...]:
+        return (0.0, 0.0, 0.0) if self.options["amsgrad"] else (0.0, 0.0)
+
+    def _lists(self, states: States) -> list[list[Tensor]]:
+        return [[states[0]], [states[1]], list(states[2:])]
 
 
 class AdamW(Adam):
@@ -133,59 +144,35 @@ class AdamW(Adam):
     _function = staticmethod(adamw)
 
 
-class Adagrad(Kernel):
+class Adagrad(Functional):
     """torch.optim.Adagrad."""
+
+    _function = staticmethod(adagrad)
+    _passed = ("weight_decay", "lr_decay", "eps", "maximize")
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._keywords["fused"] = self.exact
 
     def state_fills(self) -> tuple[float, ...]:
         return (float(self.options["initial_accumulator_value"]),)
 
-    def update(
-        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int, scale: float
-    ) -> None:
-        options = self.options
-        adagrad(
-            [weights],
-            [gradient],
-            [states[0]],
-            [_steps_before(step)],
-            foreach=False,
-            fused=self.exact,
-            lr=lr / gamma,
-            weight_decay=options["weight_decay"],
-            lr_decay=options["lr_decay"],
-            eps=options["eps"],
-            maximize=options["maximize"],
-        )
+    def _lists(self, states: States) -> list[list[Tensor]]:
+        return [[states[0]]]
 
 
-class RMSprop(Kernel):
+class RMSprop(Functional):
     """torch.optim.RMSprop."""
+
+    _function = staticmethod(rmsprop)
+    _passed = ("alpha", "eps", "weight_decay", "momentum", "centered", "maximize")
 
     def state_fills(self) -> tuple[float, ...]:
         return (0.0,) * (1 + bool(self.options["centered"]) + bool(self.options["momentum"]))
 
-    def update(
-        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int, scale: float
-    ) -> None:
-        options = self.options
-        rest = list(states[1:])
-        averages = [rest.pop(0)] if options["centered"] else []
-        rmsprop(
-            [weights],
-            [gradient],
-            [states[0]],
-            averages,
-            rest,
-            [_steps_before(step)],
-            foreach=False,
-            lr=lr / gamma,
-            alpha=options["alpha"],
-            eps=options["eps"],
-            weight_decay=options["weight_decay"],
-            momentum=options["momentum"],
-            centered=options["centered"],
-            maximize=options["maximize"],
-        )
+    def _lists(self, states: States) -> list[list[Tensor]]:
+        averages = 1 + bool(self.options["centered"])
+        return [[states[0]], list(states[1:averages]), list(states[averages:])]
 
 
 class RuleKernel(Kernel):
@@ -205,10 +192,6 @@ class RuleKernel(Kernel):
     ) -> None:
         rate = lr if self.divides_gradient else lr / gamma
         self._rule.update(weights, gradient, states, step, rate, self.options)
-
-
-def _steps_before(step: int) -> Tensor:
-    return torch.tensor(float(step - 1))
 
 
 KERNELS: dict[str, Callable[[Options], Kernel]] = {

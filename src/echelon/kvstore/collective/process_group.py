@@ -45,18 +45,13 @@ class ProcessGroup:
         self.device = device
         self.rank, self.size = (rendezvous.rank, rendezvous.size) if rendezvous is not None else (0, 1)
         self._names = rendezvous.names if rendezvous is not None else ["worker 0"]
-        self._broken = False
+        self.broken = False  # whether an operation has failed because a member died or did not take part
         self._num_texts = 0
         self._store: Store | None = None
         if rendezvous is not None and self.size > 1:
             self._store = open_store(rendezvous)
             self._timeout_s = rendezvous.timeout_s
             self._join()
-
-    @property
-    def broken(self) -> bool:
-        """Whether a collective operation has failed because a member died or did not take part."""
-        return self._broken
 
     @property
     def _gloo(self) -> bool:
@@ -157,7 +152,7 @@ class ProcessGroup:
         if store is None:
             return
         dist.destroy_process_group()
-        if failed or self._broken:
+        if failed or self.broken:
             return
         try:
             store.set(f"left/{self.rank}", "")
@@ -212,7 +207,7 @@ class ProcessGroup:
         try:
             yield
         except RuntimeError as error:
-            self._broken = True
+            self.broken = True
             time.sleep(LINGER_S)
             raise JobError(
                 f"{self._names[self.rank]}: {what} of {self.size} processes failed: one of them died, failed, or did "

@@ -8,7 +8,7 @@ changes at the same step on all workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,13 +21,11 @@ from echelon.cluster.messages import OptimizerSpec
 from echelon.cluster.placement import ITEM_BYTES, KeySpec
 from echelon.errors import UsageError
 from echelon.kvstore import state_files
-from echelon.kvstore.arguments import Key, Keys, Values, as_keys
 from echelon.kvstore.collective.process_group import ProcessGroup, wide
 from echelon.kvstore.optimizer_spec import make_optimizer
-from echelon.kvstore.store import KVStore
+from echelon.kvstore.store import Key, Keys, KVStore, Values, as_keys
 from echelon.observe.events import EventLog
 from echelon.optim import RULES
-from echelon.schemes.stores import store_kind
 
 
 @dataclass(slots=True, eq=False)
@@ -49,13 +47,12 @@ class CollectiveStore(KVStore):
     """The store of a process group. Created by `echelon.kvstore.create`."""
 
     def __init__(self, name: str, group: ProcessGroup, events: EventLog, *, check_finite: bool = False) -> None:
-        super().__init__(name, events, check_finite=check_finite, sums_replace=True)
+        super().__init__(name, events, check_finite=check_finite)
         self.group = group
-        self.sharded = store_kind(name).sharded
+        self.sharded = self.kind.sharded
         self.on_retire: Callable[[], None] = lambda: None
         self._values: dict[Key, _Value] = {}
         self._requested_halt: str | None = None
-        self._halted: str | None = None
 
     # --- ranks and workers
 
@@ -68,11 +65,6 @@ class CollectiveStore(KVStore):
     def workers(self) -> list[int]:
         """All ranks. A process group that loses a member is broken, so this list never shrinks."""
         return list(range(self.group.size))
-
-    @property
-    def halted(self) -> str | None:
-        """The reason why a worker asked all workers to stop training, or None."""
-        return self._halted
 
     @property
     def halt_flag(self) -> float:
@@ -168,13 +160,6 @@ class CollectiveStore(KVStore):
             state.update({kind: self._own_part(value, kind, tensor) for kind, tensor in kinds.items()})
 
     # --- internals
-
-    def _names(self) -> Iterable[Key]:
-        return self._values
-
-    def _find(self, key: Key) -> KeySpec | None:
-        value = self._values.get(key)
-        return None if value is None else value.spec
 
     def _init(self, specs: Sequence[KeySpec], values: Sequence[Tensor]) -> None:
         for spec in specs:

@@ -10,7 +10,7 @@ none of them makes a step that the others do not make.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,12 @@ from echelon.cluster.messages import Configure, Done, OptimizerSpec, Retire, Set
 from echelon.cluster.placement import KeySpec, Slot
 from echelon.errors import UsageError
 from echelon.kvstore import state_files
-from echelon.kvstore.arguments import Key, Keys, Values, as_keys
 from echelon.kvstore.servers import states
 from echelon.kvstore.servers.client import Client, Ticket
 from echelon.kvstore.servers.session import Session
 from echelon.kvstore.servers.wire import Wire
-from echelon.kvstore.store import KVStore
+from echelon.kvstore.store import Key, Keys, KVStore, Values, as_keys
 from echelon.observe.events import EventLog
-from echelon.schemes.stores import store_kind
 from echelon.transport.interface import Transport
 
 
@@ -40,29 +38,24 @@ class ServerStore(KVStore):
         name: str,
         session: Session,
         client: Client,
-        num_servers: int,
         transport: Transport,
         events: EventLog,
         *,
-        staleness: int | None = None,
-        groups: Sequence[Iterable[int]] | None = None,
-        check_finite: bool = False,
+        staleness: int | None,
+        groups: list[list[int]] | None,
+        check_finite: bool,
     ) -> None:
-        super().__init__(name, events, check_finite=check_finite, sums_replace=store_kind(name).lock_step)
+        super().__init__(name, events, check_finite=check_finite)
         self._session = session
         self._client = client
-        self._wire = Wire(client, num_servers, transport, events)
-        self._lock_step = store_kind(name).lock_step
+        self._wire = Wire(client, len(session.servers), transport, events)
         self._halt_requested = False
-        self._halted: str | None = None
-        listed = [sorted(group) for group in groups] if groups else None
-        self._to_all(lambda i: Configure(i, session.rank, name, staleness, listed))
+        self._to_all(lambda i: Configure(i, session.rank, name, staleness, groups))
 
     # --- who and where
 
     @property
     def rank(self) -> int:
-        """The rank of this worker."""
         return self._session.rank
 
     @property
@@ -72,13 +65,11 @@ class ServerStore(KVStore):
 
     @property
     def workers(self) -> list[int]:
-        """The ranks of the living workers, in order."""
         return sorted(self._session.workers)
 
     @property
     def halted(self) -> str | None:
-        """The reason for which a worker asked all workers to stop training, or None."""
-        return self._halted if self._lock_step else self._session.halted
+        return self._halted if self.kind.lock_step else self._session.halted
 
     @property
     def num_servers(self) -> int:
@@ -114,12 +105,10 @@ class ServerStore(KVStore):
         self._copy_weights(slots, outs)
 
     def _retire(self) -> None:
-        """Stop pushing. Nobody waits for this worker from now on; it may still pull and use barriers."""
         self._wire.wait_for_pushes()
         self._to_all(Retire)
 
     def _barrier(self) -> None:
-        """Wait until all living workers have called this."""
         halted = self._session.barrier()
         self._halted = self._halted or halted
 
@@ -178,7 +167,6 @@ class ServerStore(KVStore):
         return [self._slot(name) for name in as_keys(keys)]
 
     def _use_optimizer(self, spec: OptimizerSpec) -> None:
-        """Run this optimizer on the servers."""
         self._to_all(lambda i: SetOptimizer(i, spec))
         self.optimizer_spec = spec
 
@@ -235,8 +223,8 @@ class ServerStore(KVStore):
         """Ask all workers to stop training; `halted` is set when they do."""
         if not self._halt_requested:
             self._session.halt(reason)
-            self._halt_requested = self._lock_step
-            if self._lock_step and self.workers == [self.rank]:
+            self._halt_requested = self.kind.lock_step
+            if self.kind.lock_step and self.workers == [self.rank]:
                 self.accept_halt()
 
     def requests_halt(self, tickets: Sequence[Ticket]) -> bool:
@@ -261,13 +249,6 @@ class ServerStore(KVStore):
                 if tensor.data_ptr() != weight.data_ptr():
                     tensor.detach().copy_(weight)
 
-    def _names(self) -> Iterable[Key]:
-        return (slot.spec.name for slot in self._wire.layout.slots.values())
-
-    def _find(self, key: Key) -> KeySpec | None:
-        slot = self._wire.layout.find(key)
-        return None if slot is None else slot.spec
-
     def _init(self, specs: Sequence[KeySpec], values: Sequence[Tensor]) -> None:
         slots = self._wire.place(specs)
         if self.rank == min(self._session.workers):
@@ -275,8 +256,7 @@ class ServerStore(KVStore):
         self.barrier()
 
     def _slot(self, key: Key) -> Slot:
-        self._spec_of(key)
-        slot = self._wire.layout.find(key)
+        slot = self._wire.layout.find(self._spec_of(key).name)
         assert slot is not None
         return slot
 

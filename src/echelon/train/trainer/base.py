@@ -25,14 +25,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon.cluster.shares import Groups
+from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
-from echelon.kvstore.arguments import is_finite
-from echelon.kvstore.collective.store import CollectiveStore
-from echelon.kvstore.create import has_devices, is_collective
-from echelon.kvstore.multi_device import MultiDeviceStore
-from echelon.kvstore.servers.store import ServerStore
+from echelon.kvstore.create import store_class
 from echelon.kvstore.state_files import by_key
+from echelon.kvstore.store import is_finite
 from echelon.train.trainer.optimizer_state import load_state, state_of
 
 REPORT_S = 0.25
@@ -320,11 +318,7 @@ def unflatten(flat: Tensor, buffers: Sequence[Tensor]) -> None:
 
 def _store_class(kvstore: str | KVStore) -> type[KVStore]:
     """Return the class of a store, or of the store that `create` returns for a name."""
-    if not isinstance(kvstore, str):
-        return type(kvstore)
-    if is_collective(kvstore):
-        return CollectiveStore
-    return MultiDeviceStore if has_devices() else ServerStore
+    return store_class(kvstore, Job.from_environment()) if isinstance(kvstore, str) else type(kvstore)
 
 
 def _whole(samples: int) -> int:
