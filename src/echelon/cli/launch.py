@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from echelon.cluster.shares import read_groups
 from echelon.environment import Job
 from echelon.errors import UsageError, unknown_name
-from echelon.launch import local
+from echelon.launch import LAUNCHERS
 from echelon.transport import by_name
-
-LAUNCHERS = ("local",)
 
 
 def add_job_arguments(parser: argparse.ArgumentParser, default_workers: int | None = None) -> None:
@@ -73,17 +72,18 @@ def run(options: argparse.Namespace) -> int:
     if not program:
         raise UsageError("no command to launch; give it last, for example: echelon launch -n 2 -s 2 python train.py")
     job = job_from(options, staleness=options.staleness, groups=options.groups, run_dir=options.run_dir)
-    local.check(job)
-    _check_settings(job)
-    return local.run(job, program)
+    launcher = LAUNCHERS[options.launcher]
+    launcher.check(job)
+    _check_settings(job, launcher.hosts_of(job))
+    return int(launcher.run(job, program))
 
 
-def _check_settings(job: Job) -> None:
+def _check_settings(job: Job, hosts: Mapping[int, str]) -> None:
     """Report mistakes once, before any process is started, instead of once in every process."""
     if job.staleness is not None and job.staleness < 0:
         raise UsageError(f"--staleness must be 0 or more, not {job.staleness}")
     if job.groups:
-        read_groups(job.groups, local.hosts_of(job))
+        read_groups(job.groups, hosts)
     if job.run_dir:
         try:
             Path(job.run_dir).mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import msgspec
 
 from echelon.cli.launch import add_job_arguments, job_from
 from echelon.environment import Job
-from echelon.launch import local
+from echelon.launch import LAUNCHERS
 from echelon.launch.supervise import OnLine
 from echelon.report.curves import draw_curves
 from echelon.report.display import Display, histogram_lines
@@ -50,7 +51,8 @@ def run(given: argparse.Namespace) -> int:
     job = job_from(given)
     if store_kind(options.kv_store).collective:
         job = replace(job, num_servers=0)
-    local.check(job)
+    launcher = LAUNCHERS[given.launcher]
+    launcher.check(job)
     check_flags(given, options, job, starts_job=True)
     warn_about_effects(given)
     if options.test_io:
@@ -58,7 +60,7 @@ def run(given: argparse.Namespace) -> int:
         return fit(options)
     before, directory = latest_run(), new_run(given.name, options.kv_store)
     job = replace(job, run_dir=str(directory))
-    status, state = watch(job, options, directory)
+    status, state = watch(launcher.run, job, options, directory)
     if status and not state.has_trained:  # there is nothing but the error, which has been printed
         discard_run(directory, before)
         return status
@@ -69,12 +71,12 @@ def run(given: argparse.Namespace) -> int:
     return status
 
 
-def watch(job: Job, options: TrainOptions, directory: Path) -> tuple[int, RunState]:
+def watch(launch: Callable[..., int], job: Job, options: TrainOptions, directory: Path) -> tuple[int, RunState]:
     """Run the workers under a display; returns the exit status and what the run reported."""
     command = [sys.executable, "-m", "echelon.train", msgspec.json.encode(options).decode()]
     title = f"{options.network} on {options.data}, {options.kv_store}, -n {job.num_workers} -s {job.num_servers}"
     with Display(directory, title) as display:
-        status = local.run(job, command, on_line=once(display.print), on_tick=display.update, shown=True)
+        status = launch(job, command, on_line=once(display.print), on_tick=display.update, shown=True)
     return status, display.state
 
 

@@ -24,6 +24,11 @@ _NOT_SENT = {"foreach", "capturable", "differentiable", "decoupled_weight_decay"
 _REJECTED = ("capturable", "differentiable")
 
 
+def runs_on_servers(kind: type[Optimizer]) -> bool:
+    """Return whether servers have an update for this class of optimizers."""
+    return kind in _CLASSES.values()
+
+
 def spec_of(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
     """Return a torch optimizer's class and settings. `names` maps id(parameter) to the parameter's key."""
     name = next((name for name, kind in _CLASSES.items() if type(optimizer) is kind), None)

@@ -1,7 +1,8 @@
 """MXNet's optimizers that torch.optim does not have, as torch optimizers. Servers run the same update rules.
 
-`rules` has the base class and the optimizers. To add one to the servers, write a `Rule` and add it to `RULES`;
-`train/recipe/optimizers.py` has the names that `--optimizer` accepts.
+`rules` has the base class and the optimizers. To add one to the servers, write a `Rule` and add it to `RULES`. An
+optimizer of torch.optim needs a kernel in `server/kernels.py` and a line in `kvstore/optimizer_spec.py` instead. The
+names that `--optimizer` accepts are in `train/recipe/optimizers.py`.
 """
 
 from echelon.optim.rules import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftrl, Rule, Signum

@@ -6,8 +6,9 @@ Read in this order:
 `shard`             what happens with each kind of request
 `pending_requests`  pushes and pulls until they are answered; `lanes` groups keys that are pushed together
 `memory`            where the tensors of a request are; `factored` for gradients that arrive as two factors
-`optimization`      the optimizer of the job; `kernels` has the update of each optimizer
+`optimization`      the optimizer of the job; `kernels` has the updates (to add one, see `echelon.optim`)
 `execute`           the arithmetic: sum, update, copy
 
+A push takes this way: `Shard._push`, `PendingRequests.push`, `Engine.push`, `Optimization.tasks`, `Storage.run`.
 When an update happens and who waits is decided in `echelon.schemes`.
 """

@@ -2,9 +2,9 @@
 
 torch's five optimizers are element-wise, so a piece of a key, or a run over many keys, can be updated by itself. The
 unfused forms give the same bits wherever a tensor is cut. torch's fused SGD does so too if no element falls into the
-scalar tail of a call. Pieces are multiples of ALIGN, so fused SGD also replaces the unfused form, in one pass. With
-`fused=True` the caller wants the scalar tails of the fused form itself: `exact` asks for pieces that end where the key
-ends.
+scalar tail of a call. Pieces are multiples of the alignment of keys (64 elements) and have no tail, so the fused form,
+which needs one pass, serves an unfused SGD as well. With `fused=True` the user's own loop would have had scalar tails:
+`exact` then asks for pieces that end where the key ends.
 
 `gamma` (the staleness in GSP) divides the step. SGD divides the gradient and the weight decay, so that the momentum
 contains the smaller step. The adaptive optimizers divide the learning rate, because they would normalize a smaller

@@ -1,8 +1,8 @@
 """The pushes and pulls that a server has not answered yet.
 
-For each request the engine decides what happens, `execute` carries it out, and the answer is sent when all keys of
-the request are done; they may be decided at different times. A repeated request does no harm: the engine applies each
-(worker, lane, clock) once, and a lost answer is sent again with the present weights.
+For each request the engine decides what happens, `execute` carries it out, and the answer is sent when all keys of the
+request are done; the engine may decide the keys of one request at different times. A repeated request does no harm: the
+engine applies each (worker, lane, clock) once, and a lost answer is sent again with the present weights.
 """
 
 from __future__ import annotations

@@ -8,5 +8,6 @@ Read in this order:
     checkpoint/  the checkpoint file, its names, and what a run saves and resumes from
     flags/       the command line: MXNet's flags, Echelon's own, and all checks of flags
     loop/        epochs, validation, signals, and the run as a whole
-    log_lines.py the text of every log line     predict.py  predictions     script.py  what the example scripts share
+    log_lines.py MXNet's log lines, one function each; Echelon's own are logged where they arise, most in loop/run.py
+    predict.py   predictions of a checkpoint     script.py    what the example scripts share
 """

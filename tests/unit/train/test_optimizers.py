@@ -13,7 +13,7 @@ from echelon.errors import UsageError
 from echelon.kvstore.optimizer_spec import spec_of
 from echelon.optim import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftrl, Signum
 from echelon.server.kernels import Kernel, kernel_for
-from echelon.train.recipe.optimizers import NAMES, ON_ONE_SERVER, ON_SERVERS, check_on_servers, make_optimizer
+from echelon.train.recipe.optimizers import NAMES, check_on_servers, make_optimizer
 
 pytestmark = pytest.mark.numeric
 
@@ -199,7 +199,7 @@ def test_servers_run_the_listed_optimizers_and_no_others(name: str) -> None:
     model = nn.Linear(2, 2)
     optimizer = make_optimizer(name, model, lr=0.1, momentum=0.9, weight_decay=0.01)
     names = {id(parameter): key for key, parameter in model.named_parameters()}
-    if name not in ON_SERVERS | ON_ONE_SERVER:
+    if name in ("adadelta", "adamax", "nadam", "sgld"):
         with pytest.raises(UsageError, match=f"servers cannot run the optimizer '{name}'; use one of adagrad, adam, "):
             check_on_servers(name, 1)
         with pytest.raises(UsageError, match="cannot run on the servers"):

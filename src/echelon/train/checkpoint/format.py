@@ -1,8 +1,8 @@
 """The checkpoint file: a safetensors file that any reader of that format opens, with digests that detect damage.
 
 Tensors are named `weights/…`, `optimizer/…` and `extra/…`. The run's metadata is JSON text in the safetensors metadata,
-together with a BLAKE2b digest of each tensor's bytes. A last digest, at a fixed offset, covers the header itself; it is
-computed with zeros in its own place. Every byte of the file is therefore covered, and an error names the damaged
+together with a BLAKE2b digest of each tensor's bytes. One more digest, at a fixed offset, covers the header itself; it
+is computed with zeros in its own place. Every byte of the file is therefore covered, and an error names the damaged
 tensor. This module does not choose file names.
 
 Echelon writes the file itself instead of calling safetensors, for two reasons: the header digest needs a fixed offset,

@@ -1,1 +1,5 @@
-"""The command line of training. Read `arguments` (the flags, and the `TrainOptions` they become), then `check`."""
+"""The command line of training. Read `arguments` (the flags, and the `TrainOptions` they become), then `check`.
+
+To add a flag, add a line to `arguments`, a field of the same name to `TrainOptions` (recipe/options.py), and its check
+to `check`.
+"""

@@ -1,7 +1,8 @@
 """The flags of the trainers: MXNet's names and defaults, Echelon's own flags, and the `TrainOptions` they become.
 
 argparse accepts an unambiguous prefix of a flag, and MXNet's documents use that (`--gpu 0`, `--num-epoch 10`).
-Echelon's own flags would make some of those prefixes ambiguous; therefore a prefix of exactly one MXNet flag means it.
+Echelon's own flags would make some of those prefixes ambiguous. A prefix that fits exactly one of MXNet's flags
+therefore means MXNet's flag.
 """
 
 from __future__ import annotations

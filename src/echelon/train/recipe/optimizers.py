@@ -12,22 +12,22 @@ of the learning rate affects it at once. lbsgd is plain SGD, because the schedul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from torch import nn, optim
 from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.errors import UsageError, unknown_name
-from echelon.optim import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftrl, Signum
+from echelon.kvstore.optimizer_spec import runs_on_servers
+from echelon.optim import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftrl, Rule, Signum
 from echelon.train.recipe.schedules import warms_up_by_norm
 
 Group = dict[str, Any]
 
-_MAKERS: dict[str, Callable[..., optim.Optimizer]] = {
+_CLASSES: dict[str, type[optim.Optimizer]] = {
     "sgd": optim.SGD,
     "ccsgd": optim.SGD,
-    "nag": partial(optim.SGD, nesterov=True),
+    "nag": optim.SGD,
     "lbsgd": optim.SGD,
     "adam": optim.Adam,
     "adamw": optim.AdamW,
@@ -45,18 +45,8 @@ _MAKERS: dict[str, Callable[..., optim.Optimizer]] = {
     "sgld": SGLD,
     "test": Accumulate,
 }
-NAMES = tuple(_MAKERS)
+NAMES = tuple(_CLASSES)
 MOMENTUM = frozenset({"sgd", "ccsgd", "nag", "lbsgd", "dcasgd", "signum"})  # MXNet's scripts pass it to no other
-ON_ONE_SERVER = frozenset({"lars", "lamb"})  # they need norms of whole parameters, which several servers split
-ON_SERVERS = MOMENTUM | {
-    "adam",
-    "adamw",
-    "rmsprop",
-    "adagrad",
-    "ftml",
-    "ftrl",
-    "test",
-}  # servers have a kernel for these
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -80,11 +70,11 @@ def make_optimizer(
         raise UsageError(f"--wd {weight_decay}: weight decay must be 0 or more")
     known = name.lower()
     settings: dict[str, Any] = {"lr": lr}
-    make = _MAKERS[known]
+    make: Callable[..., optim.Optimizer] = _CLASSES[known]
     if known in MOMENTUM:
         settings["momentum"] = momentum
-    if known == "nag" and not momentum:
-        make = optim.SGD  # nag without momentum is plain SGD, and torch rejects nesterov without momentum
+    if known == "nag":
+        settings["nesterov"] = momentum > 0  # without momentum it is plain SGD, and torch rejects the combination
     if warms_up_by_norm(name, warmup_strategy):
         make, settings["batch_size"] = LBSGD, batch_size
     if known == "sgld":
@@ -98,23 +88,21 @@ def make_optimizer(
 
 def check_optimizer(name: str) -> None:
     """Raise UsageError for an unknown optimizer."""
-    if name.lower() not in _MAKERS:
+    if name.lower() not in _CLASSES:
         raise unknown_name("optimizer", name, NAMES)
 
 
 def check_on_servers(name: str, num_servers: int, warmup_strategy: str = "linear") -> None:
     """Raise UsageError if this many servers cannot run the optimizer."""
-    known = name.lower()
-    whole = known in ON_ONE_SERVER or warms_up_by_norm(name, warmup_strategy)
-    if whole and num_servers > 1:
+    kind = LBSGD if warms_up_by_norm(name, warmup_strategy) else _CLASSES[name.lower()]
+    if num_servers > 1 and issubclass(kind, Rule) and kind.whole and runs_on_servers(kind):
         raise UsageError(
             f"the optimizer {name!r} needs the norm of whole parameters, but {num_servers} servers split them: start "
             "the job with one server (-s 1), or use a --kv-store without servers, such as dist_device_sync"
         )
-    if known not in ON_SERVERS | ON_ONE_SERVER:
-        raise UsageError(
-            f"servers cannot run the optimizer {name!r}; use one of {', '.join(sorted(ON_SERVERS | ON_ONE_SERVER))}"
-        )
+    if not runs_on_servers(kind):
+        possible = sorted(other for other in NAMES if runs_on_servers(_CLASSES[other]))
+        raise UsageError(f"servers cannot run the optimizer {name!r}; use one of {', '.join(possible)}")
 
 
 def decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
