@@ -1,44 +1,52 @@
-# Two commands do everything on a fresh machine: make demo, make test.
+# Two commands do everything on a fresh machine: make demo, make test. make help lists the others.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+NEEDED := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-cpus test-system check bench-gpu clean
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-cpus test-system check bench-gpu clean
 
-# The stamp is newer than what it depends on exactly when the environment is up to date.
+help:  ## list these commands
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 20
+
+# The stamp is newer than what it depends on exactly when the environment is up to date. An environment that an older
+# Python made, or whose Python is gone, is created again.
 $(VENV)/.installed: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c '$(NEEDED)' || { echo "Echelon needs Python 3.11 or later, but $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
+	  echo "Install one and name it: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
+	@$(BIN)/python -c '$(NEEDED)' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.installed  ## train on the embedded digits, four workers and two servers
 	$(BIN)/echelon train --demo
 
 # One pytest process per core; a file's tests stay together, because they share fixtures that train.
-test: $(VENV)/.installed
+test: $(VENV)/.installed  ## all tests that need no root
 	$(BIN)/pytest -n logical --dist loadfile
 
 # The numeric tests again, with the kernels that torch uses on CPUs without AVX-512 and without AVX2.
-test-cpus: $(VENV)/.installed
+test-cpus: $(VENV)/.installed  ## the numeric tests again, with other instruction sets of the CPU
 	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest -n logical --dist loadfile -m 'numeric and not long'
 	ATEN_CPU_CAPABILITY=default $(BIN)/pytest -n logical --dist loadfile -m 'numeric and not long'
 
 # Needs root: installs Debian packages, makes network namespaces. Also runs what takes minutes.
-test-system: $(VENV)/.installed
+test-system: $(VENV)/.installed  ## tests that need root and Debian packages, and those that take minutes
 	tests/system/install.sh
 	$(BIN)/pytest -m system tests/system
 	$(BIN)/pytest -m long
 
 # Needs a GPU and CIFAR-10 (DATA). GPU_FLAGS: --only, --jobs, --budget-s, …; `python -m benchmarks.gpu --help` lists them.
 DATA ?= data
-bench-gpu: $(VENV)/.installed
+bench-gpu: $(VENV)/.installed  ## measure the training commands on one GPU
 	$(BIN)/python -m benchmarks.gpu --data-dir $(DATA) --docs docs/results.md $(GPU_FLAGS)
 
-check: $(VENV)/.installed
+check: $(VENV)/.installed  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-clean:
+clean:  ## remove the environment and caches
 	rm -rf $(VENV) .peers .pytest_cache .mypy_cache .ruff_cache .hypothesis
