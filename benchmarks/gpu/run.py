@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.gpu.log import read_log
 from benchmarks.gpu.results import Origin, Record, missing_figures
 from benchmarks.gpu.rows import Row
-from echelon.bench.harness.process import Member, ProcessSpec
+from echelon.bench.harness.process import ContenderProcess, ProcessSpec
 from echelon.errors import UsageError
 
 REPORT_S = 15.0
@@ -72,7 +72,7 @@ class Running:
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
         log_path = plan.log_dir / f"{row.name}.log"
         log_path.unlink(missing_ok=True)  # a process appends to its log, which may be there from an earlier run
-        self.member = Member(ProcessSpec(row.name, command_of(row, plan)), log_path)
+        self.member = ContenderProcess(ProcessSpec(row.name, command_of(row, plan)), log_path)
 
     @property
     def seconds(self) -> float:

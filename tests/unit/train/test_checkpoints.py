@@ -24,7 +24,7 @@ from echelon.train.checkpoint.format import Checkpoint, load, save
 from echelon.train.checkpoint.names import find, load_at, load_newest, path_for, prune
 from echelon.train.checkpoint.saver import RunPosition, Saver, capture_rng, restore_rng
 from echelon.train.recipe.options import TrainOptions
-from echelon.train.recipe.plan import Place
+from echelon.train.recipe.plan import ProcessRank
 from echelon.train.trainer import Trainer
 from forked import Fork
 
@@ -160,7 +160,7 @@ def test_only_the_worker_that_writes_the_optimizer_state_fetches_it(tmp_path: Pa
         trainer.optimizer_state = partial(fetch, rank)
         dataset = SimpleNamespace(augment=AugmentConfig(shape=(1, 8, 8)), num_classes=2, train=[0])
         options = TrainOptions(model_prefix=str(tmp_path / "m"))
-        saver = Saver(options, Place(rank, 4, 2), cast(Trainer, trainer), cast(Dataset, dataset), None, None)
+        saver = Saver(options, ProcessRank(rank, 4, 2), cast(Trainer, trainer), cast(Dataset, dataset), None, None)
         saver.save(RunPosition(1), {})
     assert fetched == ([0, 1, 2, 3] if sharded else [0, 1])
     assert [list(load(path_for(tmp_path / "m", rank, 1)).optimizer) for rank in (0, 1)] == [["weight/momentum"], []]

@@ -14,7 +14,7 @@ from echelon.train.flags.arguments import options_from
 from echelon.train.flags.check import check_flags
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import (
-    Place,
+    ProcessRank,
     device_batch,
     epoch_size,
     sampling_for,
@@ -72,9 +72,9 @@ def test_fewer_samples_than_devices_are_rejected() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_step_of_several_processes_has_the_samples_of_one_process(size: int) -> None:
     options = TrainOptions(batch_size=16, num_examples=100)
-    alone = sampling_for(options, 200, Place(0, 1), fixed=True)
+    alone = sampling_for(options, 200, ProcessRank(0, 1), fixed=True)
     first = next(alone.batches(State()))
-    parts = [sampling_for(options, 200, Place(rank, size, size), fixed=True) for rank in range(size)]
+    parts = [sampling_for(options, 200, ProcessRank(rank, size, size), fixed=True) for rank in range(size)]
     assert {part.batch_size for part in parts} == {16 // size}
     assert {part.batches_per_epoch for part in parts} == {alone.batches_per_epoch} == {7}
     together = np.concatenate([next(part.batches(State())).records for part in parts])
@@ -82,7 +82,7 @@ def test_a_step_of_several_processes_has_the_samples_of_one_process(size: int) -
 
 
 def test_without_fixed_steps_every_sample_is_used_once(tmp_path: object) -> None:
-    parts = [sampling_for(TrainOptions(batch_size=8), 101, Place(rank, 3), fixed=False) for rank in range(3)]
+    parts = [sampling_for(TrainOptions(batch_size=8), 101, ProcessRank(rank, 3), fixed=False) for rank in range(3)]
     seen = np.concatenate([part.order(0)[part.counters()] for part in parts])
     assert sorted(seen) == list(range(101))
 
@@ -91,7 +91,7 @@ def test_the_devices_of_a_worker_divide_its_share(tmp_path: pytest.TempPathFacto
     path = tmp_path / "shares"  # type: ignore[operator]
     path.write_text("0 0.25\n0.25 1\n")
     options = TrainOptions(data_allocator=True, data_sharding=str(path))
-    parts = [sharding_for(options, Place(rank, 4, 2)).positions(1000) for rank in range(4)]
+    parts = [sharding_for(options, ProcessRank(rank, 4, 2)).positions(1000) for rank in range(4)]
     assert [len(part) for part in parts] == [125, 125, 375, 375]
     assert sorted(np.concatenate(parts)) == list(range(1000))
 
@@ -100,9 +100,9 @@ def test_lbsgds_warm_up_is_a_schedule_unless_it_uses_norms() -> None:
     """With norms, the flags of the schedule have no effect, as in MXNet."""
     options = TrainOptions(optimizer="LBSGD", lr=0.1, batch_size=8, macrobatch_size=32, warmup_epochs=1.0)
     by_norm = replace(options, warmup_strategy="lars")
-    rates = [schedule_for(chosen, Place(0, 2), 10, 0).rate(11) for chosen in (options, by_norm)]
+    rates = [schedule_for(chosen, ProcessRank(0, 2), 10, 0).rate(11) for chosen in (options, by_norm)]
     assert rates == pytest.approx([0.2, 0.1])
-    assert {schedule_for(by_norm, Place(0, 2), 10, 0).rate(update) for update in (1, 5, 30)} == {0.1}
+    assert {schedule_for(by_norm, ProcessRank(0, 2), 10, 0).rate(update) for update in (1, 5, 30)} == {0.1}
 
 
 def test_the_warm_up_by_norms_needs_lbsgd_and_whole_parameters() -> None:
@@ -123,10 +123,11 @@ def test_all_processes_resume_at_the_same_step_and_skip_no_sample() -> None:
     done = 5 * 8 * 2  # five steps of two workers
     for size in (1, 2, 3, 5):
         states = [
-            state_at(sampling_for(options, 240, Place(rank, size), fixed=True), 4, done, size) for rank in range(size)
+            state_at(sampling_for(options, 240, ProcessRank(rank, size), fixed=True), 4, done, size)
+            for rank in range(size)
         ]
         assert len(set(states)) == 1
         assert states[0].epoch == 4
         assert done - 8 * size < states[0].position * size <= done
-    whole = sampling_for(options, 240, Place(0, 1), fixed=True)
+    whole = sampling_for(options, 240, ProcessRank(0, 1), fixed=True)
     assert state_at(whole, 4, 240, 1) == State(5, 0)

@@ -54,7 +54,7 @@ class ProcessSpec:
         return replace(self, env={**env, "ECHELON_LISTEN_FD": str(listener.fileno())}, pass_fds=(listener.fileno(),))
 
 
-class Member(ChildProcess):
+class ContenderProcess(ChildProcess):
     """A running process of a contender, with its log file and its last answer."""
 
     def __init__(self, spec: ProcessSpec, log_path: Path) -> None:
@@ -141,7 +141,7 @@ class ProcessContender(Contender):
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
         self._stop_timeout_s = stop_timeout_s
-        self._members: list[Member] = []
+        self._members: list[ContenderProcess] = []
         self.answers: list[Times] = []  # of the last round, one per driven process
 
     @property
@@ -155,7 +155,7 @@ class ProcessContender(Contender):
             with listen_on_loopback() as listener:
                 for spec in self._specs:
                     log_path = self._log_dir / f"{self.name} {spec.label}.log"
-                    self._members.append(Member(spec.at(listener), log_path))
+                    self._members.append(ContenderProcess(spec.at(listener), log_path))
             self._collect(Ready, "get ready", self._start_timeout_s)
         except BaseException:
             self.abort()
@@ -194,16 +194,16 @@ class ProcessContender(Contender):
             while self._members:
                 undo.callback(self._members.pop().close)
 
-    def _driven(self) -> list[Member]:
+    def _driven(self) -> list[ContenderProcess]:
         return [member for member in self._members if member.spec.driven]
 
-    def _dead(self) -> list[Member]:
+    def _dead(self) -> list[ContenderProcess]:
         return [member for member in self._members if member.exit_status() is not None]
 
     def _collect(self, kind: type[AnswerKind], doing: str, timeout_s: float) -> list[AnswerKind]:
         """Return one answer of that kind from each driven process."""
 
-        def unanswered() -> list[Member]:
+        def unanswered() -> list[ContenderProcess]:
             return [member for member in self._driven() if member.answer(kind) is None]
 
         self._wait(lambda: not unanswered() or self._dead() != [], timeout_s)
@@ -230,7 +230,7 @@ class ProcessContender(Contender):
                     if key.data is None or not key.data.receive():
                         selector.unregister(key.fileobj)
 
-    def _failure(self, what: str, members: Sequence[Member]) -> JobError:
+    def _failure(self, what: str, members: Sequence[ContenderProcess]) -> JobError:
         """Return an error with the exit statuses and the last lines of the given processes."""
         ends = [(member.spec.label, member.exit_status()) for member in members]
         statuses = "".join(f"; {label} ended with status {status}" for label, status in ends if status is not None)

@@ -25,7 +25,7 @@ from echelon.train import log_lines
 from echelon.train.checkpoint.format import Checkpoint, Tensors, save
 from echelon.train.checkpoint.names import ResumeFrom, find, load_at, load_newest, path_for, prune
 from echelon.train.recipe.options import TrainOptions
-from echelon.train.recipe.plan import Place
+from echelon.train.recipe.plan import ProcessRank
 from echelon.train.step.average import MovingAverage
 from echelon.train.step.precision import LossScaler
 from echelon.train.trainer.base import Trainer
@@ -50,7 +50,7 @@ class Saver:
     def __init__(
         self,
         options: TrainOptions,
-        place: Place,
+        place: ProcessRank,
         trainer: Trainer,
         dataset: Dataset,
         scaler: LossScaler | None,

@@ -24,7 +24,7 @@ from echelon.launch.local import hosts_of
 from echelon.schemes import rules_for
 from echelon.schemes.stores import store_kind
 from echelon.train.recipe.options import DTYPES, ENGINES, TrainOptions
-from echelon.train.recipe.plan import Place, device_batch, schedule_for, shares_for
+from echelon.train.recipe.plan import ProcessRank, device_batch, schedule_for, shares_for
 
 if TYPE_CHECKING:
     from echelon.data.sets.datasets import Dataset
@@ -80,7 +80,7 @@ def check_flags(given: Namespace, options: TrainOptions, job: Job, *, starts_job
     store_kind(options.kv_store)  # raises for an unknown name
     if starts_job:
         _check_job(options, job)
-    schedule_for(options, Place(0, 1), batches_per_epoch=1, begin_epoch=0)  # raises for invalid settings
+    schedule_for(options, ProcessRank(0, 1), batches_per_epoch=1, begin_epoch=0)  # raises for invalid settings
     device_batch(options.batch_size, len(options.devices))
     _check_data(options)  # imports torch, like all that follows
     _check_optimizer(options, job)

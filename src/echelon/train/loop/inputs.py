@@ -18,7 +18,7 @@ from echelon.data.sets.builtin import SyntheticSource
 from echelon.data.sets.datasets import DataOptions, Dataset, make_loader, open_dataset
 from echelon.train.log_lines import io_line
 from echelon.train.recipe.options import TrainOptions
-from echelon.train.recipe.plan import Place, sampling_for
+from echelon.train.recipe.plan import ProcessRank, sampling_for
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def open_data(options: TrainOptions) -> Dataset:
 
 def read_only(options: TrainOptions, dataset: Dataset) -> int:
     """Read the training data without training, and log the speed; returns the exit status."""
-    sampling = sampling_for(options, len(dataset.train), Place(0, 1), fixed=False)
+    sampling = sampling_for(options, len(dataset.train), ProcessRank(0, 1), fixed=False)
     with closing(train_loader(options, dataset, sampling, torch.device("cpu"))) as loader:
         for batch, samples_per_s in measure_io(loader, options.disp_batches):
             log.info(io_line(batch, samples_per_s))

@@ -25,7 +25,7 @@ from echelon.train.loop.monitor import Monitor
 from echelon.train.loop.reporting import Reporter, TrainingProgress
 from echelon.train.loop.stopping import EXIT_STATUS, Interrupted, StopSignals
 from echelon.train.recipe.options import TrainOptions
-from echelon.train.recipe.plan import Place, epoch_size, sampling_for, schedule_for, state_at
+from echelon.train.recipe.plan import ProcessRank, epoch_size, sampling_for, schedule_for, state_at
 from echelon.train.step.average import MovingAverage
 from echelon.train.step.captured import set_learning_rate
 from echelon.train.step.choose import choose_engine, log_duration, make_step, prepare_optimizer
@@ -56,7 +56,7 @@ class Run:
         self._trainer = trainer
         self._kvstore = kvstore
         self._run_dir = run_dir
-        self._place = Place(kvstore.workers.index(kvstore.rank), len(kvstore.workers), len(options.devices))
+        self._place = ProcessRank(kvstore.workers.index(kvstore.rank), len(kvstore.workers), len(options.devices))
         self._is_rank_0 = self._place.rank == 0
         self._metrics = Metrics(options.top_k, options.loss)
         self._precision = choose_precision(options.dtype, device)

@@ -14,7 +14,7 @@ from echelon.train.recipe.schedules import Schedule, make_schedule, warms_up_by_
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessRank:
     """One process of a run: `rank` of `size` processes; each worker consists of `num_devices` processes."""
 
     rank: int
@@ -57,7 +57,7 @@ def device_batch(batch_size: int, num_devices: int) -> int:
     return part
 
 
-def sampling_for(options: TrainOptions, num_samples: int, place: Place, *, fixed: bool) -> Sampling:
+def sampling_for(options: TrainOptions, num_samples: int, place: ProcessRank, *, fixed: bool) -> Sampling:
     """Return which samples this process trains on. `fixed`: all processes run the same number of full-size steps.
 
     Lock-step collectives and captured steps need that. Otherwise the last batch may be smaller, and each worker reads
@@ -79,7 +79,7 @@ def sampling_for(options: TrainOptions, num_samples: int, place: Place, *, fixed
     )
 
 
-def _largest_share(options: TrainOptions, num_samples: int, place: Place) -> int:
+def _largest_share(options: TrainOptions, num_samples: int, place: ProcessRank) -> int:
     """Return the most batches that a device of this worker needs to read its share once.
 
     The devices of a worker synchronize in every step, so they must run equally many steps, but their shares may differ
@@ -92,7 +92,7 @@ def _largest_share(options: TrainOptions, num_samples: int, place: Place) -> int
     return max(part.batches_per_epoch for part in parts)
 
 
-def sharding_for(options: TrainOptions, place: Place) -> Sharding:
+def sharding_for(options: TrainOptions, place: ProcessRank) -> Sharding:
     """Return this process's share of the data: from its worker's line in data_sharding, or an equal share."""
     if not options.data_allocator:
         return ByPart(place.rank, place.size)
@@ -123,7 +123,7 @@ def state_at(sampling: Sampling, epoch: int, samples_done: int, size: int) -> St
     return State(epoch, steps * sampling.batch_size)
 
 
-def schedule_for(options: TrainOptions, place: Place, batches_per_epoch: int, begin_epoch: int) -> Schedule:
+def schedule_for(options: TrainOptions, place: ProcessRank, batches_per_epoch: int, begin_epoch: int) -> Schedule:
     """Return the learning rate schedule of a process. lbsgd warms up to the learning rate of its macrobatch."""
     scale = 1.0
     by_norm = warms_up_by_norm(options.optimizer, options.warmup_strategy)

@@ -19,7 +19,7 @@ import torch
 
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.pace import Pacer
-from echelon.train.recipe.plan import Place
+from echelon.train.recipe.plan import ProcessRank
 from echelon.train.step.average import MovingAverage
 from echelon.train.step.captured import CapturedStep, make_capturable, why_not_capturable
 from echelon.train.step.captured_with_servers import CapturedServerStep, why_not_capturable_with_servers
@@ -54,7 +54,7 @@ class EngineChoice:
 
 
 def choose_engine(
-    options: TrainOptions, trainer: Trainer, precision: Precision, place: Place, num_steps: int
+    options: TrainOptions, trainer: Trainer, precision: Precision, place: ProcessRank, num_steps: int
 ) -> EngineChoice:
     """Choose the engine of a run of `num_steps` steps."""
     obstacle = _obstacle(options, trainer, precision, place)
@@ -79,7 +79,7 @@ def decide_engine(requested: str, device: str, obstacle: str | None, num_steps: 
     return EngineChoice(capturable, long, f"{steps}; not captured because {obstacle}" if obstacle else steps)
 
 
-def _obstacle(options: TrainOptions, trainer: Trainer, precision: Precision, place: Place) -> str | None:
+def _obstacle(options: TrainOptions, trainer: Trainer, precision: Precision, place: ProcessRank) -> str | None:
     """Return why the steps of this run cannot be captured, or None."""
     with_servers = isinstance(trainer, ServerTrainer)
     if with_servers and precision.half is torch.float16:
