@@ -24,8 +24,8 @@ from echelon.data.progress import Advance, bar
 from echelon.data.sets.datasets import DataOptions, dataset_names, make_loader, open_dataset
 from echelon.errors import DataError, UsageError
 from echelon.launch.devices import parse_devices
-from echelon.train.checkpoint.format import Checkpoint, load
-from echelon.train.checkpoint.names import load_at, load_newest
+from echelon.train.checkpoint.format import Checkpoint
+from echelon.train.checkpoint.names import load_model
 from echelon.train.flags.arguments import parse_numbers
 from echelon.train.flags.check import check_numbers
 from echelon.train.predict import model_of, preprocessing_of
@@ -38,7 +38,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add `score`."""
     parser = subparsers.add_parser("score", help="measure a checkpoint on a validation set", description=__doc__)
     parser.add_argument(
-        "--model", required=True, metavar="PREFIX|FILE", help="a checkpoint file, or the prefix of several"
+        "--model",
+        required=True,
+        metavar="FOLDER|FILE|PREFIX",
+        help="a run folder such as runs/latest, a checkpoint file, or the prefix of several",
     )
     parser.add_argument("--load-epoch", type=int, metavar="K", help="use PREFIX-000K (default: the newest valid file)")
     data = parser.add_mutually_exclusive_group(required=True)
@@ -62,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     """Score the checkpoint that the command line names."""
     check_numbers(vars(options))
     metrics, device = Metrics(top_k=options.top_k), device_of(options.gpus)
-    checkpoint, path = find_checkpoint(options.model, options.load_epoch)
+    checkpoint, path = load_model(options.model, options.load_epoch)
     preprocessing = preprocessing_of(with_flags(checkpoint, options), path)
     model = model_of(checkpoint, path).to(device).eval()
     num_classes = count_classes(model, preprocessing.shape, device)
@@ -118,18 +121,6 @@ def count_classes(model: nn.Module, shape: tuple[int, int, int], device: torch.d
     except RuntimeError as error:
         given = ",".join(map(str, shape))
         raise UsageError(f"the network does not accept images of {given}: {error}; leave --image-shape out") from error
-
-
-def find_checkpoint(model: str, load_epoch: int | None) -> tuple[Checkpoint, Path]:
-    """Load the checkpoint of that file name or prefix."""
-    if Path(model).is_file():
-        if load_epoch is not None:
-            raise UsageError(f"--model {model} is one file; --load-epoch {load_epoch} needs a prefix")
-        return load(model), Path(model)
-    found = load_newest(model) if load_epoch is None else load_at(model, load_epoch)
-    if found is None:
-        raise DataError(f"there is no valid checkpoint {model} or {model}-0001.safetensors, 0002, …; check --model")
-    return found.rank_0, found.path
 
 
 def with_flags(checkpoint: Checkpoint, options: argparse.Namespace) -> Checkpoint:

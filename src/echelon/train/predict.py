@@ -1,7 +1,7 @@
 """Predictions with the network of a checkpoint, in three lines:
 
     from echelon.train.predict import Predictor
-    predict = Predictor.load("prefix-0012.safetensors")  # or runs/latest/checkpoint.safetensors
+    predict = Predictor.load("runs/latest")  # or "prefix-0012.safetensors"
     predict("photo.jpg")
 
 This module turns a checkpoint into a network in eval mode, and preprocesses images as validation did: with the shape,
@@ -28,7 +28,8 @@ from echelon.data.images.augment import Augmenter, Normaliser
 from echelon.data.images.config import AugmentConfig
 from echelon.data.images.geometry import num_draws
 from echelon.errors import DataError, UsageError
-from echelon.train.checkpoint.format import Checkpoint, load
+from echelon.train.checkpoint.format import Checkpoint
+from echelon.train.checkpoint.names import load_model
 from echelon.train.step.average import averaged
 
 Picture: TypeAlias = str | os.PathLike[str] | Image.Image | NDArray[np.uint8]
@@ -66,11 +67,12 @@ class Predictor:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu", *, resize: int = -1) -> Self:
-        """Load the network of a checkpoint. With `resize`, the shorter edge of an image is first scaled to that length.
+        """Load the network of a checkpoint file, a run folder, or the newest checkpoint of a prefix.
 
-        Validation crops without resizing, because its images already have a suitable size; photographs need `resize`.
+        With `resize`, the shorter edge of an image is first scaled to that length. Validation crops without resizing,
+        because its images already have a suitable size; photographs need `resize`.
         """
-        checkpoint = load(path)
+        checkpoint, path = load_model(path)
         return cls(model_of(checkpoint, path), preprocessing_of(checkpoint, path, resize), device)
 
     @overload  # a str is also a Sequence; the first signature matches it

@@ -102,6 +102,16 @@ def test_a_file_an_epoch_or_the_newest(prefix: Path, record: Path, capsys: pytes
     assert capsys.readouterr().out.splitlines()[1:] == accuracies[0]
 
 
+def test_a_run_folder(tmp_path: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A prefix beside the folder, with the same name, is not meant."""
+    write_model(tmp_path / "run" / "checkpoint.safetensors")
+    write_model(path_for(tmp_path / "run", 0, 1), -1.0)
+    (tmp_path / "latest").symlink_to("run")
+    for name in ("run", "latest"):
+        assert score("--model", tmp_path / name, "--data-val", record, "--top-k", "0") == 0
+        assert capsys.readouterr().out.splitlines()[1:] == [f"('accuracy', {18 / 23})"]
+
+
 def test_class_folders(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(6):
         folder = tmp_path / "val" / "abc"[number % 3]
@@ -168,9 +178,11 @@ def test_wrong_flags_are_rejected(
 
 def test_a_missing_checkpoint_is_rejected(prefix: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert score("--model", f"{prefix}y", "--data-val", record) == 2
-    assert "there is no valid checkpoint" in capsys.readouterr().err
+    assert f"there is no file {prefix}y, and no valid checkpoint xy-0001.safetensors" in capsys.readouterr().err
+    assert score("--model", prefix.parent, "--data-val", record) == 2
+    assert f"the folder {prefix.parent} has no checkpoint.safetensors" in capsys.readouterr().err
     assert score("--model", path_for(prefix, 0, 1), "--load-epoch", "1", "--data-val", record) == 2
-    assert "is one file; --load-epoch 1 needs a prefix" in capsys.readouterr().err
+    assert "is one checkpoint; epoch 1 can be chosen only from those of a prefix" in capsys.readouterr().err
 
 
 def test_bad_records_are_skipped_on_request(

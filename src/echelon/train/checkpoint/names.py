@@ -1,8 +1,9 @@
 """Names of checkpoint files: the file of each rank and position, the newest valid one, and those to delete.
 
 Names are MXNet's with another suffix: `prefix-0012.safetensors` after 12 epochs, `prefix-3-0012.safetensors` of rank 3,
-and in the middle of an epoch `prefix-0012-b00345.safetensors`, after 345 more batches of that worker. `format` defines
-the contents of a file, and `saver` decides when to write one.
+and in the middle of an epoch `prefix-0012-b00345.safetensors`, after 345 more batches of that worker. A run directory
+has its result in `checkpoint.safetensors`. `format` defines the contents of a file, and `saver` decides when to write
+one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from echelon.train.checkpoint.format import Checkpoint, load
 Prefix: TypeAlias = str | os.PathLike[str]
 
 SUFFIX = ".safetensors"
+RESULT_FILE = f"checkpoint{SUFFIX}"  # in a run directory
 _POSITION = re.compile(r"-(\d{4,})(?:-b(\d{5,}))?" + re.escape(SUFFIX))
 _UNFINISHED = re.compile(_POSITION.pattern + r"\.(\d+)-[0-9a-f]+" + re.escape(PARTIAL_SUFFIX))
 
@@ -100,6 +102,29 @@ def load_at(prefix: Prefix, epoch: int, batch: int = 0, *, rank: int = 0, size: 
     if damaged:
         raise DataError("; and ".join(damaged))
     return ResumeFrom(rank_0, path, own)
+
+
+def load_model(model: Prefix, epoch: int | None = None) -> tuple[Checkpoint, Path]:
+    """Load the trained model that a user names: by a checkpoint file, a run directory, or the prefix of several files.
+
+    Returns the checkpoint and its file: of a run directory its result, of a prefix the file of `epoch`, or else the
+    newest valid one.
+    """
+    path = Path(model)
+    if (path / RESULT_FILE).is_file():
+        path /= RESULT_FILE
+    if path.is_file():
+        if epoch is not None:
+            raise UsageError(f"{model} is one checkpoint; epoch {epoch} can be chosen only from those of a prefix")
+        return load(path), path
+    found = load_newest(model) if epoch is None else load_at(model, epoch)
+    if found is None:
+        here = f"the folder {model} has no {RESULT_FILE}" if path.is_dir() else f"there is no file {model}"
+        raise DataError(
+            f"{here}, and no valid checkpoint {path.name}-0001{SUFFIX}, 0002, … in {path.absolute().parent}; give a "
+            "checkpoint file, a run folder such as runs/latest, or a prefix"
+        )
+    return found.rank_0, found.path
 
 
 def prune(prefix: Prefix, rank: int = 0) -> None:

@@ -23,7 +23,7 @@ from echelon.data.sets.datasets import Dataset
 from echelon.errors import UsageError
 from echelon.train import log_lines
 from echelon.train.checkpoint.format import Checkpoint, Tensors, save
-from echelon.train.checkpoint.names import ResumeFrom, find, load_at, load_newest, path_for, prune
+from echelon.train.checkpoint.names import RESULT_FILE, ResumeFrom, find, load_at, load_newest, path_for, prune
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import ProcessRank
 from echelon.train.step.average import MovingAverage
@@ -31,8 +31,6 @@ from echelon.train.step.precision import LossScaler
 from echelon.train.trainer.base import Trainer
 
 log = logging.getLogger(__name__)
-
-RESULT_FILE = "checkpoint.safetensors"  # in the run directory
 
 
 @dataclass(frozen=True, slots=True)
