@@ -8,21 +8,18 @@ from dataclasses import asdict, replace
 import torch
 from torch import nn
 
-from echelon import models
-from echelon.data.sets.datasets import Dataset
 from echelon.environment import Job
-from echelon.errors import UsageError
 from echelon.kvstore import create
 from echelon.schemes.stores import store_kind
 from echelon.train import log_lines
 from echelon.train.flags.check import check_with_data
 from echelon.train.loop.inputs import open_data, read_only
+from echelon.train.loop.network import make_network, prepare_device
 from echelon.train.loop.reporting import TrainingProgress
 from echelon.train.loop.run import Run
 from echelon.train.recipe.optimizers import make_optimizer
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import worker_batch
-from echelon.train.step.precision import choose_precision
 from echelon.train.trainer.base import Trainer
 
 log = logging.getLogger(__name__)
@@ -42,9 +39,9 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
     if options.test_io:
         return read_only(options, dataset)
     check_with_data(options, dataset)
-    _prepare_device(device)
+    prepare_device(device)
     torch.manual_seed(options.seed)
-    model = _make_network(options, dataset, device)
+    model = make_network(options, dataset.num_classes, dataset.image_shape, device)
     trainer = _make_trainer(options, model, device, job.num_workers)
     return Run(options, dataset, trainer, device, run_dir, job.device_index, progress).run()
 
@@ -77,37 +74,3 @@ def _make_trainer(options: TrainOptions, model: nn.Module, device: torch.device,
         overlap=options.dtype != "float16",  # float16 gradients are checked and unscaled before they are sent
         push_factors=options.push_factors and options.engine != "compile" and not options.monitor,
     )
-
-
-def _make_network(options: TrainOptions, dataset: Dataset, device: torch.device) -> nn.Module:
-    """Build the network on the device, in the layout of its fastest kernels, and check its outputs on this data."""
-    model = models.build(
-        options.network,
-        num_classes=dataset.num_classes,
-        image_shape=dataset.image_shape,
-        num_layers=options.num_layers,
-        initializer=options.initializer,
-        **options.network_options,
-    ).to(device)
-    if device.type == "cuda":
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    with choose_precision(options.dtype, device).autocast():
-        models.check_outputs(
-            options.network,
-            model,
-            num_classes=dataset.num_classes,
-            image_shape=dataset.image_shape,
-            device=device,
-        )
-    return model
-
-
-def _prepare_device(device: torch.device) -> None:
-    if device.type != "cuda":
-        return
-    if device.index is not None and device.index >= torch.cuda.device_count():
-        raise UsageError(f"there is no GPU {device.index}; this machine has {torch.cuda.device_count()}")
-    torch.cuda.set_device(device)
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.benchmark_limit = 0  # try all algorithms, not the first ten
-    torch.set_float32_matmul_precision("high")

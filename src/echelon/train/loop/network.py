@@ -1,0 +1,42 @@
+"""The network of a run on its device, as the training process and its helpers (`compile_child`, `memory`) build it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from echelon import models
+from echelon.errors import UsageError
+from echelon.train.recipe.options import TrainOptions
+from echelon.train.step.precision import choose_precision
+
+
+def prepare_device(device: torch.device) -> None:
+    """Select the GPU, and the settings of its convolutions and matrix products. Does nothing for a CPU."""
+    if device.type != "cuda":
+        return
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        raise UsageError(f"there is no GPU {device.index}; this machine has {torch.cuda.device_count()}")
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark_limit = 0  # try all algorithms, not the first ten
+    torch.set_float32_matmul_precision("high")
+
+
+def make_network(
+    options: TrainOptions, num_classes: int, image_shape: tuple[int, int, int], device: torch.device
+) -> nn.Module:
+    """Build the network on the device, in the layout of its fastest kernels, and check its outputs on this data."""
+    model = models.build(
+        options.network,
+        num_classes=num_classes,
+        image_shape=image_shape,
+        num_layers=options.num_layers,
+        initializer=options.initializer,
+        **options.network_options,
+    ).to(device)
+    if device.type == "cuda":
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with choose_precision(options.dtype, device).autocast():
+        models.check_outputs(options.network, model, num_classes=num_classes, image_shape=image_shape, device=device)
+    return model
