@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from echelon.schemes import Apply, Contribution, Reply
+from echelon.schemes import Apply, Contribution, Divisor, Reply
 
 Action = Apply | Reply
 
@@ -21,20 +21,22 @@ class KeyModel:
     done: dict[Hashable, int] = field(default_factory=dict)  # group -> rounds finished
     last: dict[Hashable, int] = field(default_factory=dict)  # group -> version after its last update
     first: dict[int, int] = field(default_factory=dict)  # worker -> the first clock that it takes part in
-    pending: dict[tuple[int, int], float] = field(default_factory=dict)  # (worker, clock) -> samples
+    pending: dict[tuple[int, int], float | None] = field(default_factory=dict)  # (worker, clock) -> samples
+    pushed: list[tuple[int, float]] = field(default_factory=list)  # (worker, samples), in the order of arrival
     held: set[tuple[int, int]] = field(default_factory=set)
     read: dict[int, int] = field(default_factory=dict)
     applied: list[Apply] = field(default_factory=list)
 
 
 class Model:
-    """The dials are `group` of a worker, `bound` in clocks or None, and `weighted`."""
+    """The dials are `group` of a worker, `bound` in clocks or None, and `divisor`."""
 
     def __init__(
-        self, group: Callable[[int], Hashable], bound: int | None, weighted: bool, workers: set[int], keys: range
+        self, group: Callable[[int], Hashable], bound: int | None, divisor: Divisor, workers: set[int], keys: range
     ) -> None:
-        self.group, self.bound, self.weighted = group, bound, weighted
+        self.group, self.bound, self.divisor = group, bound, divisor
         self.active = set(workers)
+        self.alive = set(workers)  # the active and the finished
         self.keys: dict[int, KeyModel] = {}
         for key in keys:
             self.add_key(key)
@@ -67,13 +69,15 @@ class Model:
         members = {worker for worker in self.active if self.group(worker) == group}
         return {w for w in members if state.first.get(w, 0) <= now and (w, now) not in state.pending}
 
-    def push(self, worker: int, key: int, clock: int, samples: float) -> list[Action]:
+    def push(self, worker: int, key: int, clock: int, samples: float | None) -> list[Action]:
         state = self.keys[key]
         if worker not in self.active or clock < max(self.done(key, worker), state.first.get(worker, 0)):
             return []
         if (worker, clock) in state.pending:
             return []
         state.pending[worker, clock] = samples
+        if samples is not None:
+            state.pushed.append((worker, samples))
         return self.settle()
 
     def pull(self, worker: int, key: int, clock: int) -> list[Action]:
@@ -82,7 +86,9 @@ class Model:
         self.keys[key].held.add((worker, clock))
         return self.settle()
 
-    def leave(self, worker: int) -> list[Action]:
+    def leave(self, worker: int, finished: bool) -> list[Action]:
+        if worker in self.active and not finished:
+            self.alive.remove(worker)
         self.active.discard(worker)
         for state in self.keys.values():
             state.held = {pull for pull in state.held if pull[0] != worker}
@@ -102,6 +108,7 @@ class Model:
                 state.first[worker] = self.done(key, worker) + 1
             state.read[worker] = state.version
         self.active.add(worker)
+        self.alive.add(worker)
         return {key: state.first[worker] for key, state in self.keys.items()}
 
     def settle(self) -> list[Action]:
@@ -126,12 +133,22 @@ class Model:
             parts = []
             for worker in sorted(w for w, clock in state.pending if clock == now and self.group(w) == group):
                 samples = state.pending.pop((worker, now))
-                if samples > 0:
+                if samples is None or samples > 0:
                     parts.append(Contribution(worker, samples, state.version - state.read.get(worker, 0)))
             if parts:
-                gamma = max(1, state.version - state.last.get(group, 0) + 1) if self.weighted else 1
+                divisor = self.divisor_of(state, group, parts)
                 state.version += 1
                 state.last[group] = state.version
-                state.applied.append(Apply(key, now, tuple(parts), gamma, state.version))
+                state.applied.append(Apply(key, now, tuple(parts), divisor, state.version))
                 actions.append(state.applied[-1])
             state.done[group] = now + 1
+
+    def divisor_of(self, state: KeyModel, group: Hashable, parts: list[Contribution]) -> float:
+        if self.divisor is Divisor.STALENESS:
+            return max(1, state.version - state.last.get(group, 0) + 1)
+        own = {part.worker: part.samples for part in parts if part.samples is not None}
+        if self.divisor is Divisor.ONE or len(own) < len(parts):
+            return 1
+        mean = sum(own.values()) / len(own)
+        others = [dict(state.pushed).get(worker, mean) for worker in self.alive - own.keys()]
+        return (sum(own.values()) + sum(others)) / sum(own.values())

@@ -55,10 +55,10 @@ class Driver:
         return decisions
 
 
-def without_gamma(decisions: list[Decision]) -> list[Decision]:
-    """Return the same decisions with gamma 1."""
+def undivided(decisions: list[Decision]) -> list[Decision]:
+    """Return the same decisions with divisor 1."""
     return [
-        Decision(tuple(a._replace(gamma=1) if isinstance(a, Apply) else a for a in d.actions), d.reason)
+        Decision(tuple(a._replace(divisor=1) if isinstance(a, Apply) else a for a in d.actions), d.reason)
         for d in decisions
     ]
 
@@ -67,23 +67,23 @@ def without_gamma(decisions: list[Decision]) -> list[Decision]:
 def test_gsp_of_one_group_is_bsp(events: list[Event]) -> None:
     one, other = Driver(gsp([range(WORKERS)])), Driver(bsp())
     for event in events:
-        assert one.do(*event) == other.do(*event)  # gamma too: no other group updates
+        assert one.do(*event) == other.do(*event)  # the divisor too: no other group updates
 
 
 @given(EVENTS)
-def test_gsp_of_singletons_is_asp_with_gamma(events: list[Event]) -> None:
+def test_gsp_of_singletons_is_asp_with_another_divisor(events: list[Event]) -> None:
     one, other = Driver(gsp([[worker] for worker in range(WORKERS)])), Driver(asp())
     last = dict.fromkeys(range(WORKERS), 0)
     for event in events:
         version = one.engine.version(0)
         joins = event[0] == "join" and event[1] not in one.engine.workers
-        weighted, plain = one.do(*event), other.do(*event)
-        assert without_gamma(weighted) == plain
+        grouped, plain = one.do(*event), other.do(*event)
+        assert undivided(grouped) == undivided(plain)
         if joins:
             last[event[1]] = version
-        for action in (action for decision in weighted for action in decision.actions if isinstance(action, Apply)):
+        for action in (action for decision in grouped for action in decision.actions if isinstance(action, Apply)):
             (part,) = action.contributions
-            assert action.gamma == max(1, version - last[part.worker] + 1)
+            assert action.divisor == max(1, version - last[part.worker] + 1)
             last[part.worker] = version = version + 1
 
 
@@ -194,6 +194,65 @@ def test_the_push_of_a_dead_worker_counts() -> None:
     assert engine.leave(1).actions == ()
     (applied,) = engine.push(0, 0, 0, 5.0).actions
     assert applied == Apply(0, 0, (Contribution(0, 5.0, 0), Contribution(1, 3.0, 0)), 1, 1)
+
+
+# --- the divisor of a push in ASP and SSP
+
+
+def divisor_of(decision: Decision) -> float:
+    (applied,) = decision.actions
+    assert isinstance(applied, Apply)
+    return applied.divisor
+
+
+@pytest.mark.parametrize("rules", [asp(), ssp(3)], ids=lambda rules: rules.name)
+@given(workers=st.integers(1, 8), rounds=st.integers(1, 3), samples=st.integers(1, 1024))
+def test_equal_workers_divide_by_their_number(rules: Rules, workers: int, rounds: int, samples: int) -> None:
+    """From the first push on, exactly."""
+    driver = Driver(rules, workers)
+    for worker in [*range(workers)] * rounds:
+        (decision,) = driver.do("push", worker, float(samples))
+        assert divisor_of(decision) == workers
+
+
+@given(batches=st.lists(st.integers(1, 512), min_size=1, max_size=8))
+def test_the_steps_of_a_round_add_up_to_one(batches: list[int]) -> None:
+    """Each push has the weight that it would have in BSP's mean."""
+    driver = Driver(asp(), len(batches))
+    for _ in range(2):
+        decisions = [driver.do("push", worker, float(samples)) for worker, samples in enumerate(batches)]
+    for (decision,), samples in zip(decisions, batches, strict=True):
+        assert divisor_of(decision) == sum(batches) / samples
+
+
+def test_finished_workers_count_and_dead_ones_do_not() -> None:
+    engine = Engine(asp(), range(4))
+    engine.add_key(0)
+    engine.leave(3, finished=True)
+    assert divisor_of(engine.push(0, 0, 0, 8.0)) == 4
+    engine.leave(1)
+    assert divisor_of(engine.push(0, 0, 1, 8.0)) == 3
+    engine.join(1)
+    assert divisor_of(engine.push(0, 0, 2, 8.0)) == 4
+
+
+def test_pushes_without_samples_are_not_divided() -> None:
+    """They are added in BSP, too."""
+    engine = Engine(asp(), range(4))
+    engine.add_key(0)
+    assert divisor_of(engine.push(0, 0, 0, None)) == 1
+
+
+def test_mxnets_scale_divides_nothing() -> None:
+    for rules in (rules_for("dist_async", None, None, "mxnet"), rules_for("dist_ssync", 3, None, "mxnet")):
+        engine = Engine(rules, range(4))
+        engine.add_key(0)
+        assert divisor_of(engine.push(0, 0, 0, 8.0)) == 1
+
+
+def test_an_unknown_lr_scale_names_the_nearest() -> None:
+    with pytest.raises(UsageError, match="unknown lr_scale 'mxnett'; did you mean 'mxnet'"):
+        rules_for("dist_sync", None, None, "mxnett")
 
 
 def test_a_round_without_samples_is_complete_and_changes_nothing() -> None:

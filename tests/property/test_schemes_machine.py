@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 from scheme_model import Action, Model
 
-from echelon.schemes import Apply, Engine, Reply, Rules, asp, bsp, gsp, ssp
+from echelon.schemes import Apply, Decision, Divisor, Engine, Reply, Rules, asp, bsp, gsp, ssp
 from echelon.schemes.engine import (
     ANSWERED,
     APPLIED,
@@ -49,7 +49,7 @@ class Case(NamedTuple):
     rules: Rules
     group: Callable[[int], Hashable]
     bound: int | None = None
-    weighted: bool = False
+    divisor: Divisor = Divisor.ONE
 
 
 def in_pairs(worker: int) -> Hashable:
@@ -58,15 +58,16 @@ def in_pairs(worker: int) -> Hashable:
 
 CASES = {
     "BSP": Case(bsp(), lambda _: "all"),
-    "ASP": Case(asp(), lambda worker: worker),
-    "SSP(0)": Case(ssp(0), lambda worker: worker, bound=0),
-    "SSP(2)": Case(ssp(2), lambda worker: worker, bound=2),
-    "GSP": Case(gsp(GROUPS), in_pairs, weighted=True),
-    "GSP(1)": Case(gsp(GROUPS, 1), in_pairs, bound=1, weighted=True),
+    "ASP": Case(asp(), lambda worker: worker, divisor=Divisor.ROUND),
+    "ASP, MXNet's": Case(asp(Divisor.ONE), lambda worker: worker),
+    "SSP(0)": Case(ssp(0), lambda worker: worker, bound=0, divisor=Divisor.ROUND),
+    "SSP(2)": Case(ssp(2), lambda worker: worker, bound=2, divisor=Divisor.ROUND),
+    "GSP": Case(gsp(GROUPS), in_pairs, divisor=Divisor.STALENESS),
+    "GSP(1)": Case(gsp(GROUPS, 1), in_pairs, bound=1, divisor=Divisor.STALENESS),
 }
 
 who = st.sampled_from([*range(WORKERS), STRANGER])
-amounts = st.sampled_from([1.0, 32.0, 7.5, 0.0])
+amounts = st.sampled_from([1.0, 32.0, 7.5, 0.0, None])
 
 
 def ordered(actions: list[Action] | tuple[Action, ...], key: int) -> tuple[list[Apply], list[Reply]]:
@@ -88,7 +89,7 @@ class Anything(RuleBasedStateMachine):
         self.engine = Engine(self.case.rules, workers)
         for key in range(keys):
             self.engine.add_key(key)
-        self.model = Model(self.case.group, self.case.bound, self.case.weighted, workers, range(keys))
+        self.model = Model(self.case.group, self.case.bound, self.case.divisor, workers, range(keys))
         self.sent: list[tuple[Any, ...]] = []
         self.counted: Counter[tuple[int, int, int]] = Counter()  # (worker, key, clock) -> times applied
 
@@ -97,8 +98,9 @@ class Anything(RuleBasedStateMachine):
 
     def deliver(self, message: tuple[Any, ...]) -> None:
         kind, *rest = message
-        decision = getattr(self.engine, kind)(*rest)
-        expected, reason = self.expect(kind, *rest)
+        self.compare(getattr(self.engine, kind)(*rest), *self.expect(kind, *rest))
+
+    def compare(self, decision: Decision, expected: list[Action], reason: str) -> None:
         assert decision.reason == reason
         for key in self.model.keys:
             assert ordered(decision.actions, key) == ordered(expected, key), reason
@@ -108,12 +110,9 @@ class Anything(RuleBasedStateMachine):
                 assert ranks == sorted(set(ranks))
                 self.counted.update((rank, action.key, action.clock) for rank in ranks)
 
-    def expect(self, kind: str, worker: int, key: int = 0, clock: int = 0, *rest: float) -> tuple[list[Action], str]:
+    def expect(self, kind: str, worker: int, key: int, clock: int, *rest: float | None) -> tuple[list[Action], str]:
         """Return the actions of the model and the expected reason."""
         model, active, before = self.model, worker in self.model.active, self.model.done(key, worker)
-        if kind == "leave":
-            actions = model.leave(worker)
-            return actions, NOT_A_MEMBER if not active else RELEASED if actions else RELEASED_NOTHING
         if kind == "pull":
             actions = model.pull(worker, key, clock)
             held = HELD_FOR_MEMBERS if before < clock else HELD_FOR_BOUND
@@ -128,12 +127,12 @@ class Anything(RuleBasedStateMachine):
         self.deliver(message)
 
     @rule(worker=who, number=st.integers(0, 2), samples=amounts)
-    def push_the_next(self, worker: int, number: int, samples: float) -> None:
+    def push_the_next(self, worker: int, number: int, samples: float | None) -> None:
         key = self.key(number)
         self.send("push", worker, key, self.model.next_clock(key, worker), samples)
 
     @rule(worker=who, number=st.integers(0, 2), offset=st.integers(-2, 3), samples=amounts)
-    def push_any(self, worker: int, number: int, offset: int, samples: float) -> None:
+    def push_any(self, worker: int, number: int, offset: int, samples: float | None) -> None:
         key = self.key(number)
         self.send("push", worker, key, max(0, self.model.done(key, worker) + offset), samples)
 
@@ -152,9 +151,12 @@ class Anything(RuleBasedStateMachine):
     def repeat(self, at: int) -> None:
         self.deliver(self.sent[-1 - at % len(self.sent)])
 
-    @rule(worker=who)
-    def leave(self, worker: int) -> None:
-        self.deliver(("leave", worker))
+    @rule(worker=who, finished=st.booleans())
+    def leave(self, worker: int, finished: bool) -> None:
+        active = worker in self.model.active
+        decision = self.engine.leave(worker, finished=finished)
+        actions = self.model.leave(worker, finished)
+        self.compare(decision, actions, NOT_A_MEMBER if not active else RELEASED if actions else RELEASED_NOTHING)
 
     @rule(worker=who)
     def join(self, worker: int) -> None:
@@ -226,7 +228,7 @@ class Workers(RuleBasedStateMachine):
 
     @precondition(lambda self: self.ready())
     @rule(choice=st.integers(0, 11), samples=amounts)
-    def step(self, choice: int, samples: float) -> None:
+    def step(self, choice: int, samples: float | None) -> None:
         worker = self.ready()[choice % len(self.ready())]
         for key in self.keys:
             self.network.append(("push", worker, key, self.clock[worker][key], samples))
@@ -300,13 +302,15 @@ class Workers(RuleBasedStateMachine):
             assert first > action.clock or action.clock in self.arrived[worker, action.key]
         before = self.updates[action.key]
         since = len(before) - 1 - max((n for n, g in enumerate(before) if g == group), default=-1)
-        if not self.case.weighted:
-            assert action.gamma == 1
+        if self.case.divisor is Divisor.ONE:
+            assert action.divisor == 1
+        elif self.case.divisor is Divisor.ROUND:
+            assert action.divisor >= 1
         elif not self.base:  # no worker ever joined: V_g is the count at the group's last update
-            assert action.gamma == since + 1
+            assert action.divisor == since + 1
         for part in action.contributions:
             assert self.case.group(part.worker) == group
-            assert part.samples > 0
+            assert part.samples != 0
             assert part.staleness == len(before) - self.read.get((part.worker, action.key), 0)
         before.append(group)
         assert action.version == len(before)

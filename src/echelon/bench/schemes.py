@@ -1,9 +1,7 @@
 """`echelon bench schemes`: the time to an accuracy under the four schemes, for equal, slow and stalling workers.
 
 Each step takes a given time, as if an accelerator computed it, so two cores are enough for four workers. All schemes
-have the same learning rate *per sample*: BSP applies the mean of W gradients at once, while ASP and SSP apply each
-worker's gradient separately and therefore use lr / W. GSP's own weighting has the same effect. For each seed, all cases
-and schemes run one after another.
+run with one --lr. For each seed, all cases and schemes run one after another.
 """
 
 from __future__ import annotations
@@ -89,14 +87,13 @@ def measure_all(args: argparse.Namespace) -> Iterator[Outcome]:
 def measure(args: argparse.Namespace, case: str, store: str, seed: int) -> Outcome:
     """Run one job and measure from its common start to the first validation at or above the target."""
     kind = store_kind(store)
-    separate_updates = kind.scheme in ("ASP", "SSP")
     options = TrainOptions(
         kv_store=store,
         staleness=STALENESS if kind.staleness is Use.REQUIRED else None,
         groups=GROUPS[case] if kind.takes_groups else None,
         batch_size=args.batch_size,
         num_epochs=args.limit_epochs,
-        lr=args.lr / WORKERS if separate_updates else args.lr,
+        lr=args.lr,
         seed=seed,
         eval_every=2,
         target_accuracy=args.target,

@@ -143,6 +143,7 @@ class Configure(_Message, frozen=True):
     store: str
     staleness: int | None
     groups: list[list[int]] | None
+    lr_scale: str
 
 
 class Place(_Message, frozen=True):

@@ -27,7 +27,7 @@ from echelon.kvstore.servers.session import Session
 from echelon.kvstore.servers.store import ServerStore
 from echelon.kvstore.store import KVStore
 from echelon.observe.events import EventLog
-from echelon.schemes import rules_for, store_kind
+from echelon.schemes import check_lr_scale, rules_for, store_kind
 from echelon.transport import by_name
 from echelon.transport.interface import Transport
 
@@ -37,6 +37,7 @@ def create(
     *,
     staleness: int | None = None,
     groups: Groups | None = None,
+    lr_scale: str = "share",
     check_finite: bool = False,
     transport: str | None = None,
     device: torch.device | str = "cpu",
@@ -44,12 +45,17 @@ def create(
 ) -> KVStore:
     """Return the store `name`. Arguments override what the launcher's environment variables say.
 
+    `lr_scale` is how dist_async and dist_ssync scale the step of a push that says its number of samples, as a Trainer's
+    pushes do. "share": by its share of the samples of a round, so that one learning rate serves all schemes. "mxnet":
+    not at all.
+
     `device` is where a store without servers keeps its values: NCCL moves them between GPUs, Gloo between CPUs.
 
     In a process whose `DMLC_ROLE` is server or scheduler this call serves until the job ends and then exits. The same
     script can therefore be started in every role.
     """
     store_kind(name)  # an unknown name raises an error in every role
+    check_lr_scale(lr_scale)
     job = job or Job.from_environment()
     if transport is not None:
         job = replace(job, transport=transport)
@@ -66,8 +72,11 @@ def create(
     if job.num_servers < 1:
         raise UsageError(f"{name} needs at least one server; the job has {job.num_servers} (launch with -s 1 or more)")
     if kind is MultiDeviceStore:
-        return _create_multi_device(name, job, torch.device(device), check_finite, staleness, groups)
-    return join(name, job, by_name(job.transport), staleness=staleness, groups=groups, check_finite=check_finite)
+        return _create_multi_device(name, job, torch.device(device), check_finite, staleness, groups, lr_scale)
+    transport_of_job = by_name(job.transport)
+    return join(
+        name, job, transport_of_job, staleness=staleness, groups=groups, lr_scale=lr_scale, check_finite=check_finite
+    )
 
 
 def store_class(name: str, job: Job) -> type[KVStore]:
@@ -85,6 +94,7 @@ def join(
     *,
     staleness: int | None = None,
     groups: Groups | None = None,
+    lr_scale: str = "share",
     check_finite: bool = False,
 ) -> ServerStore:
     """Join a job with servers as a worker, over a given transport."""
@@ -94,7 +104,7 @@ def join(
     if kind.takes_groups and groups is None:
         groups = find_groups(job.groups)
     # Check the settings before the other workers wait for this one. Host names in groups can only be checked later.
-    rules_for(name, staleness, [[0]] if isinstance(groups, str | Path) else groups)
+    rules_for(name, staleness, [[0]] if isinstance(groups, str | Path) else groups, lr_scale)
     session = Session(job, transport)
     with ExitStack() as undo:
         undo.callback(session.abandon)
@@ -105,10 +115,18 @@ def join(
         undo.callback(session.abandon)  # before the endpoint is closed, because the session's thread wakes it
         session.on_change = endpoint.wake
         listed = None if groups is None else read_groups(groups, session.hosts)
-        rules_for(name, staleness, listed)
+        rules_for(name, staleness, listed, lr_scale)
         client = Client(endpoint, session, events, job.stall_seconds, job.timeout_s)
         store = ServerStore(
-            name, session, client, transport, events, staleness=staleness, groups=listed, check_finite=check_finite
+            name,
+            session,
+            client,
+            transport,
+            events,
+            staleness=staleness,
+            groups=listed,
+            lr_scale=lr_scale,
+            check_finite=check_finite,
         )
         undo.pop_all()
     _call_at_exit(store, lambda failed: session.abandon() if failed else store.close())
@@ -144,7 +162,13 @@ def _create_collective(
 
 
 def _create_multi_device(
-    name: str, job: Job, device: torch.device, check_finite: bool, staleness: int | None, groups: Groups | None
+    name: str,
+    job: Job,
+    device: torch.device,
+    check_finite: bool,
+    staleness: int | None,
+    groups: Groups | None,
+    lr_scale: str,
 ) -> MultiDeviceStore:
     """Join the process group of this worker's devices; then device 0 joins the job for all of them."""
     if job.device_port is None:
@@ -158,7 +182,9 @@ def _create_multi_device(
         server_store = None
         if job.device_index == 0:
             transport = by_name(job.transport)
-            server_store = join(name, job, transport, staleness=staleness, groups=groups, check_finite=check_finite)
+            server_store = join(
+                name, job, transport, staleness=staleness, groups=groups, lr_scale=lr_scale, check_finite=check_finite
+            )
         store = MultiDeviceStore(name, group, server_store, check_finite=check_finite)
         undo.pop_all()
     _call_at_exit(store, lambda failed: store.close(failed=failed))

@@ -28,6 +28,7 @@ def run(
     num_servers: int = 2,
     staleness: int | None = None,
     groups: Groups | None = None,
+    lr_scale: str = "share",
     transport: Transport | None = None,
     check_finite: bool = False,
     timeout_s: float = 60.0,
@@ -48,7 +49,9 @@ def run(
 
     def work(rank: int) -> None:
         own = job.as_role("worker", rank)
-        with join(store, own, shared, staleness=staleness, groups=groups, check_finite=check_finite) as kv:
+        with join(
+            store, own, shared, staleness=staleness, groups=groups, lr_scale=lr_scale, check_finite=check_finite
+        ) as kv:
             results[rank] = program(kv)
 
     def keep_error(target: Callable[[], object]) -> None:

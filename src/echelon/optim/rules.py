@@ -35,7 +35,7 @@ class Rule(Optimizer):
 
     states: ClassVar[tuple[str, ...]] = ()  # besides momentum
     whole: ClassVar[bool] = False
-    divides_gradient: ClassVar[bool] = False  # under GSP, gamma divides the gradient instead of the learning rate
+    divides_gradient: ClassVar[bool] = False  # a scheme's divisor divides the gradient, not the learning rate
 
     def __init__(self, params: ParamsT, **settings: Any) -> None:
         """Raises ValueError for negative settings, as torch.optim does."""

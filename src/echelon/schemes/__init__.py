@@ -2,27 +2,30 @@
 
 Read in this order:
 
-`rules`   defines the four schemes BSP, ASP, SSP and GSP as settings of three dials: groups, bound and weighting.
+`rules`   defines the four schemes BSP, ASP, SSP and GSP as settings of three dials: groups, bound and divisor.
 `engine`  decides for every push and pull what to hold, apply and answer. One engine runs any setting of the dials.
 `stores`  is the table of store names (`dist_sync`, …): the scheme of each, and whether it uses servers.
 """
 
 from echelon.schemes.engine import Apply, Contribution, Decision, Engine, Reply
-from echelon.schemes.rules import Rules, asp, bsp, gsp, rules_for, ssp
+from echelon.schemes.rules import LR_SCALES, Divisor, Rules, asp, bsp, check_lr_scale, gsp, rules_for, ssp
 from echelon.schemes.stores import SCHEMES, STORES, StoreKind, store_kind
 
 __all__ = [
+    "LR_SCALES",
     "SCHEMES",
     "STORES",
     "Apply",
     "Contribution",
     "Decision",
+    "Divisor",
     "Engine",
     "Reply",
     "Rules",
     "StoreKind",
     "asp",
     "bsp",
+    "check_lr_scale",
     "gsp",
     "rules_for",
     "ssp",

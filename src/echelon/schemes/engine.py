@@ -11,6 +11,9 @@ group.
 
 Each applied round and each worker that leaves cause the held pulls to be checked again, so no pull waits for a worker
 that has left. What a worker pushed before it left stays in its round and counts.
+
+`Divisor.ROUND` compares the samples of an update with those of a round of all workers: the latest push of each. Workers
+that finished their data still count, so that the slower ones do not take larger steps at the end. Dead ones do not.
 """
 
 from __future__ import annotations
@@ -19,24 +22,27 @@ import copy
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from echelon.schemes.rules import Rules
+from echelon.schemes.rules import Divisor, Rules
 
 
 class Contribution(NamedTuple):
-    """One worker's part of an update. `staleness`: updates by others since this worker last read the key."""
+    """One worker's part of an update. `staleness`: updates by others since this worker last read the key.
+
+    `samples` is the gradient's weight in the mean of the round. None: gradients are added, without weights.
+    """
 
     worker: int
-    samples: float
+    samples: float | None
     staleness: int
 
 
 class Apply(NamedTuple):
-    """Sum these contributions in rank order and update the key once, with the step divided by `gamma`."""
+    """Sum these contributions in rank order and update the key once, with the step divided by `divisor`."""
 
     key: int
     clock: int
     contributions: tuple[Contribution, ...]
-    gamma: int
+    divisor: float
     version: int
 
 
@@ -78,19 +84,20 @@ class _Group:
     def __init__(self, clock: int) -> None:
         self.clock = clock  # rounds applied
         self.seen = 0  # the version of the key after this group's last update
-        self.rounds: dict[int, dict[int, float]] = {}  # clock -> worker -> samples
+        self.rounds: dict[int, dict[int, float | None]] = {}  # clock -> worker -> samples
 
 
 class _Key:
     """The state of one key."""
 
-    __slots__ = ("groups", "held", "read", "starts", "version")
+    __slots__ = ("groups", "held", "read", "samples", "starts", "version")
 
     def __init__(self) -> None:
         self.version = 0
         self.groups: dict[int, _Group] = {}
         self.held: dict[tuple[int, int], None] = {}  # (worker, clock) of held pulls, oldest first
         self.read: dict[int, int] = {}  # worker -> version that it read last
+        self.samples: dict[int, float] = {}  # worker -> samples of its latest push
         self.starts: dict[int, int] = {}  # worker that joined later -> its first clock
 
 
@@ -101,7 +108,8 @@ class Engine:
         self.rules = rules
         self._members: dict[int, set[int]] = {}
         self._keys: dict[int, _Key] = {}
-        for worker in workers:
+        self._round = set(workers)  # the workers of a round for Divisor.ROUND: the active and the finished
+        for worker in self._round:
             self._members.setdefault(rules.group_of(worker), set()).add(worker)
 
     @property
@@ -149,7 +157,7 @@ class Engine:
         group = self._keys[key].groups.get(self.rules.group_of(worker))
         return group.clock if group else 0
 
-    def push(self, worker: int, key: int, clock: int, samples: float) -> Decision:
+    def push(self, worker: int, key: int, clock: int, samples: float | None) -> Decision:
         """Record a worker's push of `clock`, which starts at 0. With `samples` 0 the push carries no gradient."""
         group_id = self.rules.group_of(worker)
         if worker not in self._members.get(group_id, ()):
@@ -160,6 +168,8 @@ class Engine:
         if early or worker in (waiting := group.rounds.setdefault(clock, {})):
             return _IGNORED
         waiting[worker] = samples
+        if samples is not None:
+            state.samples[worker] = samples
         actions: list[Apply | Reply] = []
         before = group.clock
         self._advance(key, state, group_id, actions)
@@ -179,13 +189,15 @@ class Engine:
             return Decision((), HELD_FOR_BOUND)
         return Decision((self._reply(key, state, worker, clock),), ANSWERED)
 
-    def leave(self, worker: int) -> Decision:
+    def leave(self, worker: int, *, finished: bool = False) -> Decision:
         """Remove a worker that died or finished: nothing waits for it, and its own held pulls are dropped."""
         group_id = self.rules.group_of(worker)
         members = self._members.get(group_id, set())
         if worker not in members:
             return _REJECTED
         members.discard(worker)
+        if not finished:
+            self._round.discard(worker)
         if not members:
             del self._members[group_id]
         actions: list[Apply | Reply] = []
@@ -215,6 +227,7 @@ class Engine:
             state.starts[worker] = firsts[key]
             state.read[worker] = state.version
         self._members.setdefault(group_id, set()).add(worker)
+        self._round.add(worker)
         return firsts
 
     def missing(self, worker: int, key: int, clock: int) -> dict[int, int]:
@@ -255,14 +268,27 @@ class Engine:
         parts = tuple(
             Contribution(worker, arrived[worker], state.version - state.read.get(worker, 0))
             for worker in sorted(arrived)
-            if arrived[worker] > 0
+            if arrived[worker] != 0
         )
         if parts:
-            gamma = max(1, state.version - group.seen + 1) if self.rules.weighted else 1
+            divisor = self._divisor(state, group, parts)
             state.version += 1
             group.seen = state.version
-            actions.append(Apply(key, group.clock, parts, gamma, state.version))
+            actions.append(Apply(key, group.clock, parts, divisor, state.version))
         group.clock += 1
+
+    def _divisor(self, state: _Key, group: _Group, parts: tuple[Contribution, ...]) -> float:
+        if self.rules.divisor is Divisor.ONE:
+            return 1
+        if self.rules.divisor is Divisor.STALENESS:
+            return max(1, state.version - group.seen + 1)
+        known = [part.samples for part in parts if part.samples is not None]
+        if len(known) < len(parts):
+            return 1  # gradients that are added without weights are added in BSP, too
+        samples = sum(known)
+        typical = samples / len(known)  # for workers that have not pushed yet
+        others = self._round.difference(part.worker for part in parts)
+        return (samples + sum(state.samples.get(worker, typical) for worker in others)) / samples
 
     def _release(self, key: int, state: _Key, actions: list[Apply | Reply]) -> None:
         for worker, clock in list(state.held):

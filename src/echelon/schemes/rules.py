@@ -2,9 +2,13 @@
 
 groups     whose gradients are summed before one update: EVERYBODY's, each worker's ALONE, or those of listed groups
 bound      how many clocks a group may be ahead of the slowest active group before it must wait; None: no bound
-weighted   whether an update is divided by its staleness gamma
+divisor    what the step of an update is divided by: nothing, its staleness (GSP), or the number of such updates that
+           make up a round of all workers (ASP, SSP)
 
-BSP = EVERYBODY. ASP = ALONE without a bound. SSP(s) = ALONE with bound s. GSP = listed groups, weighted.
+BSP = EVERYBODY. ASP = ALONE without a bound. SSP(s) = ALONE with bound s. GSP = listed groups, divided by staleness.
+
+The divisors let one learning rate serve all schemes. BSP applies the mean of a round's gradients in one step. ASP and
+SSP apply W steps for the same samples, so each is divided by W, and a sample moves the weights by the same amount.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from echelon.errors import UsageError
+from echelon.errors import UsageError, unknown_name
 from echelon.schemes.stores import SCHEMES, Use, store_kind
 
 
@@ -27,6 +31,17 @@ class Sharing(enum.Enum):
 EVERYBODY, ALONE = Sharing.EVERYBODY, Sharing.ALONE
 
 
+class Divisor(enum.Enum):
+    """What divides the step of an update."""
+
+    ONE = "one"
+    STALENESS = "staleness"  # gamma, the number of updates since the group's last one
+    ROUND = "round"  # the samples of a round of all workers, divided by the samples of this update
+
+
+LR_SCALES = ("share", "mxnet")  # "share": a push steps by its share of a round; "mxnet": by the full learning rate
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """One setting of the dials, under the name of a scheme."""
@@ -34,7 +49,7 @@ class Rules:
     name: str
     groups: Sharing | tuple[tuple[int, ...], ...]
     bound: int | None = None
-    weighted: bool = False
+    divisor: Divisor = Divisor.ONE
     _listed: dict[int, int] = field(init=False, repr=False, compare=False)  # worker -> index of its group
     _num_listed: int = field(init=False, repr=False, compare=False)
 
@@ -63,24 +78,37 @@ def bsp() -> Rules:
     return Rules("BSP", EVERYBODY)
 
 
-def asp() -> Rules:
+def asp(divisor: Divisor = Divisor.ROUND) -> Rules:
     """Asynchronous: apply each push immediately and never wait."""
-    return Rules("ASP", ALONE)
+    return Rules("ASP", ALONE, divisor=divisor)
 
 
-def ssp(staleness: int) -> Rules:
+def ssp(staleness: int, divisor: Divisor = Divisor.ROUND) -> Rules:
     """Bounded staleness: a worker at clock c continues if c - min(active clocks) <= staleness."""
-    return Rules("SSP", ALONE, bound=staleness)
+    return Rules("SSP", ALONE, bound=staleness, divisor=divisor)
 
 
 def gsp(groups: Sequence[Iterable[int]], staleness: int | None = None) -> Rules:
     """Lock-step inside each group, asynchronous between groups; each update is divided by its staleness."""
-    return Rules("GSP", tuple(tuple(sorted(group)) for group in groups), bound=staleness, weighted=True)
+    return Rules("GSP", tuple(tuple(sorted(group)) for group in groups), bound=staleness, divisor=Divisor.STALENESS)
 
 
-def rules_for(store: str, staleness: int | None, groups: Sequence[Iterable[int]] | None) -> Rules:
-    """Return the rules of a store with servers. Missing settings, and settings without effect, raise UsageError."""
+def check_lr_scale(lr_scale: str) -> None:
+    """Raise UsageError for an unknown value."""
+    if lr_scale not in LR_SCALES:
+        raise unknown_name("lr_scale", lr_scale, LR_SCALES)
+
+
+def rules_for(
+    store: str, staleness: int | None, groups: Sequence[Iterable[int]] | None, lr_scale: str = "share"
+) -> Rules:
+    """Return the rules of a store with servers. Missing settings, and settings without effect, raise UsageError.
+
+    `lr_scale` is one of LR_SCALES. It has an effect in ASP and SSP; every store accepts it, so that changing the store
+    needs no other change.
+    """
     kind = store_kind(store)
+    check_lr_scale(lr_scale)
     if kind.collective:
         raise UsageError(f"store {store!r} does not use servers; the stores that do are {', '.join(SCHEMES)}")
     if kind.staleness is Use.REQUIRED and staleness is None:
@@ -95,6 +123,7 @@ def rules_for(store: str, staleness: int | None, groups: Sequence[Iterable[int]]
     # After these checks, the settings that were given determine the scheme.
     if groups is not None:
         return gsp(groups, staleness)
+    divisor = Divisor.ROUND if lr_scale == "share" else Divisor.ONE
     if staleness is not None:
-        return ssp(staleness)
-    return bsp() if kind.lock_step else asp()
+        return ssp(staleness, divisor)
+    return bsp() if kind.lock_step else asp(divisor)

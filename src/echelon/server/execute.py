@@ -40,7 +40,7 @@ class Update(NamedTuple):
     kernel: Kernel | None
     step: int
     lr: float
-    gamma: int
+    divisor: float
 
 
 class Task(NamedTuple):
@@ -140,7 +140,7 @@ class Storage:
             if kernel is None:
                 weight.copy_(total)
             else:
-                kernel.update(weight, total, state, update.step, update.lr, update.gamma, scale)
+                kernel.update(weight, total, state, update.step, update.lr, update.divisor, scale)
             for copy in copies:
                 _copy_into(copy, weight)
 
@@ -153,7 +153,7 @@ class Storage:
             pieces = list(_cut_at_seams(whole, windows))
             for piece in pieces:
                 self._sum_into(total[piece.start - whole.start : piece.stop - whole.start], piece, update.gradients)
-            kernel.update(weights, total, self.states(whole, kernel), update.step, update.lr, update.gamma, 1.0)
+            kernel.update(weights, total, self.states(whole, kernel), update.step, update.lr, update.divisor, 1.0)
             for piece in pieces:
                 self._copy(piece, outputs)
 

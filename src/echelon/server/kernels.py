@@ -6,7 +6,7 @@ scalar tail of a call. Pieces are multiples of the alignment of keys (64 element
 which needs one pass, serves an unfused SGD as well. With `fused=True` the user's own loop would have had scalar tails:
 `exact` then asks for pieces that end where the key ends.
 
-`gamma` (the staleness in GSP) divides the step. SGD divides the gradient and the weight decay, so that the momentum
+`divisor` (in ASP, SSP and GSP) divides the step. SGD divides the gradient and the weight decay, so that the momentum
 contains the smaller step. The adaptive optimizers divide the learning rate, because they would normalize a smaller
 gradient.
 
@@ -36,7 +36,7 @@ States = Sequence[Tensor]
 class Kernel:
     """One optimizer with one set of options."""
 
-    divides_gradient = False  # by gamma, instead of the learning rate
+    divides_gradient = False  # by the divisor, instead of the learning rate
     scales_gradient = False  # applies the scale of a sum itself, which saves a pass over the gradient
     whole = False  # needs all elements of a key in one call
 
@@ -49,7 +49,7 @@ class Kernel:
         raise NotImplementedError
 
     def update(
-        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int, scale: float
+        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, divisor: float, scale: float
     ) -> None:
         """Update a piece in place. `step` counts from 1, and `scale` is 1 unless the kernel `scales_gradient`.
 
@@ -77,7 +77,7 @@ class Sgd(Kernel):
         return (0.0,) if self._momentum else ()
 
     def update(
-        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int, scale: float
+        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, divisor: float, scale: float
     ) -> None:
         if scale not in self._divisors:
             self._divisors[scale] = torch.tensor(1 / scale)
@@ -85,7 +85,7 @@ class Sgd(Kernel):
             [weights],
             [gradient],
             list(states),
-            weight_decay=self._weight_decay / gamma,
+            weight_decay=self._weight_decay / divisor,
             momentum=self._momentum,
             lr=lr,
             dampening=self._dampening,
@@ -111,12 +111,12 @@ class Functional(Kernel):
         raise NotImplementedError
 
     def update(
-        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int, scale: float
+        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, divisor: float, scale: float
     ) -> None:
         steps_before = [torch.tensor(float(step - 1))]
         lists = self._lists(states)
         type(self)._function(
-            [weights], [gradient], *lists, steps_before, foreach=False, lr=lr / gamma, **self._keywords
+            [weights], [gradient], *lists, steps_before, foreach=False, lr=lr / divisor, **self._keywords
         )
 
 
@@ -188,9 +188,9 @@ class RuleKernel(Kernel):
         return (0.0,) * len(self._rule.state_names(self.options))
 
     def update(
-        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, gamma: int, scale: float
+        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, divisor: float, scale: float
     ) -> None:
-        rate = lr if self.divides_gradient else lr / gamma
+        rate = lr if self.divides_gradient else lr / divisor
         self._rule.update(weights, gradient, states, step, rate, self.options)
 
 

@@ -86,20 +86,17 @@ class Optimization:
     def tasks(self, action: Apply, keys: tuple[int, ...], pushes: Sequence[PushedGradient]) -> list[Task]:
         """Count an update of a lane and return its tasks, one for each parameter group among its keys."""
         self.steps[action.key] += 1
-        total = sum(part.samples for part in action.contributions)
-        shares = [
-            1.0 if pushed.samples is None else part.samples / total
-            for part, pushed in zip(action.contributions, pushes, strict=True)
-        ]
+        total = sum(part.samples or 0.0 for part in action.contributions)
+        shares = [1.0 if part.samples is None else part.samples / total for part in action.contributions]
         tasks = []
         for group, members in self._plan(action.key, keys):
             kernel = None if group == NO_OPTIMIZER else self._kernels[group]
-            divisor = action.gamma if kernel is not None and kernel.divides_gradient else 1
+            divisor = action.divisor if kernel is not None and kernel.divides_gradient else 1
             gradients = tuple(
                 WeightedGradient(pushed.window, share / divisor) for pushed, share in zip(pushes, shares, strict=True)
             )
             lr = self._rate(kernel, group, pushes[0].lrs)
-            tasks.append(Task(members, Update(gradients, kernel, self.steps[action.key], lr, action.gamma), ()))
+            tasks.append(Task(members, Update(gradients, kernel, self.steps[action.key], lr, action.divisor), ()))
         return tasks
 
     def unite(self, keys: tuple[int, ...], lane: int) -> bool:

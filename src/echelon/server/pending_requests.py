@@ -66,11 +66,10 @@ class PendingRequests:
         """Add a push. `output` is where the new weights go; None if the worker does not want them."""
         lanes = self.lanes.resolve(keys, pushed=True)
         pending = self._add(PendingRequest(worker, request, clock + 1, set(lanes), output), lanes)
-        samples = 1.0 if gradient.samples is None else gradient.samples
         decisions: list[Decision] = []
         for lane in lanes:
             self._gradients.setdefault((worker, lane, clock), gradient)
-            decisions.append(self.engine.push(worker, lane, clock, samples))
+            decisions.append(self.engine.push(worker, lane, clock, gradient.samples))
             if output is not None:
                 decisions.append(self.engine.pull(worker, lane, clock + 1))
             else:
@@ -95,12 +94,8 @@ class PendingRequests:
         self._carry_out([self.engine.pull(worker, lane, clock) for lane in lanes])
 
     def retire(self, worker: int) -> str:
-        """Stop waiting for a worker, which may still pull. Return the engine's reason."""
-        decision = self.engine.leave(worker)
-        self._carry_out([decision])
-        for lane in list(self._pushes):
-            self._answer_applied_pushes(lane)
-        return decision.reason
+        """Stop waiting for a worker that has finished and may still pull. Return the engine's reason."""
+        return self._leave(worker, finished=True)
 
     def remove(self, worker: int) -> str:
         """Drop the requests of a worker that left the job, and stop waiting for it. Return the engine's reason."""
@@ -109,11 +104,18 @@ class PendingRequests:
             del self._pulls[position]
         for lane, waiting in self._pushes.items():
             self._pushes[lane] = [pending for pending in waiting if pending.worker != worker]
-        reason = self.retire(worker)
+        reason = self._leave(worker, finished=False)
         if not self.engine.group_is_active(worker):  # the engine dropped the incomplete rounds of the group
             for position in [position for position in self._gradients if position[0] == worker]:
                 del self._gradients[position]
         return reason
+
+    def _leave(self, worker: int, *, finished: bool) -> str:
+        decision = self.engine.leave(worker, finished=finished)
+        self._carry_out([decision])
+        for lane in list(self._pushes):
+            self._answer_applied_pushes(lane)
+        return decision.reason
 
     def _add(self, pending: PendingRequest, lanes: Sequence[int]) -> PendingRequest:
         self._pending.setdefault(pending.worker, {})[pending.id] = pending

@@ -34,7 +34,7 @@ from echelon.cluster.messages import (
 )
 from echelon.cluster.placement import Layout
 from echelon.errors import UsageError
-from echelon.schemes import Engine, rules_for
+from echelon.schemes import Engine, Rules, rules_for
 from echelon.server.execute import Storage, Task, Update, WeightedGradient
 from echelon.server.memory import Mapped, RequestTensors, as_tensor
 from echelon.server.optimization import Optimization, PushedGradient
@@ -120,10 +120,10 @@ class Shard:
     def _configure(self, request: Configure) -> None:
         known = self._config
         if known is None:
-            engine = Engine(rules_for(request.store, request.staleness, request.groups), self._workers)
+            engine = Engine(_rules(request), self._workers)
             self._requests = PendingRequests(engine, self._storage, self._optimization, self._answer)
             self._config = request
-        elif (known.store, known.staleness, known.groups) != (request.store, request.staleness, request.groups):
+        elif _rules(known) != _rules(request) or known.store != request.store:
             raise UsageError(
                 f"worker {known.rank} created {_described(known)}, but worker {request.rank} created "
                 f"{_described(request)}; all workers must create the same store"
@@ -253,7 +253,12 @@ class Shard:
         return [entry for piece in pieces for entry in enumerate(self._storage.states(piece, kernel))]
 
 
+def _rules(config: Configure) -> Rules:
+    return rules_for(config.store, config.staleness, config.groups, config.lr_scale)
+
+
 def _described(config: Configure) -> str:
     dials = [f"staleness={config.staleness}"] if config.staleness is not None else []
     dials += [f"groups={config.groups}"] if config.groups else []
+    dials += [f"lr_scale={config.lr_scale!r}"] if config.lr_scale != "share" else []
     return f"{config.store}({', '.join(dials)})"

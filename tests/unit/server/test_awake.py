@@ -80,7 +80,7 @@ def test_the_server_sleeps_unless_more_pushes_follow(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(serve, "AWAKE_S", 60.0)  # longer than any delay of a test
     inbox: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
     pushes = [Push(2 + i, 0, [i], 1.0, [], True, False, more=i < 2) for i in range(3)]
-    endpoint = Scripted([Configure(1, 0, "dist_sync", None, None), *pushes], inbox)
+    endpoint = Scripted([Configure(1, 0, "dist_sync", None, None, "share"), *pushes], inbox)
     server = _Server(0, roster("a", "a"), endpoint, InProcessTransport(), EventLog(None, SERVER, 0))
     assert server.run(inbox, lambda: None) == 0
     awake = 0.0 if cores == 4 else POLL_S

@@ -43,7 +43,7 @@ class Recorder(Kernel):
         states: Sequence[Tensor],
         step: int,
         lr: float,
-        gamma: int,
+        divisor: float,
         scale: float,
     ) -> None:
         self.lengths.append(len(weights))

@@ -25,7 +25,7 @@ class Server:
         self._shard = Shard(
             0, 1, [0], lambda _, response, frames: self._answers.append((response, frames)), lambda _: None
         )
-        self.ask(Configure(1, 0, "dist_sync", None, None))
+        self.ask(Configure(1, 0, "dist_sync", None, None, "share"))
         placed = self.ask(Place(2, [KeySpec("a", SHAPE, "float32"), KeySpec("b", SHAPE, "float32")]))[0]
         assert isinstance(placed, Placed)
         values = torch.arange(128.0)

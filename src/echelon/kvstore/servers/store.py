@@ -43,6 +43,7 @@ class ServerStore(KVStore):
         *,
         staleness: int | None,
         groups: list[list[int]] | None,
+        lr_scale: str,
         check_finite: bool,
     ) -> None:
         super().__init__(name, events, check_finite=check_finite)
@@ -50,7 +51,7 @@ class ServerStore(KVStore):
         self._client = client
         self._wire = Wire(client, len(session.servers), transport, events)
         self._halt_requested = False
-        self._to_all(lambda i: Configure(i, session.rank, name, staleness, groups))
+        self._to_all(lambda i: Configure(i, session.rank, name, staleness, groups, lr_scale))
 
     # --- who and where
 

@@ -122,6 +122,12 @@ def _add_own_arguments(own: Add, defaults: TrainOptions) -> None:
     )
     own("--engine", default=defaults.engine, help=f"how steps are run: {', '.join(ENGINES)}")
     own("--staleness", type=int, help="staleness bound of dist_ssync; optional for dist_gsync")
+    own(
+        "--lr-scale",
+        default=defaults.lr_scale,
+        help="step of a push in dist_async and dist_ssync: share (scaled by its share of the samples of a round) or "
+        "mxnet (not scaled)",
+    )
     own("--groups", help="groups of dist_gsync: a file, or ranks such as 0,1,2/3")
     own("--data-allocator", type=int, default=0, help="1: read the workers' shares of the data from --data-sharding")
     own("--data-sharding", default=defaults.data_sharding, help="file with the shares of the data (%(default)s)")

@@ -164,7 +164,7 @@ def _check_job(options: TrainOptions, job: Job) -> None:
     if kind.needs_servers and not job.num_servers:
         raise UsageError(f"--kv-store {name} needs a server, but -s is 0: give -s 1 or more (dist_sync needs none)")
     if not kind.collective:
-        rules_for(name, options.staleness, _groups(options, job))
+        rules_for(name, options.staleness, _groups(options, job), options.lr_scale)
     ranks = [rank for rank in options.pace.slow if rank >= num_workers]
     if ranks:
         raise UsageError(f"--slow names worker {ranks[0]}, but ranks go from 0 to {num_workers - 1}")

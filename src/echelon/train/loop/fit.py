@@ -62,6 +62,7 @@ def _make_trainer(options: TrainOptions, model: nn.Module, device: torch.device,
         options.kv_store,
         staleness=options.staleness,
         groups=options.groups,
+        lr_scale=options.lr_scale,
         check_finite=options.check_finite,
         device=device,
     )

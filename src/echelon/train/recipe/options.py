@@ -39,6 +39,7 @@ class TrainOptions:
     kv_store: str = "local"
     staleness: int | None = None
     groups: str | None = None
+    lr_scale: str = "share"
     data_allocator: bool = False
     data_sharding: str = "data_sharding"
     devices: tuple[str, ...] = ("cpu",)

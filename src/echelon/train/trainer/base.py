@@ -78,6 +78,7 @@ class Trainer:
         *,
         staleness: int | None = None,
         groups: Groups | None = None,
+        lr_scale: str | None = None,
         overlap: bool = True,
         average_buffers: bool = False,
         check_finite: bool = False,
@@ -87,9 +88,11 @@ class Trainer:
         self._names = list(self._parameters)
         if isinstance(kvstore, str):
             device = self._parameters[self._names[0]].device
-            kvstore = create(kvstore, staleness=staleness, groups=groups, device=device)
-        elif staleness is not None or groups is not None:
-            raise UsageError("staleness and groups are only valid with the name of a store; this store has its own")
+            kvstore = create(kvstore, staleness=staleness, groups=groups, lr_scale=lr_scale or "share", device=device)
+        elif (staleness, groups, lr_scale) != (None, None, None):
+            raise UsageError(
+                "staleness, groups and lr_scale are only valid with the name of a store; this store has its own"
+            )
         self.kvstore = kvstore
         self.model = model
         self.optimizer = optimizer
