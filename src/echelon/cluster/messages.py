@@ -258,12 +258,17 @@ class Placed(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """The request is complete. The weights are in the worker's shared memory or in the frames that follow."""
+    """The request is complete. The weights are in the worker's shared memory or in the frames that follow.
+
+    `staleness`: updates by others between the worker's last read and this push. `rounds_ahead`: of the slowest active
+    worker when the weights were read; SSP and GSP bound it.
+    """
 
     id: int
     version: int = 0
     staleness: int = 0
     halt: bool = False
+    rounds_ahead: int = 0
 
 
 class Failed(_Message, frozen=True):

@@ -33,6 +33,7 @@ class PendingRequest:
     output: Window | None  # where the weights go; None: a push whose answer carries no weights
     version: int = 0
     staleness: int = 0
+    rounds_ahead: int = 0
 
 
 class PendingRequests:
@@ -138,6 +139,7 @@ class PendingRequests:
         self._storage.run([*tasks, *last])
         for pending, reply in answers:
             pending.version = reply.version
+            pending.rounds_ahead = max(pending.rounds_ahead, self._rounds_ahead(reply))
             self._finish_lane(pending, reply.key)
 
     def _updates(self, action: Apply) -> list[Task]:
@@ -157,6 +159,13 @@ class PendingRequests:
                 tasks = [Task(keys, update, (*outputs, pending.output)) for keys, update, outputs in tasks]
         return tasks
 
+    def _rounds_ahead(self, reply: Reply) -> int:
+        """Return how many rounds a worker that reads is ahead of the slowest active worker; 0 if it only observes."""
+        engine = self.engine
+        if engine.rules.sums_over_everybody or not engine.is_active(reply.worker):
+            return 0
+        return reply.clock - min(engine.clock(worker, reply.key) for worker in engine.workers)
+
     def _answer_applied_pushes(self, lane: int) -> None:
         """Answer the pushes that do not ask for weights and whose gradient has been applied."""
         waiting = self._pushes.pop(lane, ())
@@ -172,7 +181,8 @@ class PendingRequests:
         if not pending.waiting and self._pending.get(pending.worker, {}).pop(pending.id, None) is not None:
             frames = pending.output.buffers() if isinstance(pending.output, Framed) else ()
             halt = self._halt_clock is not None and self._halt_clock < pending.clock
-            self._answer(pending.worker, Done(pending.id, pending.version, pending.staleness, halt), frames)
+            done = Done(pending.id, pending.version, pending.staleness, halt, pending.rounds_ahead)
+            self._answer(pending.worker, done, frames)
 
     def _split(self, lane: int, parts: tuple[int, ...]) -> None:
         """Replace a lane by its parts in everything that is recorded for it."""

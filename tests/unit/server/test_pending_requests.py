@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from echelon.cluster.messages import Done, OptimizerSpec
 from echelon.cluster.placement import ALIGN, KeySpec, Layout
@@ -174,6 +176,50 @@ def test_a_bound_holds_the_answer_and_not_the_update() -> None:
     server.push(1, 1, 0, 2.0)
     assert by_worker(server.answered()) == {0: Done(1, version=2), 1: Done(1, version=2, staleness=1)}
     assert (server.seen(0), server.seen(1)) == (3.0, 3.0)
+
+
+def test_the_answer_reports_how_many_rounds_the_worker_is_ahead_of_the_slowest() -> None:
+    server = Server(ssp(2), 2)
+    server.push(0, 1, 0, 1.0)
+    server.push(0, 2, 1, 1.0)
+    assert [done.rounds_ahead for _, done in server.answered()] == [1, 2]
+    server.push(0, 3, 2, 1.0)  # three rounds ahead: held until worker 1 has pushed
+    assert server.answered() == []
+    server.push(1, 1, 0, 1.0)
+    assert {worker: done.rounds_ahead for worker, done in server.answered()} == {0: 2, 1: 0}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    order=st.lists(st.integers(0, 2), max_size=40),
+    bound=st.integers(0, 3),
+    leaves_after=st.integers(0, 40),
+)
+def test_no_worker_is_further_ahead_than_the_bound(order: list[int], bound: int, leaves_after: int) -> None:
+    """Each worker pushes when its turn comes and its last push was answered; worker 2 leaves at some point."""
+    server = Server(ssp(bound), 3)
+    clocks, waits, active = [0, 0, 0], [False] * 3, {0, 1, 2}
+    for turn, worker in enumerate(order):
+        if turn == leaves_after:
+            active.discard(2)
+            server.requests.remove(2)
+        elif worker in active and not waits[worker]:
+            clocks[worker] += 1
+            waits[worker] = True
+            server.push(worker, turn, clocks[worker] - 1, 1.0)
+        for answered, done in server.answered():
+            waits[answered] = False
+            expected = clocks[answered] - min(clocks[other] for other in active)
+            assert done.rounds_ahead == expected <= bound
+
+
+def test_a_retired_worker_that_reads_is_not_counted_as_ahead() -> None:
+    server = Server(ssp(1), 2)
+    server.push(0, 1, 0, 1.0)
+    server.requests.retire(0)
+    server.answered()
+    server.pull(0, 2, 1)
+    assert server.answered() == [(0, Done(2, version=1))]
 
 
 def test_frames_are_sent_with_the_answer() -> None:

@@ -99,7 +99,8 @@ class Trainer:
         self.clock = 0
         self.samples = 0
         self.wait_s = 0.0
-        self.staleness: Counter[int] = Counter()
+        self.staleness: Counter[int] = Counter()  # steps by updates of others between the read and the push
+        self.rounds_ahead: Counter[int] = Counter()  # steps by rounds ahead of the slowest worker
         self._overlap = overlap
         self._check_finite = check_finite
         self._push_factors = push_factors
@@ -304,7 +305,8 @@ class Trainer:
             "clock": self.clock,
             "samples": self.samples,
             "wait_s": round(self.wait_s, 6),
-            "staleness": {str(value): count for value, count in sorted(self.staleness.items())},
+            "staleness": _as_json(self.staleness),
+            "rounds_ahead": _as_json(self.rounds_ahead),
         }
 
 
@@ -317,6 +319,10 @@ def unflatten(flat: Tensor, buffers: Sequence[Tensor]) -> None:
     """Copy the elements of a vector back into the buffers."""
     for buffer, part in zip(buffers, torch.split(flat, [buffer.numel() for buffer in buffers]), strict=True):
         buffer.copy_(part.view_as(buffer))
+
+
+def _as_json(counts: Counter[int]) -> dict[str, int]:
+    return {str(value): count for value, count in sorted(counts.items())}
 
 
 def _store_class(kvstore: str | KVStore) -> type[KVStore]:

@@ -318,7 +318,9 @@ class ServerTrainer(Trainer, store=ServerStore):
         if bucket.index == 0:
             if self.kvstore.requests_halt(tickets):  # some workers receive it only after the next step has begun
                 self._halts_at = self._pushed_step + 1
-            self.staleness[max(t.response.staleness for t in tickets if isinstance(t.response, Done))] += 1
+            answers = [ticket.response for ticket in tickets if isinstance(ticket.response, Done)]
+            self.staleness[max(answer.staleness for answer in answers)] += 1
+            self.rounds_ahead[max(answer.rounds_ahead for answer in answers)] += 1
 
     # --- changes that would have no effect
 
