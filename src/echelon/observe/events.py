@@ -43,6 +43,11 @@ class EventLog:
         """Open the log of the run in `directory`; None returns a log that does nothing."""
         return cls(Path(directory) if directory else None, role, rank)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether events are written; without a directory, and after `close`, they are not."""
+        return self._thread is not None
+
     def write(self, kind: str, **fields: Any) -> None:
         """Queue an event; returns immediately."""
         if self._thread is not None:
@@ -92,6 +97,13 @@ class EventLog:
                 data = data[os.write(self._file, data) :]
         except OSError:
             self._dropped += len(lines)
+
+
+def append_event(directory: str | None, role: str, rank: int | None, kind: str, **fields: Any) -> None:
+    """Write one event immediately, for a process that has no log yet; without a directory or a rank, nothing."""
+    if directory is not None and rank is not None:
+        with EventLog.open(directory, role, rank) as log:
+            log.write(kind, rank=rank, **fields)
 
 
 class EventReader:

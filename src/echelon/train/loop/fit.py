@@ -10,6 +10,7 @@ from torch import nn
 
 from echelon.environment import Job
 from echelon.kvstore import create
+from echelon.observe.events import append_event
 from echelon.schemes.stores import store_kind
 from echelon.train import log_lines
 from echelon.train.flags.check import check_with_data
@@ -29,6 +30,8 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
     """Train as one process of the job that the environment describes; returns the exit status."""
     job = Job.from_environment()
     device = torch.device(options.devices[job.device_index])
+    if job.device_index == 0:
+        append_event(job.run_dir, job.role, job.rank, "loading")
     dataset = open_data(options)
     if job.device_index == 0:
         log.info(log_lines.start_line(asdict(options)))

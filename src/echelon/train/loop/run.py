@@ -21,6 +21,7 @@ from echelon.train import log_lines
 from echelon.train.checkpoint.saver import RunPosition, Saver
 from echelon.train.loop.evaluate import Validation
 from echelon.train.loop.inputs import train_loader
+from echelon.train.loop.measurements import Measurements
 from echelon.train.loop.monitor import Monitor
 from echelon.train.loop.reporting import Reporter, TrainingProgress
 from echelon.train.loop.stopping import EXIT_STATUS, Interrupted, StopSignals
@@ -59,6 +60,10 @@ class Run:
         self._place = ProcessRank(kvstore.workers.index(kvstore.rank), len(kvstore.workers), len(options.devices))
         self._is_rank_0 = self._place.rank == 0
         self._metrics = Metrics(options.top_k, options.loss)
+        self._logged = self._metrics.names
+        if kvstore.events.is_open:
+            self._metrics = self._metrics.with_cross_entropy()  # for the display and the curves, not for the log
+        self._measurements = Measurements(kvstore.events, kvstore.worker_rank, self._metrics)
         self._precision = choose_precision(options.dtype, device)
         self._scaler = LossScaler(device) if self._precision.half is torch.float16 else None
         num_samples = len(dataset.train)
@@ -114,7 +119,13 @@ class Run:
             self._log_settings(loader.state.epoch)
             self._kvstore.barrier()
             self._start_s = time.monotonic()
-            self._kvstore.events.write("begin", rank=self._kvstore.worker_rank, batches_per_epoch=self._per_epoch)
+            self._kvstore.events.write(
+                "begin",
+                rank=self._kvstore.worker_rank,
+                batches_per_epoch=self._per_epoch,
+                num_epochs=self._options.num_epochs,
+                first_step=num_steps,
+            )
             try:
                 while loader.state.epoch < self._options.num_epochs and not self._kvstore.halted:
                     self._train_epoch(loader)
@@ -151,13 +162,18 @@ class Run:
                 sums = self._trainer.sum_over_devices(self._forward_pass.sums)  # waits for the device
                 if (due := speedometer.tick(epoch, index)) is not None:
                     self._report.speed(
-                        epoch, due, self._metrics.means(sums - reported), self._num_steps(epoch, due[1] + 1)
+                        epoch, due, self._logged_means(sums - reported), self._num_steps(epoch, due[1] + 1)
                     )
                     reported = sums
             self._report.step(epoch, index + 1, self._per_epoch)
+            self._measurements.step(epoch + (index + 1) / self._per_epoch, self._forward_pass.sums)
             if self._stops_after(epoch, index + 1):
                 return
         self._end_epoch(epoch, start_s)
+
+    def _logged_means(self, sums: torch.Tensor) -> dict[str, float]:
+        means = self._metrics.means(sums)
+        return {name: means[name] for name in self._logged}
 
     def _run_steps(self, loader: Batches, first: int) -> Iterator[int]:
         """Run the remaining steps of an epoch; yields the index of each after it has run."""
@@ -214,7 +230,8 @@ class Run:
 
     def _end_epoch(self, epoch: int, start_s: float) -> None:
         sums = self._trainer.sum_over_devices(self._forward_pass.sums)  # waits for the device: the whole epoch is timed
-        means = self._metrics.means(sums)
+        means = self._logged_means(sums)
+        self._measurements.end_epoch(epoch + 1, self._forward_pass.sums)
         self._report.epoch_end(epoch, means, time.perf_counter() - start_s)
         self._position = RunPosition(epoch + 1)
         is_last = epoch + 1 == self._options.num_epochs or self._kvstore.halted
@@ -238,7 +255,7 @@ class Run:
             "validation", epoch=epochs, accuracy=accuracy, loss=measured["cross-entropy"], seconds=seconds
         )
         batch = None if done == self._per_epoch else done
-        self._report.validation(epoch, batch, {name: measured[name] for name in self._metrics.names})
+        self._report.validation(epoch, batch, {name: measured[name] for name in self._logged})
         target = self._options.target_accuracy
         if target is not None and accuracy >= target and not self._kvstore.halted:
             self._reached_target = True
