@@ -22,24 +22,25 @@ from echelon.transport.interface import Endpoint, Transport
 
 _SIOCGIFADDR = 0x8915
 Handler = Callable[[ControlMessage], None]
+_Place = tuple[str, int, str, int | None]  # address of the scheduler, role and rank
 
 
 class DepartedJobs:
-    """The jobs that this process has left, by the address of their scheduler.
+    """The jobs that this process has left, by the address of their scheduler and the place in them.
 
     A job admits no process twice, and its scheduler may have ended. Joining it again would wait for the whole timeout
     and end with a misleading error. This record makes it fail at once, with an error that says what to do instead.
     """
 
     def __init__(self) -> None:
-        self._addresses: set[tuple[str, int]] = set()
+        self._places: set[_Place] = set()
 
     def add(self, job: Job) -> None:
         """Record that this process has left a job."""
-        self._addresses.add(_address(job))
+        self._places.add(_place(job))
 
     def __contains__(self, job: Job) -> bool:
-        return _address(job) in self._addresses
+        return _place(job) in self._places
 
     @contextmanager
     def joining(self, job: Job) -> Iterator[float]:
@@ -50,13 +51,13 @@ class DepartedJobs:
         except JobError as error:
             if not departed:
                 raise
-            host, port = _address(job)
+            scheduler = f"{job.scheduler_host}:{job.scheduler_port}"
             raise UsageError(
-                f"this process has left the job of {host}:{port} when its store was closed, and cannot join it again: "
+                f"this process has left the job of {scheduler} when its store was closed, and cannot join it again: "
                 "create one store, give it to every Trainer (kvstore=store), and close it after the last use"
             ) from error
         if departed:  # a new job has the same address
-            self._addresses.discard(_address(job))
+            self._places.discard(_place(job))
 
 
 DEPARTED = DepartedJobs()
@@ -130,8 +131,8 @@ def register(job: Job, role: str, transport: Transport, departed: DepartedJobs =
         yield Registration(rank, roster, control, endpoint, mailbox.set_handler)
 
 
-def _address(job: Job) -> tuple[str, int]:
-    return job.scheduler_host, job.scheduler_port
+def _place(job: Job) -> _Place:
+    return job.scheduler_host, job.scheduler_port, job.role, job.rank
 
 
 def _wait_for_roster(
