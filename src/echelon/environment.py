@@ -43,6 +43,7 @@ class Job:
     num_devices: int = 1
     device_port: int | None = None  # for the rendezvous of this worker's devices, on its own machine
     device_fd: int | None = None
+    rendezvous_port: int | None = None  # where worker 0 listens for stores without servers in a job that has servers
     rendezvous_hosted: bool = False  # torchrun already hosts a store at the scheduler's address
 
     @classmethod
@@ -186,6 +187,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # the variable
     "num_devices": ("ECHELON_NUM_DEVICES", _positive),
     "device_port": ("ECHELON_DEVICE_PORT", lambda name, text: _port(name, text) or None),
     "device_fd": ("ECHELON_DEVICE_FD", _number),
+    "rendezvous_port": ("ECHELON_RENDEZVOUS_PORT", lambda name, text: _port(name, text) or None),
     "rendezvous_hosted": ("TORCHELASTIC_USE_AGENT_STORE", lambda name, text: text == "True"),
 }
 _INHERITED = ("listen_fd", "device_fd")  # sockets of one process, which others do not have

@@ -25,10 +25,15 @@ class JobError(EchelonError, RuntimeError):
     """The job of this process failed: another process died, a timeout passed, or the scheduler disconnected."""
 
 
-def unknown_name(kind: str, given: str, known: Iterable[str], advice: str = "") -> UsageError:
-    """Return the error for an unknown name, which the caller raises. `advice` is appended after a semicolon."""
+def unknown_name(
+    kind: str, given: str, known: Iterable[str], advice: str = "", *, synonyms: Iterable[str] = ()
+) -> UsageError:
+    """Return the error for an unknown name, which the caller raises. `advice` is appended after a semicolon.
+
+    `synonyms` are accepted as well: the error may suggest one, but does not list them.
+    """
     known = tuple(known)
-    by_folded = {_fold(name): name for name in known}
+    by_folded = {_fold(name): name for name in (*synonyms, *known)}
     near = get_close_matches(_fold(given), by_folded, n=1, cutoff=0.5)
     choose = f"did you mean {by_folded[near[0]]!r}? Choose" if near else "choose"
     return UsageError(f"unknown {kind} {given!r}; {choose} one of {', '.join(known)}{advice and f'; {advice}'}")

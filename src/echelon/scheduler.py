@@ -24,6 +24,7 @@ from echelon.cluster.messages import (
     Malformed,
     Refused,
     Register,
+    ServersUnused,
     View,
     WorkerExited,
 )
@@ -73,14 +74,14 @@ class _Scheduler:
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, _Peer] = {}
         self._last_number = 0
-        self._started_at = time.monotonic()
+        self._waits_since = time.monotonic()  # for the processes that have not registered
         self._stall_printed = False
 
     def run(self) -> int:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         try:
-            while not (self._membership.over and not self._peers):
+            while not self._membership.over or any(map(self._membership.waits_for, self._peers)):
                 for key, _ in self._selector.select(HEARTBEAT_S / 2):
                     if key.data is None:
                         self._accept()
@@ -138,11 +139,24 @@ class _Scheduler:
                 sends = membership.leave(number, message)
             case WorkerExited():
                 sends = membership.worker_exited(message)
+            case ServersUnused():
+                self._say_unused(message)
+                sends = membership.servers_unused(number, message)
             case Heartbeat():
                 sends = []
             case _:
                 sends = [Send(number, Refused(f"the scheduler does not accept {type(message).__name__} messages"))]
         self._send(sends)
+
+    def _say_unused(self, message: ServersUnused) -> None:
+        """Say once that the servers are idle."""
+        if self._membership.unused is None and not self._membership.running:
+            servers = "1 server" if self._job.num_servers == 1 else f"{self._job.num_servers} servers"
+            print(
+                f"{message.store} runs without servers: it does not use the {servers} of this job (-s 0 starts none)",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _lost(self, number: int, why: str) -> None:
         self._drop(number)
@@ -176,14 +190,16 @@ class _Scheduler:
                 why = f"no message for {silent:.1f} s"
                 self._send([Send(number, Abort(f"the scheduler declared this process dead: {why}"))])
                 self._lost(number, why)
-        waited = now - self._started_at
-        if not self._membership.running and not self._membership.over:
-            if waited > self._job.stall_seconds and not self._stall_printed:
-                self._stall_printed = True
-                print(f"waiting for {self._membership.waiting_for()} to register", file=sys.stderr, flush=True)
-            if waited > self._job.timeout_s:
-                self._membership.failure = f"{self._membership.waiting_for()} did not register in {waited:.0f} s"
-                return False
+        if not self._membership.has_time_limit:
+            self._waits_since = now
+            return True
+        waited = now - self._waits_since
+        if waited > self._job.stall_seconds and not self._stall_printed:
+            self._stall_printed = True
+            print(f"waiting for {self._membership.waiting_for()} to register", file=sys.stderr, flush=True)
+        if waited > self._job.timeout_s:
+            self._membership.failure = f"{self._membership.waiting_for()} did not register in {waited:.0f} s"
+            return False
         return True
 
     def _drop(self, number: int) -> None:

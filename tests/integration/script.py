@@ -14,7 +14,7 @@ MODE = sys.argv[1]
 print("imported", flush=True)
 if MODE == "unknown store" and os.environ["ECHELON_RANK"] == "1":
     kv = kvstore.create("dist_snyc")
-kv = kvstore.create("dist_sync")
+kv = kvstore.create("dist_device_sync" if MODE == "no servers" else "dist_sync")
 print(f"rank {kv.rank} of {kv.num_workers}", flush=True)
 if MODE == "shapes" and kv.rank == 1:
     kv.init("v", torch.zeros(2))  # returns when worker 0 has both keys

@@ -173,6 +173,17 @@ def test_unused_servers_end_normally(tmp_path: Path) -> None:
     assert (job.out, job.err) == ("[worker 0] hello\n", "")
 
 
+def test_a_store_without_servers_runs_in_a_job_with_servers_and_says_so(tmp_path: Path) -> None:
+    with launch(tmp_path, "no servers") as job:
+        assert job.wait() == 0
+    assert [lines(job.out, f"worker {rank}")[1:] for rank in (0, 1)] == [
+        [f"rank {rank} of 2", "result [3.0, 3.0]"] for rank in (0, 1)
+    ]
+    unused = "dist_device_sync runs without servers: it does not use the 1 server of this job (-s 0 starts none)"
+    assert lines(job.out, "scheduler 0") == [unused]
+    assert (lines(job.out, "server 0"), job.err) == ([], "")
+
+
 def test_valid_flags_start_the_command(tmp_path: Path) -> None:
     flags = "-n 2 -s 0 -i lo --stall-seconds 3 --staleness 0 --run-dir here --groups 0,1"
     command = [sys.executable, "-m", "echelon.cli.main", "launch", *flags.split(), "touch", "started"]

@@ -24,6 +24,7 @@ from echelon.cluster.messages import (
     Register,
     Registered,
     Roster,
+    ServersUnused,
     View,
     WorkerExited,
 )
@@ -49,6 +50,9 @@ class Membership:
         self.running = False
         self.over = False
         self.failure: str | None = None
+        self.unused: ServersUnused | None = None  # the first message of a worker whose store has no servers
+        self._num_unused = 0  # such workers
+        self._unused: set[int] = set()  # their connections that are open
 
     def member(self, connection: int) -> Member | None:
         """Return the process behind a connection, or None if it has not registered."""
@@ -66,18 +70,39 @@ class Membership:
         rank = next(free) if request.rank is None else request.rank
         self._members[connection] = Member(request.role, rank, request.host, request.pid, request.address)
         sends = [Send(connection, Registered(rank))]
+        if self.unused is not None and request.role == SERVER:
+            sends.append(Send(connection, self.unused))
         if len(self._members) == sum(self._wanted.values()):
             self.running, self.view = True, 1
             roster = Roster(sorted(self._members.values(), key=lambda m: (m.role, m.rank)))
             sends += self._to_all(roster) + self._barrier_done()
         return sends + self._finish_if_all_exited()
 
+    @property
+    def has_time_limit(self) -> bool:
+        """Whether the missing processes must register in time. Workers whose store has no servers need not."""
+        return not (self.running or self.over or self._unused)
+
+    def waits_for(self, connection: int) -> bool:
+        """Whether the end of the job waits for the end of a connection."""
+        return connection not in self._unused
+
+    def servers_unused(self, connection: int, message: ServersUnused) -> list[Send]:
+        """Record that a worker has a store without servers. Servers then wait without a time limit."""
+        self._num_unused += connection not in self._unused
+        self._unused.add(connection)
+        if self.unused is not None or self.running or self.over:
+            return []
+        self.unused = message
+        return [Send(c, message) for c, m in self._members.items() if m.role == SERVER]
+
     def worker_exited(self, message: WorkerExited) -> list[Send]:
         """Handle the exit of a worker process. If it never registered, the others must not wait for it."""
         workers = [m.rank for m in self._members.values() if m.role == WORKER]
         if self.running or self.over or message.rank in workers:
             return []
-        self._exited[message.rank] = f"worker {message.rank} {message.how} before it joined the job"
+        when = "" if self.unused else " before it joined the job"
+        self._exited[message.rank] = f"worker {message.rank} {message.how}{when}"
         if message.failed or workers:
             return self._abort(self._exited[message.rank])
         return self._finish_if_all_exited()
@@ -101,6 +126,9 @@ class Membership:
 
     def lost(self, connection: int, why: str) -> list[Send]:
         """Remove a process that disappeared without announcing it."""
+        if connection in self._unused:
+            self._unused.remove(connection)
+            return self._finish_if_all_exited()
         return self._remove(connection, Departure.DIED, why)
 
     def waiting_for(self) -> str:
@@ -147,8 +175,11 @@ class Membership:
         return sends
 
     def _finish_if_all_exited(self) -> list[Send]:
-        """End the job if all workers exited successfully without registering: they did not use the servers."""
-        if len(self._exited) < self._wanted[WORKER] or len(self._members) < self._wanted[SERVER]:
+        """End the job if all workers exited without registering, and none failed: they did not use the servers."""
+        num_exited = max(len(self._exited), self._num_unused - len(self._unused))
+        if self.running or self.over or num_exited < self._wanted[WORKER]:
+            return []
+        if len(self._members) < self._wanted[SERVER]:
             return []
         self.over = True
         return self._to_all(Finish())
@@ -164,7 +195,8 @@ class Membership:
 
     def _abort(self, reason: str) -> list[Send]:
         self.over, self.failure = True, reason
-        return self._to_all(Abort(reason))
+        # Servers that nobody uses did not fail, and have nothing to report.
+        return self._to_all(Finish() if self.unused and not self.running else Abort(reason))
 
     def _to_all(self, message: ControlMessage) -> list[Send]:
         return [Send(connection, message) for connection in self._members]

@@ -86,6 +86,15 @@ class WorkerExited(_Message, frozen=True):
     failed: bool
 
 
+class ServersUnused(_Message, frozen=True):
+    """Sent by a worker that created a store without servers in a job with servers; forwarded to the servers.
+
+    Such a worker may never register. The time limit for registering does not apply while its connection is open.
+    """
+
+    store: str
+
+
 # --- control: scheduler -> process
 
 
@@ -296,7 +305,7 @@ class Status(_Message, frozen=True):
     waiting: str
 
 
-FromProcess = Register | Heartbeat | Barrier | Leave | Halt | WorkerExited
+FromProcess = Register | Heartbeat | Barrier | Leave | Halt | WorkerExited | ServersUnused
 FromScheduler = Registered | Refused | Roster | View | BarrierDone | Finish | Abort
 ControlMessage = FromProcess | FromScheduler
 Request = Configure | Place | Attach | Init | SetOptimizer | Push | Pull | Retire | GetStates | PutStates | Ask

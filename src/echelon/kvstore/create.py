@@ -30,6 +30,7 @@ from echelon.observe.events import EventLog
 from echelon.schemes import check_lr_scale, rules_for, store_kind
 from echelon.transport import by_name
 from echelon.transport.interface import Transport
+from echelon.transport.registration import announce_servers_unused
 
 
 def create(
@@ -155,7 +156,10 @@ def _create_collective(
             f"{name} needs a job: start this program with 'echelon launch -n WORKERS -s 0 python …', with torchrun, or "
             "set DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER and ECHELON_RANK"
         )
-    group = ProcessGroup(device, rendezvous_of_store(name, job))
+    rendezvous = rendezvous_of_store(name, job)
+    if job.distributed and job.num_servers and job.device_index == 0:
+        announce_servers_unused(job, name)
+    group = ProcessGroup(device, rendezvous)
     store = CollectiveStore(name, group, EventLog.open(job.run_dir, "worker", group.rank), check_finite=check_finite)
     _call_at_exit(store, lambda failed: store.close(failed=failed))
     return store

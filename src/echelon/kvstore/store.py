@@ -42,7 +42,7 @@ class KVStore(ABC):
     """The base class of all stores, which `echelon.kvstore.create` returns."""
 
     def __init__(self, name: str, events: EventLog, *, check_finite: bool) -> None:
-        self.type = name
+        self.type = name.lower()
         self.kind = store_kind(name)
         self.events = events
         self.on_closed: Callable[[], None] = lambda: None

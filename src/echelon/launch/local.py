@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from echelon.cluster.messages import WORKER, WorkerExited
@@ -30,8 +31,11 @@ def run(
     `shown`: the user has seen all lines of the workers, so an error does not repeat the last ones.
     """
     check(job)
-    with listen_on_loopback() as listener:
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen_on_loopback())
         port = listener.getsockname()[1]
+        # In a job with servers the scheduler has that port. A store without servers needs another one.
+        rendezvous = stack.enter_context(listen_on_loopback()) if job.num_servers else listener
 
         def report_end(name: str, how: str, failed: bool) -> None:
             role, rank = name.split()
@@ -39,10 +43,11 @@ def run(
                 _send_to_scheduler(port, WorkerExited(int(rank), how, failed))
 
         def tick() -> None:
-            listener.close()  # the process that inherited it has started
+            for one in {listener, rendezvous}:  # the processes that inherited them have started
+                one.close()
             on_tick()
 
-        commands = [replace(one, shown=shown) for one in _commands(job, command, port, listener.fileno())]
+        commands = [replace(one, shown=shown) for one in _commands(job, command, listener, rendezvous)]
         return Supervisor(on_line, tick, report_end).run(commands)
 
 
@@ -70,12 +75,16 @@ def _send_to_scheduler(port: int, message: WorkerExited) -> None:
         pass  # the scheduler has ended, too
 
 
-def _commands(job: Job, command: Sequence[str], port: int, listener: int) -> list[Command]:
-    def process(role: str, rank: int, arguments: Sequence[str], *, listens: bool = False) -> Command:
+def _commands(job: Job, command: Sequence[str], listener: socket.socket, rendezvous: socket.socket) -> list[Command]:
+    """Return the commands of all processes. Worker 0 hosts the rendezvous of stores without servers."""
+    port = listener.getsockname()[1]
+    rendezvous_port = rendezvous.getsockname()[1] if job.num_servers else None
+
+    def process(role: str, rank: int, arguments: Sequence[str], inherits: socket.socket | None = None) -> Command:
         own = replace(job, role=role, rank=rank, scheduler_host=LOOPBACK, scheduler_port=port)
-        environment = own.to_environment()
-        if listens:
-            environment["ECHELON_LISTEN_FD"] = str(listener)
+        environment = replace(own, rendezvous_port=rendezvous_port).to_environment()
+        if inherits is not None:
+            environment["ECHELON_LISTEN_FD"] = str(inherits.fileno())
         if role == WORKER:
             environment |= library_variables(job, job.num_workers, one_machine=True)
         return Command(
@@ -83,14 +92,14 @@ def _commands(job: Job, command: Sequence[str], port: int, listener: int) -> lis
             arguments,
             environment,
             essential=role != WORKER,
-            pass_fds=(listener,) if listens else (),
+            pass_fds=(inherits.fileno(),) if inherits is not None else (),
             needed=not job.num_servers,
         )
 
-    if not job.num_servers:  # worker 0 hosts the rendezvous of stores without servers
-        return [process(WORKER, rank, command, listens=rank == 0) for rank in range(job.num_workers)]
-    workers = [process(WORKER, rank, command) for rank in range(job.num_workers)]
+    workers = [process(WORKER, rank, command, None if rank else rendezvous) for rank in range(job.num_workers)]
+    if not job.num_servers:
+        return workers
     python = sys.executable
-    scheduler = process("scheduler", 0, [python, "-m", "echelon.scheduler"], listens=True)
+    scheduler = process("scheduler", 0, [python, "-m", "echelon.scheduler"], listener)
     servers = [process("server", rank, [python, "-m", "echelon.server"]) for rank in range(job.num_servers)]
     return [scheduler, *servers, *workers]

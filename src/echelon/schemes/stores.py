@@ -2,7 +2,7 @@
 
 Every question about a store's name is answered here, so that no other module compares or parses names:
 
-    kind = store_kind("dist_gsync")   # an unknown name raises UsageError with the nearest name
+    kind = store_kind("dist_gsync")   # in any case; an unknown name raises UsageError with the nearest name
     kind.scheme                       # "GSP"
     kind.is_collective(num_servers)   # whether it runs on torch.distributed instead of servers
 """
@@ -82,13 +82,22 @@ _ALL = (
 )
 
 STORES: dict[str, StoreKind] = {kind.name: kind for kind in _ALL}
+SYNONYMS = {  # MXNet's other names, and the store of each
+    "local_update_cpu": "local",
+    "local_allreduce_cpu": "local",
+    "local_allreduce_device": "device",
+    "dist": "dist_sync",
+    "dist_async_device": "dist_async",  # the devices of a worker always sum their gradients where they are
+    "dist_device_async": "dist_async",
+}
 SCHEMES = {kind.name: kind.scheme for kind in _ALL if not kind.collective}  # of the stores that can have servers
 
 
 def store_kind(name: str) -> StoreKind:
-    """Return the kind of a store. A wrong name is an error and never a silent local run."""
+    """Return the kind of a store, whose name may be in any case. A wrong name is an error, never a silent local run."""
     if not isinstance(name, str):
         raise UsageError(f"the name of a store must be a string, not {name!r}")
-    if name not in STORES:
-        raise unknown_name("store", name, STORES)
-    return STORES[name]
+    known = SYNONYMS.get(name.lower(), name.lower())
+    if known not in STORES:
+        raise unknown_name("store", name, STORES, synonyms=SYNONYMS)
+    return STORES[known]

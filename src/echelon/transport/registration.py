@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import math
 import os
 import queue
 import socket
@@ -14,13 +16,25 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from echelon.cluster.messages import SERVER, Abort, ControlMessage, Finish, Refused, Register, Registered, Roster
+from echelon.cluster.messages import (
+    SERVER,
+    Abort,
+    ControlMessage,
+    Finish,
+    Refused,
+    Register,
+    Registered,
+    Roster,
+    ServersUnused,
+)
 from echelon.environment import Job
 from echelon.errors import JobError, UsageError
 from echelon.transport.control import ControlClient, connect
 from echelon.transport.interface import Endpoint, Transport
 
 _SIOCGIFADDR = 0x8915
+_ANNOUNCE_S = 1.0
+_ANNOUNCED: set[tuple[str, int]] = set()  # the schedulers that have got this process's announcement
 Handler = Callable[[ControlMessage], None]
 _Place = tuple[str, int, str, int | None]  # address of the scheduler, role and rank
 
@@ -135,6 +149,25 @@ def _place(job: Job) -> _Place:
     return job.scheduler_host, job.scheduler_port, job.role, job.rank
 
 
+def announce_servers_unused(job: Job, store: str) -> None:
+    """Tell the scheduler, if one listens, that this worker has a store without servers, until this process ends.
+
+    Otherwise the scheduler and the servers would give up, and end the job, when the worker does not register in time.
+    One announcement per process and job is enough.
+    """
+    address = job.scheduler_host, job.scheduler_port
+    if address in _ANNOUNCED:
+        return
+    try:
+        connection = socket.create_connection(address, timeout=_ANNOUNCE_S)
+    except OSError:
+        return  # nobody waits for this worker
+    _ANNOUNCED.add(address)
+    control = ControlClient(connection, lambda _: None)
+    control.send(ServersUnused(store))
+    atexit.register(control.close)
+
+
 def _wait_for_roster(
     job: Job, role: str, control: ControlClient, messages: queue.SimpleQueue[ControlMessage]
 ) -> tuple[int, Roster]:
@@ -156,6 +189,8 @@ def _wait_for_roster(
                 raise JobError(f"{role}: the scheduler rejected this process: {reason}")
             case Abort(reason):
                 raise JobError(f"{role} {rank}: the job cannot start: {reason}")
+            case ServersUnused():
+                deadline = math.inf
             case Finish():
                 raise SystemExit(0)  # the job ended without any worker, and none failed: there is nothing to serve
     raise JobError(

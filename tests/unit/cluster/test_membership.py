@@ -20,6 +20,7 @@ from echelon.cluster.messages import (
     Register,
     Registered,
     Roster,
+    ServersUnused,
     View,
     WorkerExited,
 )
@@ -287,6 +288,57 @@ def test_the_exit_of_a_registered_worker_is_left_to_its_connection() -> None:
     gathering.register(1, worker(0))
     assert gathering.worker_exited(WorkerExited(0, "ended", failed=True)) == []
     assert gathered(2, 1).worker_exited(WorkerExited(0, "ended", failed=True)) == []
+
+
+# --- workers whose store has no servers
+
+UNUSED = ServersUnused("dist_device_sync")
+
+
+def test_servers_are_told_that_nobody_uses_them_and_nobody_has_to_register_in_time() -> None:
+    membership = Membership(2, 2)
+    membership.register(1, server(0))
+    limited_before = membership.has_time_limit
+    assert membership.servers_unused(100, UNUSED) == [Send(1, UNUSED)]
+    assert membership.servers_unused(101, UNUSED) == [], "once is enough"
+    assert membership.register(2, server(1)) == [Send(2, Registered(1)), Send(2, UNUSED)]
+    assert (limited_before, membership.has_time_limit) == (True, False)
+    assert [membership.waits_for(connection) for connection in (1, 2, 100, 101)] == [True, True, False, False]
+
+
+def test_servers_finish_when_the_workers_that_do_not_use_them_have_ended() -> None:
+    membership = Membership(2, 1)
+    membership.register(1, server(0))
+    membership.servers_unused(100, UNUSED)
+    membership.servers_unused(101, UNUSED)
+    assert membership.lost(101, "its connection closed") == []
+    assert membership.lost(100, "its connection closed") == [Send(1, Finish())]
+    assert (membership.over, membership.failure) == (True, None)
+
+
+def test_the_time_limit_applies_again_when_only_some_workers_have_ended() -> None:
+    membership = Membership(2, 0)
+    membership.servers_unused(100, UNUSED)
+    assert membership.lost(100, "its connection closed") == []
+    assert membership.has_time_limit
+    assert not membership.over
+
+
+def test_a_failed_worker_ends_a_job_whose_servers_nobody_uses() -> None:
+    membership = Membership(2, 1)
+    membership.register(1, server(0))
+    membership.servers_unused(100, UNUSED)
+    assert membership.worker_exited(WorkerExited(1, "exited with status 2", failed=True)) == [Send(1, Finish())]
+    assert membership.failure == "worker 1 exited with status 2"
+
+
+def test_a_worker_may_join_a_job_although_it_has_a_store_without_servers() -> None:
+    membership = Membership(1, 1)
+    membership.servers_unused(100, UNUSED)
+    membership.register(1, server(0))
+    assert sent(membership.register(2, worker(0)), Roster).keys() == {1, 2}
+    assert membership.lost(100, "its connection closed") == []
+    assert not membership.over
 
 
 # --- barriers

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from echelon.environment import Job
+from echelon.errors import UsageError
 from echelon.kvstore.collective.rendezvous import Rounds, rendezvous_of_devices, rendezvous_of_store
 
 WORKERS = Job(scheduler_host="head", scheduler_port=1, num_workers=3, rank=2, listen_fd=7)
@@ -17,6 +20,15 @@ def test_workers_meet_at_the_scheduler_address(name: str) -> None:
     assert found is not None
     assert (found.rank, found.size, found.address, found.listen_fd) == (2, 3, "head:1", 7)
     assert (found.names, found.is_host) == (["worker 0", "worker 1", "worker 2"], False)
+
+
+def test_workers_of_a_job_with_servers_meet_at_a_port_that_the_scheduler_does_not_have() -> None:
+    job = dataclasses.replace(WORKERS, num_servers=2, rendezvous_port=5)
+    found = rendezvous_of_store("dist_device_sync", job)
+    assert found is not None
+    assert (found.address, found.listen_fd) == ("head:5", 7)
+    with pytest.raises(UsageError, match=r"dist_device_sync runs without servers, but the job has 2.* at head:1: set "):
+        rendezvous_of_store("dist_device_sync", dataclasses.replace(job, rendezvous_port=None))
 
 
 def test_all_devices_of_all_workers_are_one_group() -> None:

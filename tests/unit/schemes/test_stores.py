@@ -51,6 +51,27 @@ def test_the_rules_of_a_store_agree_with_the_table(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "meant"),
+    [
+        ("local_update_cpu", "local"),
+        ("local_allreduce_cpu", "local"),
+        ("local_allreduce_device", "device"),
+        ("dist", "dist_sync"),
+        ("dist_async_device", "dist_async"),
+        ("Dist_Device_ASYNC", "dist_async"),
+        ("NCCL", "nccl"),
+    ],
+)
+def test_other_names_that_mxnet_accepts(name: str, meant: str) -> None:
+    assert store_kind(name) is STORES[meant]
+
+
+def test_a_typo_in_another_name_is_refused_with_that_name() -> None:
+    with pytest.raises(UsageError, match="'local_alreduce_cpu'; did you mean 'local_allreduce_cpu'"):
+        store_kind("local_alreduce_cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
     [("dist_synk", "dist_sync"), ("dist-async", "dist_async"), ("dist_gsynch", "dist_gsync"), ("Locla", "local")],
 )
 def test_an_unknown_name_raises_with_the_nearest_name(name: str, meant: str) -> None:

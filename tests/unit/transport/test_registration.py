@@ -8,9 +8,11 @@ import threading
 
 import pytest
 
+from echelon.cluster.messages import ServersUnused
 from echelon.environment import Job
 from echelon.errors import JobError
 from echelon.scheduler import serve
+from echelon.transport.control import frame
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.registration import DepartedJobs, register
 
@@ -45,6 +47,36 @@ def test_a_process_that_waits_for_the_scheduler_reports_it(capsys: pytest.Captur
     waited = [float(found[1]) for line in (first, second) if (found := re.fullmatch(form, line))]
     assert len(waited) == 2
     assert 0.1 <= waited[0] <= waited[1] <= 2
+
+
+def test_idle_servers_do_not_give_up_while_a_worker_trains_without_them(capfd: pytest.CaptureFixture[str]) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    job = Job(scheduler_port=port, num_workers=1, num_servers=1, timeout_s=1.0, stall_seconds=0.1)
+    statuses: dict[str, int] = {}
+
+    def serve_as_server() -> None:
+        with pytest.raises(SystemExit) as ended:
+            register(job, "server", InProcessTransport(), DepartedJobs()).__enter__()
+        statuses["server"] = int(ended.value.code or 0)
+
+    with socket.create_connection(("127.0.0.1", port)) as worker:
+        worker.sendall(frame(ServersUnused("nccl")))
+        threads = [
+            threading.Thread(target=lambda: statuses.update(scheduler=serve(job, listener))),
+            threading.Thread(target=serve_as_server),
+        ]
+        for thread in threads:
+            thread.start()
+        threads[0].join(2 * job.timeout_s)
+        assert all(thread.is_alive() for thread in threads), statuses
+    for thread in threads:
+        thread.join()
+    assert statuses == {"scheduler": 0, "server": 0}
+    assert (
+        capfd.readouterr().err
+        == "nccl runs without servers: it does not use the 1 server of this job (-s 0 starts none)\n"
+    )
 
 
 def test_a_job_that_another_thread_leaves_during_a_join_stays_departed() -> None:

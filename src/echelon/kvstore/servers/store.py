@@ -51,7 +51,7 @@ class ServerStore(KVStore):
         self._client = client
         self._wire = Wire(client, len(session.servers), transport, events)
         self._halt_requested = False
-        self._to_all(lambda i: Configure(i, session.rank, name, staleness, groups, lr_scale))
+        self._to_all(lambda i: Configure(i, session.rank, self.kind.name, staleness, groups, lr_scale))
 
     # --- who and where
 
