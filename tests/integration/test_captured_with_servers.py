@@ -22,13 +22,13 @@ from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
 from echelon.train.recipe.optimizers import make_optimizer
 from echelon.train.recipe.pace import Pace, Pacer
-from echelon.train.step.captured import Compiler
 from echelon.train.step.captured_with_servers import ServerStepBody, why_not_capturable_with_servers
 from echelon.train.step.eager import EagerStep, ForwardPass
+from echelon.train.step.forward import Compiler
 from echelon.train.step.metrics import Metrics
 from echelon.train.step.precision import Precision
 from echelon.train.step.staging import GradientStaging, WeightStaging
-from echelon.train.trainer.regions import in_regions, regions_of
+from echelon.train.trainer.regions import in_regions, regions_of, run_region
 from echelon.train.trainer.server import ServerTrainer
 
 pytestmark = pytest.mark.numeric
@@ -71,7 +71,7 @@ def train(
     samples = 64 // kv.num_workers  # read before another worker has finished and left
     if captured:
         body = ServerStepBody(forward_pass, trainer, compiler)
-        for _ in body.input.batches(batches):
+        for _ in body.forward.input.batches(batches):
             body()
             for staging in body.gradients:
                 trainer.push_bucket(staging.bucket, BATCH)
@@ -348,3 +348,17 @@ def test_gradients_and_weights_are_staged_correctly_for_any_layout_on_the_device
                 assert torch.equal(leaves[name], weight.bfloat16()), name
 
     run(stage, "dist_sync", num_workers=1)
+
+
+def test_every_region_is_compiled_however_many_there_are() -> None:
+    compiled = []
+
+    def count(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compiled.append(module)
+        return module.forward
+
+    many = 2 * torch._dynamo.config.recompile_limit
+    for size in range(1, many + 1):
+        region = run_region([("", nn.Linear(size, size))], {})
+        torch.compile(region, backend=count)(torch.rand(2, size))
+    assert len(compiled) == many

@@ -11,7 +11,7 @@ from echelon.data.images.config import AugmentConfig
 from echelon.data.loading.device import DeviceMemoryLoader
 from echelon.data.loading.memory import MemorySource
 from echelon.data.loading.order import Sampling
-from echelon.train.step.captured import BatchInput
+from echelon.train.step.forward import BatchInput
 
 pytestmark = pytest.mark.numeric
 

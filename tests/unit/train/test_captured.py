@@ -70,12 +70,12 @@ def train_captured(
     forward_pass, batches = forward_pass_of(model, half), loader()
     step = StepBody(forward_pass, Trainer(model, sgd(model)), scaler, compiler)
     if in_memory:
-        step.input.loader = batches
+        step.forward.input.loader = batches
         for _ in range(batches.begin()):
             step()
     else:
         for batch in batches:
-            step.input.buffer = batch
+            step.forward.input.buffer = batch
             step()
     return model, forward_pass.sums
 
@@ -168,7 +168,7 @@ def test_a_step_that_overflows_in_float16_is_skipped_and_the_scale_halves() -> N
     model = network()
     forward_pass, batches, scaler = forward_pass_of(model, torch.float16), loader(), LossScaler(CPU)
     step = StepBody(forward_pass, Trainer(model, sgd(model)), scaler)
-    step.input.loader = batches
+    step.forward.input.loader = batches
     batches.begin()
     step()
     before = [p.detach().clone() for p in model.parameters()]
@@ -201,11 +201,11 @@ def test_a_first_step_that_overflows_has_no_effect() -> None:
         batches = list(loader())
         if overflow:
             scaler.scale.fill_(2.0**40)
-            step.input.buffer = batches[0]
+            step.forward.input.buffer = batches[0]
             step()
             assert scaler.found_inf == 1
         scaler.scale.fill_(2.0**8)
-        for step.input.buffer in batches[1:4]:
+        for step.forward.input.buffer in batches[1:4]:
             step()
             assert scaler.found_inf == 0
         return [p.detach() for p in model.parameters()]
@@ -230,3 +230,46 @@ def test_why_not_capturable_names_the_reason() -> None:
     assert why_not_capturable(RMSprop(parameters), None) is None
     assert "overflowed" in str(why_not_capturable(RMSprop(parameters), torch.float16))
     assert "Adagrad" in str(why_not_capturable(Adagrad(parameters), None))
+
+
+class LostAfterForward(torch.autograd.Function):
+    """Passes a tensor on. Its backward pass fails once, as a compiler of backward does."""
+
+    failures = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if LostAfterForward.failures:
+            LostAfterForward.failures -= 1
+            raise RuntimeError("ptxas was killed")
+        return gradient
+
+
+def failing_compiler(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    def compiled() -> tuple[Tensor, Tensor]:
+        loss, sums = function()
+        return LostAfterForward.apply(loss), sums  # type: ignore[no-untyped-call]
+
+    return compiled
+
+
+def test_a_step_whose_compiler_fails_in_backward_is_made_once(caplog: pytest.LogCaptureFixture) -> None:
+    plain, plain_sums = train_captured(None)
+    model = network()
+    forward_pass, batches = forward_pass_of(model, None), loader()
+    step = StepBody(forward_pass, Trainer(model, sgd(model)), None)
+    for index, _ in enumerate(step.forward.input.batches(batches)):
+        if index == 3:
+            LostAfterForward.failures = 1
+            step.forward.use(failing_compiler)
+            step.update(step.forward.run_first(step.forward_backward))
+            assert not step.forward.compiled
+        else:
+            step()
+    assert same(model, plain)  # weights, running statistics of batch normalisation, and the batches
+    assert torch.equal(forward_pass.sums, plain_sums)
+    assert "engine graph instead of compile: RuntimeError: ptxas was killed" in caplog.text

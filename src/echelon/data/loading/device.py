@@ -157,7 +157,7 @@ class DeviceMemoryLoader:
         size = sampling.batch_size
         rows = -(-self._num_mine // size) * size  # whole batches; the rows after the last sample are cut off again
         self._choices = torch.zeros((rows, 4), dtype=torch.int64, device=self._device)
-        self._cursor = torch.zeros((), dtype=torch.int64, device=self._device)
+        self.cursor = torch.zeros((), dtype=torch.int64, device=self._device)  # where `gather` reads
         self._within = torch.arange(size, device=self._device)
 
     def __len__(self) -> int:
@@ -173,15 +173,15 @@ class DeviceMemoryLoader:
         """Copy the crops of the current epoch to the device; return how many batches are left in it."""
         choices = self._epoch(self.state.epoch)
         self._choices[: len(choices)].copy_(torch.from_numpy(choices))
-        self._cursor.fill_(self.state.position)
+        self.cursor.fill_(self.state.position)
         return -(-(self._num_mine - self.state.position) // self.sampling.batch_size)
 
     def gather(self) -> tuple[Tensor, Tensor]:
         """Return the batch at the cursor and advance the cursor, with device operations only."""
-        at = (self._cursor + self._within).clamp(max=len(self._choices) - 1)
+        at = (self.cursor + self._within).clamp(max=len(self._choices) - 1)
         records, tops, lefts, mirrors = self._choices[at].unbind(1)
         pixels = crop_mirror(self._images, records, tops, lefts, mirrors.bool(), self.augment.shape[1:])
-        self._cursor.add_(self.sampling.batch_size)
+        self.cursor.add_(self.sampling.batch_size)
         return self._normalise(pixels), self._labels[records]
 
     def advance(self) -> int:

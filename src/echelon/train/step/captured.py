@@ -11,68 +11,21 @@ the data (or the buffer that a batch is copied into), the learning rate, the los
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from echelon.data.loading.device import DeviceMemoryLoader
 from echelon.data.loading.loader import Batches
 from echelon.train.step.average import MovingAverage
 from echelon.train.step.eager import Batch, ForwardPass
-from echelon.train.step.precision import HalfWeights, LossScaler, weights_to_halve
+from echelon.train.step.forward import Compiler, Forward, WholeForward
+from echelon.train.step.precision import LossScaler
 from echelon.train.trainer.base import Trainer
 
-log = logging.getLogger(__name__)
-
-Compiler: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 WARM_UP_STEPS = 3
 FUSED = (SGD, Adam, AdamW)  # one kernel updates all parameters, and does nothing if gradients overflowed
-
-
-class BatchInput:
-    """The batch that a captured step reads: gathered by `loader` on the device, or else copied into `buffer`.
-
-    A replayed graph reads the same memory every time. So a batch from the host is copied into a fixed buffer before the
-    replay. A loader that has its data on the device gathers the batch inside the graph, and nothing is copied.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.loader: DeviceMemoryLoader | None = None
-        self.buffer: Batch | None = None
-        self._device = device
-        self._copied: Tensor | None = None  # the images that were copied last
-
-    def batches(self, loader: Batches) -> Iterator[Batch | None]:
-        """Yield the rest of an epoch: each batch to copy in, or None for each batch of a loader on the device."""
-        if not isinstance(loader, DeviceMemoryLoader):
-            yield from loader
-            return
-        self.loader = loader
-        for _ in range(loader.begin()):
-            loader.advance()
-            yield None
-
-    def copy_in(self, batch: Batch) -> None:
-        """Copy a batch into the buffer. Synthetic data is always the same batch, which is copied once."""
-        if self.buffer is None:
-            images = batch[0].to(self._device, memory_format=torch.channels_last, copy=True)
-            self.buffer = images, batch[1].to(self._device, copy=True)
-        elif batch[0] is not self._copied:
-            self.buffer[0].copy_(batch[0], non_blocking=True)
-            self.buffer[1].copy_(batch[1], non_blocking=True)
-        self._copied = batch[0]
-
-    def read(self) -> Batch:
-        """Return the batch of this step, with device operations only."""
-        if self.loader is not None:
-            return self.loader.gather()
-        assert self.buffer is not None
-        return self.buffer
 
 
 class StepBody:
@@ -86,27 +39,34 @@ class StepBody:
         compiler: Compiler | None = None,
         average: MovingAverage | None = None,
     ) -> None:
-        self._forward_pass = forward_pass
+        self.forward = WholeForward(forward_pass)
+        self.forward.use(compiler)
+        self._half_weights = self.forward.half_weights
+        self._sums = forward_pass.sums
         self._average = average
         self._trainer = trainer
         self._scaler = scaler
-        model, half = forward_pass.model, forward_pass.precision.half
-        self._half_weights = HalfWeights(model, half) if half is not None and weights_to_halve(model) else None
         self._parameters = [p for group in trainer.optimizer.param_groups for p in group["params"]]
-        self._run_forward = compiler(self._forward) if compiler is not None else self._forward
-        self.input = BatchInput(forward_pass.precision.device)
         make_capturable(trainer.optimizer, forward_pass.precision.device, scaler)
 
     def __call__(self) -> None:
         """Make a step."""
+        self.update(self.forward_backward())
+
+    def forward_backward(self) -> Tensor:
+        """Compute the gradients, with compiled kernels if there are any; returns the batch's sums of the metrics."""
         for parameter in self._parameters:
             parameter.grad = None
         if self._half_weights is not None:
             self._half_weights.clear_gradients()
-        loss, sums = self._run_forward()
+        loss, sums = self.forward()
+        (loss if self._scaler is None else self._scaler.scaled(loss)).backward()
+        return sums
+
+    def update(self, sums: Tensor) -> None:
+        """Average and update the weights, and add the sums of the metrics."""
         if self._average is not None:
             self._average.update()
-        (loss if self._scaler is None else self._scaler.scaled(loss)).backward()
         if self._half_weights is not None:
             self._half_weights.convert_gradients()
         if self._scaler is not None:
@@ -116,22 +76,7 @@ class StepBody:
             self._scaler.update()
         if self._half_weights is not None:
             self._half_weights.renew()
-        self._forward_pass.sums.add_(sums)
-
-    def stop_compiling(self) -> None:
-        """Use the kernels of torch instead of compiled ones."""
-        self._run_forward = self._forward
-
-    def _forward(self) -> tuple[Tensor, Tensor]:
-        images, labels = self.input.read()
-        return self._forward_pass.run(images, labels, self._call_model)
-
-    def _call_model(self, images: Tensor) -> Tensor:
-        if self._half_weights is None:
-            output: Tensor = self._forward_pass.model(images)
-        else:
-            output = functional_call(self._forward_pass.model, self._half_weights.copies, (images,))
-        return output
+        self._sums.add_(sums)
 
 
 class CapturedStep:
@@ -146,27 +91,43 @@ class CapturedStep:
         compiled: bool,
         average: MovingAverage | None = None,
     ) -> None:
-        self._forward_pass = forward_pass
+        self._batch_size = forward_pass.batch_size
         self._trainer = trainer
-        self._compiled = compiled
         self._body = StepBody(forward_pass, trainer, scaler, torch.compile if compiled else None, average)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._num_warm_up = 0
         self._stream = torch.cuda.Stream(forward_pass.precision.device)
 
+    @property
+    def forward(self) -> Forward:
+        """The part that Inductor can compile."""
+        return self._body.forward
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the first steps are done and the next one replays the graph."""
+        return self._graph is not None
+
+    def use_compiler(self) -> None:
+        """Compile the next step and capture it again. The state of the training is not touched."""
+        torch.cuda.synchronize()
+        self._graph = None
+        self._num_warm_up = 0
+        self.forward.use(torch.compile)
+
     def batches(self, loader: Batches) -> Iterator[Batch | None]:
         """Yield the rest of an epoch: batches, or None for each batch of a loader on the device."""
-        return self._body.input.batches(loader)
+        return self.forward.input.batches(loader)
 
     def step(self, batch: Batch | None) -> None:
         """Make one step; `batch` is None if the loader is on the device."""
         if batch is not None:
-            self._body.input.copy_in(batch)
+            self.forward.input.copy_in(batch)
         if self._graph is None:
             self._warm_up()
         else:
             self._graph.replay()
-        self._trainer.count(self._forward_pass.batch_size)
+        self._trainer.count(self._batch_size)
 
     def close(self) -> None:
         """Do nothing: the graph is freed with this object."""
@@ -176,7 +137,10 @@ class CapturedStep:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            self._first_step() if not self._num_warm_up else self._body()
+            if self.forward.compiled and not self._num_warm_up:
+                self._body.update(self.forward.run_first(self._body.forward_backward))
+            else:
+                self._body()
         current.wait_stream(self._stream)
         self._num_warm_up += 1
         if self._num_warm_up == WARM_UP_STEPS:
@@ -184,17 +148,6 @@ class CapturedStep:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
                 self._body()
-
-    def _first_step(self) -> None:
-        """Make the first step, which compiles. If compiling fails, training continues without it."""
-        try:
-            self._body()
-        except Exception as error:  # Inductor raises any exception of its parts
-            if not self._compiled:
-                raise
-            log.warning("engine graph instead of compile: %s: %s", type(error).__name__, str(error).splitlines()[0])
-            self._body.stop_compiling()
-            self._body()
 
 
 def make_capturable(optimizer: Optimizer, device: torch.device, scaler: LossScaler | None) -> None:

@@ -21,11 +21,10 @@ from echelon.data.loading.buffers import pin, unpin
 from echelon.data.loading.loader import Batches
 from echelon.errors import UsageError
 from echelon.train.step.average import MovingAverage
-from echelon.train.step.captured import WARM_UP_STEPS, BatchInput, Compiler
+from echelon.train.step.captured import WARM_UP_STEPS
 from echelon.train.step.eager import Batch, ForwardPass
-from echelon.train.step.precision import HalfWeights
+from echelon.train.step.forward import Compiler, Forward, ForwardInRegions
 from echelon.train.step.staging import GradientStaging, WeightStaging
-from echelon.train.trainer.regions import in_regions
 from echelon.train.trainer.server import ServerTrainer
 from echelon.train.trainer.server_buckets import Bucket
 
@@ -51,21 +50,14 @@ class ServerStepBody:
         compiler: Compiler | None = None,
         average: MovingAverage | None = None,
     ) -> None:
-        self._forward_pass = forward_pass
+        self._sums = forward_pass.sums
         self._average = average
-        model, half = forward_pass.model, forward_pass.precision.half
-        copies = HalfWeights(model, half).copies if half is not None else {}
-        parameters: dict[str, Tensor] = dict(model.named_parameters())
-        leaves = parameters | copies
-        buckets = trainer.take_control()
-        self.weights = WeightStaging(trainer.kvstore, buckets, parameters, leaves)
+        buckets = trainer.take_control()  # removes the trainer's hooks, which would keep a chain from being divided
+        self.forward = ForwardInRegions(forward_pass)
+        self.forward.use(compiler)
+        leaves = self.forward.leaves
+        self.weights = WeightStaging(trainer.kvstore, buckets, dict(forward_pass.model.named_parameters()), leaves)
         self.gradients = [GradientStaging(trainer.kvstore, bucket, leaves) for bucket in buckets]
-        self._compiler = compiler or (lambda function: function)
-        self._network = in_regions(model, copies, self._compiler)
-        self._loss_and_metrics = self._compiler(forward_pass.loss_and_metrics)
-        self._compiled_gather: Callable[[], Batch] | None = None
-        self.input = BatchInput(forward_pass.precision.device)
-        self._batch: Batch | None = None
         self.on_bucket: Callable[[GradientStaging], None] = GradientStaging.copy_out
         self.hooks = [
             leaf.register_post_accumulate_grad_hook(self._gradient_hook(staging))
@@ -74,20 +66,11 @@ class ServerStepBody:
         ]
         self._unused: dict[str, Tensor] | None = None  # parameters that got no gradient in the first step
 
-    def __call__(self) -> None:
-        """Run all parts in order."""
-        self.gather_batch()
+    def __call__(self, run: Callable[[Callable[[], None]], None] = lambda part: part()) -> None:
+        """Run all parts in order; those that can be compiled with `run`."""
+        run(self.forward.gather)
         self.unpack_weights()
-        self.forward_backward()
-
-    def gather_batch(self) -> None:
-        """Get the next batch: the part that needs no weights."""
-        if self.input.loader is None:
-            self._batch = self.input.buffer
-            return
-        if self._compiled_gather is None:
-            self._compiled_gather = self._compiler(self.input.loader.gather)
-        self._batch = self._compiled_gather()
+        run(self.forward_backward)
 
     def unpack_weights(self) -> None:
         """Copy the weights from the staging buffer to where the network reads them, and average them."""
@@ -102,9 +85,9 @@ class ServerStepBody:
             staging.num_missing = len(staging.leaves)
             for leaf in staging.leaves:
                 leaf.grad = None
-        loss, sums = self._forward()
+        loss, sums = self.forward()
         loss.backward()
-        self._forward_pass.sums.add_(sums)
+        self._sums.add_(sums)
         incomplete = [staging for staging in self.gradients if staging.num_missing]
         if self._unused is None:
             self._unused = {}
@@ -132,14 +115,6 @@ class ServerStepBody:
 
         return count
 
-    def _forward(self) -> tuple[Tensor, Tensor]:
-        assert self._batch is not None
-        images, labels = self._batch
-        with self._forward_pass.precision.autocast():
-            logits = self._network(images)
-        loss, sums = self._loss_and_metrics(logits, labels)
-        return loss, sums
-
 
 class CapturedServerStep:
     """Replays the body as graphs, pushes each bucket when its copy is complete, and copies new weights back."""
@@ -152,31 +127,48 @@ class CapturedServerStep:
         compiled: bool,
         average: MovingAverage | None = None,
     ) -> None:
-        self._forward_pass = forward_pass
+        self._device = forward_pass.precision.device
+        self._batch_size = forward_pass.batch_size
         self._trainer = trainer
         self._pinned = trainer.kvstore.memory()
         for memory in self._pinned:
             pin(memory.data_ptr(), memory.nbytes)
         self._body = ServerStepBody(forward_pass, trainer, torch.compile if compiled else None, average)
-        device = forward_pass.precision.device
-        self._out_stream = torch.cuda.Stream(device)
-        self._in_stream = torch.cuda.Stream(device)
+        self._out_stream = torch.cuda.Stream(self._device)
+        self._in_stream = torch.cuda.Stream(self._device)
         self._copied_out = [torch.cuda.Event(external=True) for _ in self._body.gradients]
         self._in_flight: deque[Bucket] = deque()  # buckets that were pushed and whose weights are not copied in yet
         self._body.on_bucket = self._copy_out
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._num_warm_up = 0
 
+    @property
+    def forward(self) -> Forward:
+        """The part that Inductor can compile."""
+        return self._body.forward
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the first steps are done and the next one replays the graphs."""
+        return bool(self._graphs)
+
+    def use_compiler(self) -> None:
+        """Compile the next step and capture it again. The state of the training is not touched."""
+        torch.cuda.synchronize()
+        self._graphs.clear()
+        self._num_warm_up = 0
+        self.forward.use(torch.compile)
+
     def batches(self, loader: Batches) -> Iterator[Batch | None]:
         """Yield the rest of an epoch: batches, or None for each batch of a loader on the device."""
-        return self._body.input.batches(loader)
+        return self._body.forward.input.batches(loader)
 
     def step(self, batch: Batch | None) -> None:
         """Make one step. The last weights to come back are copied in by the next step, or by `trainer.sync`."""
         if batch is not None:
-            self._body.input.copy_in(batch)
+            self._body.forward.input.copy_in(batch)
         self._replay() if self._graphs else self._warm_up()
-        samples = self._forward_pass.batch_size
+        samples = self._batch_size
         for staging, copied_out in zip(self._body.gradients, self._copied_out, strict=True):
             while not copied_out.query():
                 self._copy_in_if_received()
@@ -208,10 +200,13 @@ class CapturedServerStep:
         """Make one of the first steps without graphs; after the last of them, capture the graphs."""
         self._wait_for_weights()
         current = torch.cuda.current_stream()
-        stream = torch.cuda.Stream(self._forward_pass.precision.device)
+        stream = torch.cuda.Stream(self._device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            self._body()
+            if self.forward.compiled and not self._num_warm_up:
+                self._body(self.forward.run_first)
+            else:
+                self._body()
         current.wait_stream(stream)
         torch.cuda.synchronize()
         self._num_warm_up += 1
@@ -221,7 +216,7 @@ class CapturedServerStep:
     def _capture(self) -> None:
         body = self._body
         pool = torch.cuda.graph_pool_handle()
-        gather = [body.gather_batch] if body.input.loader is not None else []
+        gather = [body.forward.gather] if body.forward.input.loader is not None else []
         for part in (*gather, body.unpack_weights, body.forward_backward):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):

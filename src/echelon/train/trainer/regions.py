@@ -8,6 +8,7 @@ regions of about equally many parameters. Backward then finishes one region afte
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -78,7 +79,8 @@ def run_region(region: list[Link], weights: Mapping[str, Tensor]) -> Callable[[T
             x = functional_call(module, own, (x,)) if own else module(x)
         return x
 
-    return run
+    # Dynamo keeps compiled versions by code object, and at most eight of each: every region needs a code object.
+    return FunctionType(run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__)
 
 
 def in_regions(
