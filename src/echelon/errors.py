@@ -6,7 +6,7 @@ Every message says what failed, both values where two disagree, where (role, ran
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 
 
 class EchelonError(Exception):
@@ -33,12 +33,20 @@ def unknown_name(
     `synonyms` are accepted as well: the error may suggest one, but does not list them.
     """
     known = tuple(known)
-    by_folded = {_fold(name): name for name in (*synonyms, *known)}
-    near = get_close_matches(_fold(given), by_folded, n=1, cutoff=0.5)
-    choose = f"did you mean {by_folded[near[0]]!r}? Choose" if near else "choose"
+    near = nearest_names(given, (*synonyms, *known), cutoff=0.5)
+    choose = f"did you mean {near[0]!r}? Choose" if near else "choose"
     return UsageError(f"unknown {kind} {given!r}; {choose} one of {', '.join(known)}{advice and f'; {advice}'}")
 
 
+def nearest_names(given: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return the known name that is most like `given`, and others that are equally like it."""
+    by_folded = {_fold(name): name for name in known}
+    wanted = _fold(given)
+    near = get_close_matches(wanted, by_folded, n=3, cutoff=cutoff)
+    likeness = [SequenceMatcher(None, name, wanted).ratio() for name in near]
+    return [by_folded[name] for name, like in zip(near, likeness, strict=True) if like == likeness[0]]
+
+
 def _fold(name: str) -> str:
-    """Ignore case and the difference between `-` and `_`."""
-    return name.lower().replace("_", "-")
+    """Ignore case, the difference between `-` and `_`, and the dashes before a flag."""
+    return name.lower().replace("_", "-").lstrip("-")

@@ -155,7 +155,7 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_valid_one_used(
     warned = [record.getMessage() for record in lines.records if record.levelno == logging.WARNING]
     assert len(warned) == 1
     assert str(newest) in warned[0]
-    assert f"Loaded model {prefix}_0001.params" in lines.text
+    assert f"Loaded model {path_for(prefix, 0, 1)}" in lines.text
     assert same(weights(prefix, 3), weights(uninterrupted, 3))
     newest.write_bytes(newest.read_bytes()[:5000])
     with pytest.raises(DataError, match="model-0002"):

@@ -145,7 +145,7 @@ print(threading.active_count(), any(os.readlink(path).startswith("socket:") for 
         (["-n", "1", "-s", "1"], "no command to launch"),
         (["-n", "1", "--launcher", "nosuch", "true"], "unknown launcher 'nosuch'; choose one of local"),
         (["-n", "1", "--transport", "pigeon", "true"], "unknown transport 'pigeon'; choose one of auto, shm, tcp"),
-        (["-n", "1", "nosuchprogram"], "cannot run 'nosuchprogram': No such file or directory"),
+        (["-n", "1", "nosuchprogram"], "there is no program 'nosuchprogram'"),
     ],
 )
 def test_an_invalid_command_line_gives_one_line(tmp_path: Path, arguments: list[str], expected: str) -> None:

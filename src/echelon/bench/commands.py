@@ -35,7 +35,11 @@ def add_pushpull(benchmarks: Benchmarks) -> None:
     """Add `echelon bench pushpull`."""
     parser = benchmarks.add_parser("pushpull", help="time push, sum, SGD and pull of a model's tensors")
     add = parser.add_argument
-    add("--model", default="resnet50", help="the tensors to move: a model's name, keys:N or keys:N:SIZE (%(default)s)")
+    add(
+        "--model",
+        default="resnet50",
+        help="the tensors to move: a model's name, keys:N or keys:N:SIZE",
+    )
     _add_job(parser, stores=None, transport_help="Echelon's transport; with tcp, MXNet uses TCP too")
     _add_turns(parser, pushpull.PEERS, rounds=10, steps=10, warmup=2)
     _finish(parser, "echelon.bench.pushpull.run")
@@ -45,7 +49,7 @@ def add_train(benchmarks: Benchmarks) -> None:
     """Add `echelon bench train`."""
     parser = benchmarks.add_parser("train", help="measure samples per second of whole training steps")
     add = parser.add_argument
-    add("--model", choices=WORKLOADS, default="resnet20", help="the network to train (%(default)s)")
+    add("--model", choices=WORKLOADS, default="resnet20", help="the network to train")
     _add_job(parser, stores=TRAIN_STORES, transport_help="Echelon's transport")
     sizes = ", ".join(f"{workload.batch_size} for {name}" for name, workload in WORKLOADS.items())
     add("--batch-size", type=int, help=f"samples per worker and step (default: {sizes})")
@@ -58,10 +62,15 @@ def add_costs(benchmarks: Benchmarks) -> None:
     """Add `echelon bench costs`."""
     parser = benchmarks.add_parser("costs", help="measure start-up time, latency, cost per key and memory")
     add = parser.add_argument
-    add("--starts", type=int, default=5, help="jobs to start to measure the time to the first step (%(default)s)")
-    add("--rounds", type=int, default=5, help="rounds per number of keys (%(default)s)")
-    add("--steps", type=int, default=20, help="timed steps per round (%(default)s)")
-    add("--model", default="resnet50", help="the model whose memory is measured (%(default)s)")
+    add(
+        "--starts",
+        type=int,
+        default=5,
+        help="jobs to start to measure the time to the first step",
+    )
+    add("--rounds", type=int, default=5, help="rounds per number of keys")
+    add("--steps", type=int, default=20, help="timed steps per round")
+    add("--model", default="resnet50", help="the model whose memory is measured")
     _finish(parser, "echelon.bench.costs")
 
 
@@ -69,12 +78,17 @@ def add_schemes(benchmarks: Benchmarks) -> None:
     """Add `echelon bench schemes`."""
     parser = benchmarks.add_parser("schemes", help="measure the time to an accuracy on digits: BSP, ASP, SSP and GSP")
     add = parser.add_argument
-    add("--target", type=float, default=0.95, help="validation accuracy to reach (%(default)s)")
-    add("--seeds", type=int, default=5, help="runs per case and scheme, each with another seed (%(default)s)")
-    add("--pace", type=float, default=0.05, help="seconds per step (%(default)s)")
-    add("--lr", type=float, default=0.02, help="learning rate of BSP and GSP (%(default)s); ASP and SSP use lr/workers")
-    add("--batch-size", type=int, default=16, help="samples per worker and step (%(default)s)")
-    add("--limit-epochs", type=int, default=60, help="stop a run after this many epochs (%(default)s)")
+    add("--target", type=float, default=0.95, help="validation accuracy to reach")
+    add("--seeds", type=int, default=5, help="runs per case and scheme, each with another seed")
+    add("--pace", type=float, default=0.05, help="seconds per step")
+    add(
+        "--lr",
+        type=float,
+        default=0.02,
+        help="learning rate of BSP and GSP (default: %(default)s); ASP and SSP use lr/workers",
+    )
+    add("--batch-size", type=int, default=16, help="samples per worker and step")
+    add("--limit-epochs", type=int, default=60, help="stop a run after this many epochs")
     add("--plot", type=Path, metavar="FILE", help="draw the accuracy curves to this PNG file")
     _finish(parser, "echelon.bench.schemes")
 
@@ -84,17 +98,22 @@ def add_io(benchmarks: Benchmarks) -> None:
     parser = benchmarks.add_parser("io", help="measure images per second from record files to augmented batches")
     add = parser.add_argument
     add("--rec", metavar="FILE", help="record file of images (default: generate one for the run)")
-    add("--images", type=int, default=1000, metavar="N", help="images in the generated file (%(default)s)")
+    add("--images", type=int, default=1000, metavar="N", help="images in the generated file")
     add(
         "--restart-interval",
         type=int,
         default=4,
         metavar="N",
-        help="restart interval of the generated JPEGs, as in `echelon data im2rec` (%(default)s)",
+        help="restart interval of the generated JPEGs, as in `echelon data im2rec`",
     )
-    add("--batch-size", type=int, default=64, help="images per batch (%(default)s)")
-    add("--threads", type=int, default=2, help="decoding processes of Echelon, decoding threads of MXNet (%(default)s)")
-    add("--step-batches", type=int, default=4, metavar="N", help="batches per step (%(default)s)")
+    add("--batch-size", type=int, default=64, help="images per batch")
+    add(
+        "--threads",
+        type=int,
+        default=2,
+        help="decoding processes of Echelon, decoding threads of MXNet",
+    )
+    add("--step-batches", type=int, default=4, metavar="N", help="batches per step")
     _add_turns(parser, io.PEERS, rounds=6, steps=6, warmup=6)
     add("--cached", action="store_true", help="also measure images per second of a CIFAR-sized set kept decoded")
     add("--memory", action="store_true", help="also measure how much memory grows over a run ten times as long")
@@ -105,10 +124,10 @@ def add_io(benchmarks: Benchmarks) -> None:
 def _add_job(parser: argparse.ArgumentParser, stores: Iterable[str] | None, transport_help: str) -> None:
     """Add the flags that describe a job of workers and servers."""
     add = parser.add_argument
-    add("-n", "--num-workers", type=int, default=2, help="number of workers (%(default)s)")
-    add("-s", "--num-servers", type=int, default=2, help="number of servers (%(default)s)")
-    add("--kv-store", choices=stores, default="dist_sync", help="store of Echelon and MXNet (%(default)s)")
-    add("--transport", choices=TRANSPORTS, default="auto", help=f"{transport_help} (%(default)s)")
+    add("-n", "--num-workers", type=int, default=2, help="number of workers")
+    add("-s", "--num-servers", type=int, default=2, help="number of servers")
+    add("--kv-store", choices=stores, default="dist_sync", help="store of Echelon and MXNet")
+    add("--transport", choices=TRANSPORTS, default="auto", help=f"{transport_help}")
 
 
 def _add_turns(
@@ -117,9 +136,9 @@ def _add_turns(
     """Add the flags of a benchmark whose contenders take turns."""
     add = parser.add_argument
     add("--peer", action="append", choices=peers, default=[], help=f"also measure this contender; repeatable{note}")
-    add("--rounds", type=int, default=rounds, help="turns per contender (%(default)s)")
-    add("--steps", type=int, default=steps, help="timed steps per turn (%(default)s)")
-    add("--warmup", type=int, default=warmup, help="untimed steps at the start of each turn (%(default)s)")
+    add("--rounds", type=int, default=rounds, help="turns per contender")
+    add("--steps", type=int, default=steps, help="timed steps per turn")
+    add("--warmup", type=int, default=warmup, help="untimed steps at the start of each turn")
 
 
 def _finish(parser: argparse.ArgumentParser, module: str) -> None:

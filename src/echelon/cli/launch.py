@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Mapping
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from echelon.cluster.shares import read_groups
 from echelon.environment import Job
 from echelon.errors import UsageError, unknown_name
 from echelon.launch import LAUNCHERS
+from echelon.train.flags.parser import Parser
 from echelon.transport import by_name
 
 
@@ -23,10 +26,12 @@ def add_job_arguments(parser: argparse.ArgumentParser, default_workers: int | No
     )
     parser.add_argument("-s", "--num-servers", type=int, help="number of servers (default: as many as workers)")
     parser.add_argument("--launcher", default="local", help=f"how to start processes: {', '.join(LAUNCHERS)}")
-    parser.add_argument("-i", "--interface", help="network interface to use (DMLC_INTERFACE)")
+    parser.add_argument("-i", "--interface", help="network interface (default: DMLC_INTERFACE, or the loopback)")
     parser.add_argument("--transport", help="auto, shm or tcp (default: ECHELON_TRANSPORT, or auto)")
     parser.add_argument(
-        "--stall-seconds", type=float, help="interval of reports on what a process waits for (default: 10)"
+        "--stall-seconds",
+        type=float,
+        help="interval of reports on what a process waits for (default: ECHELON_STALL_SECONDS, or 10)",
     )
 
 
@@ -55,9 +60,14 @@ def job_from(options: argparse.Namespace, **more: object) -> Job:
     )
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add the `launch` command."""
-    parser = subparsers.add_parser("launch", help="run any command as the workers of a job")
+    parser = subparsers.add_parser(
+        "launch",
+        help="run any command as the workers of a job",
+        description=__doc__,
+    )
+    parser.advice = "the command's own flags come after it, as in: echelon launch -n 2 python train.py --lr 0.1"
     add_job_arguments(parser)
     parser.add_argument("--staleness", type=int, help="staleness bound of dist_ssync and dist_gsync")
     parser.add_argument("--groups", help="groups of dist_gsync: a groups file, or ranks as in 0,1,2/3")
@@ -71,11 +81,33 @@ def run(options: argparse.Namespace) -> int:
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
         raise UsageError("no command to launch; give it last, for example: echelon launch -n 2 -s 2 python train.py")
+    program = command_of(program)
     job = job_from(options, staleness=options.staleness, groups=options.groups, run_dir=options.run_dir)
     launcher = LAUNCHERS[options.launcher]
     launcher.check(job)
     _check_settings(job, launcher.hosts_of(job))
     return int(launcher.run(job, program))
+
+
+def command_of(program: Sequence[str]) -> list[str]:
+    """Return the command that every worker runs: a Python file that cannot be executed is run by this Python.
+
+    Raises UsageError for a program that does not exist, once and not in every worker.
+    """
+    name = program[0]
+    if shutil.which(name) is not None and (not name.endswith(".py") or _has_interpreter(name)):
+        return list(program)
+    if name.endswith(".py") and Path(name).is_file():
+        return [sys.executable, *program]
+    if Path(name).exists():
+        raise UsageError(f"{name} is not a program: it is a folder, or not executable; put its interpreter before it")
+    raise UsageError(f"there is no program {name!r}, neither here nor in a folder of PATH; check its name")
+
+
+def _has_interpreter(name: str) -> bool:
+    """Return whether a script names its interpreter in the first line; without it, the system cannot run the file."""
+    with open(str(shutil.which(name)), "rb") as file:
+        return file.read(2) == b"#!"
 
 
 def _check_settings(job: Job, hosts: Mapping[int, str]) -> None:

@@ -47,14 +47,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--data-val", metavar="FILE|FOLDER", help="a .rec file, or a folder with one folder per class")
     data.add_argument("--data", metavar="NAME", help=f"use the validation data of {', '.join(dataset_names())}")
-    parser.add_argument("--data-dir", default="data", help="folder of the files of --data (%(default)s)")
+    parser.add_argument("--data-dir", default="data", help="folder of the files of --data")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--gpus", default="", metavar="ID", help="the GPU to use (default: none)")
     parser.add_argument(
-        "--data-nthreads", type=int, default=4, help="decoding processes; for small data sets, threads (%(default)s)"
+        "--data-nthreads",
+        type=int,
+        default=4,
+        help="decoding processes; for small data sets, threads",
     )
     parser.add_argument("--skip-bad-records", action="store_true", help="skip and count records that cannot be read")
-    parser.add_argument("--top-k", type=int, default=5, help="also show the top-K accuracy; 0: do not (%(default)s)")
+    parser.add_argument("--top-k", type=int, default=5, help="also show the top-K accuracy; 0: do not")
     parser.add_argument("--rgb-mean", metavar="R,G,B", help="default: from the checkpoint")
     parser.add_argument("--rgb-std", metavar="R,G,B", help="default: from the checkpoint")
     parser.add_argument("--image-shape", metavar="C,H,W", help="default: from the checkpoint")

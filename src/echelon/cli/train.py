@@ -16,56 +16,101 @@ from echelon.cli.launch import add_job_arguments, job_from
 from echelon.environment import Job
 from echelon.launch import LAUNCHERS
 from echelon.launch.supervise import OnLine
-from echelon.report.curves import draw_curves
 from echelon.report.display import Display, histogram_lines
 from echelon.report.runs import discard_run, latest_run, new_run
 from echelon.report.summary import RunState, summary, write_summary
 from echelon.schemes.stores import store_kind
 from echelon.train.flags.arguments import add_arguments, options_from
 from echelon.train.flags.check import check_flags, warn_about_effects
-from echelon.train.loop.fit import fit
+from echelon.train.flags.parser import Parser, was_given
+from echelon.train.flags.stores import choose_store
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.script import LOG_FORMAT
 
-DEMO = "-n 4 -s 2 --kv-store dist_gsync --groups 0,1,2/3 --pace 0.02 --slow 3:3 --num-epochs 16"
+DEMO_WORKERS, DEMO_STORE = 4, "dist_gsync"
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     """Add `train`."""
-    parser = subparsers.add_parser("train", help="train a model on several workers", description=__doc__)
+    add_flags(subparsers.add_parser("train", help="train a model on several workers", description=__doc__))
+
+
+def add_flags(parser: Parser) -> None:
+    """Add the flags of `train`."""
     add_job_arguments(parser, default_workers=1)
-    parser.add_argument("--demo", action="store_true", help=f"run the demonstration: {DEMO}")
+    parser.add_argument(
+        "--demo",
+        action="store_true",
+        help=f"run the demonstration: {' '.join(demo_words(DEMO_WORKERS, DEMO_STORE))}; other flags change it",
+    )
     parser.add_argument("--name", help="name of the run (default: its start time and store)")
     parser.add_argument("--data", default="digits", help="digits, mnist, fashion-mnist, cifar10, imagenet, folder, …")
     add_arguments(parser)
     parser.set_defaults(run=run)
 
 
+def demo_words(num_workers: int, store: str) -> list[str]:
+    """Return the flags of the demonstration: the last worker is three times slower and, under GSP, a group alone."""
+    last = num_workers - 1
+    groups = "/".join(filter(None, [",".join(map(str, range(last))), str(last)]))
+    words = f"-n {num_workers} -s 2 --kv-store {store} --pace 0.02 --slow {last}:3 --num-epochs 16".split()
+    return [*words, "--groups", groups] if store_kind(store).takes_groups else words
+
+
+def as_demo(given: argparse.Namespace) -> argparse.Namespace:
+    """Return the flags of the demonstration, changed by those that were given."""
+    parser = Parser()
+    add_flags(parser)
+    num_workers = given.num_workers if was_given(given, "num_workers") else DEMO_WORKERS
+    store = given.kv_store if was_given(given, "kv_store") else DEMO_STORE
+    demo = parser.parse_args(demo_words(max(1, num_workers), store))
+    chosen = {name: getattr(demo, name) for name in demo.recorded if not was_given(given, name)}
+    return argparse.Namespace(**{**vars(given), **chosen, "recorded": {*getattr(given, "recorded", ()), *chosen}})
+
+
 def run(given: argparse.Namespace) -> int:
     """Run the job under a display, and write its summary and curves; returns the exit status."""
     if given.demo:
-        parser = argparse.ArgumentParser()
-        add_parser(parser.add_subparsers())
-        given = parser.parse_args(["train", *DEMO.split()])
-    options = options_from(given, given.data)
-    job = job_from(given)
+        given = as_demo(given)
+    options, job = options_from(given, given.data), job_from(given)
+    store, reason = choose_store(
+        options.kv_store,
+        named=was_given(given, "kv_store"),
+        num_workers=job.num_workers,
+        wants_servers=bool(given.num_servers),
+    )
+    options = replace(options, kv_store=store)
     if store_kind(options.kv_store).collective:
         job = replace(job, num_servers=0)
     launcher = LAUNCHERS[given.launcher]
     launcher.check(job)
     check_flags(given, options, job, starts_job=True)
     warn_about_effects(given)
+    if reason:
+        print(f"echelon: {reason}", file=sys.stderr, flush=True)
     if options.test_io:
-        logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout)
-        return fit(options)
-    before, directory = latest_run(), new_run(given.name, options.kv_store)
+        return _read_only(options)
+    return _train(launcher.run, job, options, given.name)
+
+
+def _read_only(options: TrainOptions) -> int:
+    from echelon.train.loop.fit import fit  # imports torch, which takes seconds: only after the flags are checked
+
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stdout)
+    return fit(options)
+
+
+def _train(launch: Callable[..., int], job: Job, options: TrainOptions, name: str | None) -> int:
+    before, directory = latest_run(), new_run(name, options.kv_store)
     job = replace(job, run_dir=str(directory))
-    status, state = watch(launcher.run, job, options, directory)
+    status, state = watch(launch, job, options, directory)
     if status and not state.has_trained:  # there is nothing but the error, which has been printed
         discard_run(directory, before)
         return status
     result = summary(state, options.kv_store, asdict(options), status)
     write_summary(directory, result)
+    from echelon.report.curves import draw_curves  # imports matplotlib, which takes as long as all other imports
+
     draw_curves(result, directory / "curves.png")
     print_result(result, state, directory)
     return status

@@ -6,6 +6,7 @@ In a process whose role is server or scheduler, creating a store runs that role 
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -31,6 +32,8 @@ from echelon.schemes import check_lr_scale, rules_for, store_kind
 from echelon.transport import by_name
 from echelon.transport.interface import Transport
 from echelon.transport.registration import announce_servers_unused
+
+log = logging.getLogger(__name__)
 
 
 def create(
@@ -62,6 +65,7 @@ def create(
         job = replace(job, transport=transport)
     if job.role != "worker":
         serve_and_exit(job)
+    _warn_if_alone(name, job)
     kind = store_class(name, job)
     if kind is CollectiveStore:
         return _create_collective(name, job, torch.device(device), check_finite, staleness, groups)
@@ -78,6 +82,17 @@ def create(
     return join(
         name, job, transport_of_job, staleness=staleness, groups=groups, lr_scale=lr_scale, check_finite=check_finite
     )
+
+
+def _warn_if_alone(name: str, job: Job) -> None:
+    """Warn about several workers that train independent models: their results look right, so nothing else shows it."""
+    if job.num_workers > 1 and job.rank in (0, None) and job.device_index == 0 and not store_kind(name).spans_workers:
+        log.warning(
+            "the store %s does not synchronize workers: each of the %d workers of this job trains a model of its own; "
+            "to train one model, use a dist_ store, such as dist_sync",
+            name,
+            job.num_workers,
+        )
 
 
 def store_class(name: str, job: Job) -> type[KVStore]:

@@ -38,7 +38,7 @@ def run_devices(command: Sequence[str], num_devices: int, on_line: OnLine = prin
 def parse_devices(gpus: str | None, devices: str | None) -> list[str]:
     """Return the devices of `--gpus 0,2`, `--devices cpu:4` or `--devices cuda:0,cuda:1`; without either, one CPU."""
     if gpus and devices:
-        raise UsageError(f"--gpus {gpus} and --devices {devices} both name the devices: give only one of them")
+        raise UsageError(f"--gpus {gpus} and --devices {devices} contradict each other; give only one of them")
     if gpus:
         return _cuda([_number(word, f"--gpus {gpus}", "0,2,5") for word in gpus.split(",")], f"--gpus {gpus}")
     words = [word.strip() for word in (devices or "cpu").split(",")]

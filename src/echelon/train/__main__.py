@@ -5,18 +5,36 @@ import sys
 import msgspec
 
 from echelon.environment import Job
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, UsageError
 from echelon.launch.devices import run_devices
-from echelon.train.loop.fit import fit
 from echelon.train.recipe.options import TrainOptions
 
-try:
-    options = msgspec.json.decode(sys.argv[1], type=TrainOptions)
-    job = Job.from_environment()
+
+def main(arguments: list[str]) -> int:
+    """Train as one worker, or start one process per device; returns the exit status."""
+    options, job = _options(arguments), Job.from_environment()
     if len(options.devices) > 1 and job.num_devices == 1:
-        sys.exit(run_devices([sys.executable, "-m", "echelon.train", sys.argv[1]], len(options.devices)))
-    sys.exit(fit(options, job.run_dir))
-except EchelonError as error:
-    sys.exit(f"error: {error}")
-except KeyboardInterrupt:
-    sys.exit(130)
+        return run_devices([sys.executable, "-m", "echelon.train", *arguments], len(options.devices))
+    from echelon.train.loop.fit import fit  # imports torch, which takes seconds
+
+    return fit(options, job.run_dir)
+
+
+def _options(arguments: list[str]) -> TrainOptions:
+    try:
+        (text,) = arguments
+        return msgspec.json.decode(text, type=TrainOptions)
+    except (ValueError, msgspec.MsgspecError):
+        raise UsageError(
+            "'python -m echelon.train' is one worker of a run, which 'echelon train' starts with its options as JSON; "
+            "to train, run: echelon train --help"
+        ) from None
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except EchelonError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -21,9 +21,9 @@ def resize_line(num_batches: int) -> str:
     return f"Resizing training data to {num_batches} batches per machine"
 
 
-def loaded_line(prefix: str, epoch: int) -> str:
-    """Training resumes from a checkpoint. MXNet's line has an underscore where the file name has a dash."""
-    return f"Loaded model {prefix}_{epoch:04d}.params"
+def loaded_line(file: str) -> str:
+    """Training resumes from a checkpoint. MXNet's line names a file that its own name does not match."""
+    return f"Loaded model {file}"
 
 
 def speed_line(epoch: int, first: int, last: int, samples_per_s: float, values: Mapping[str, float]) -> str:

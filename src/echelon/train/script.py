@@ -14,18 +14,21 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from echelon.environment import Job
 from echelon.errors import EchelonError
-from echelon.train.flags.arguments import Parser, add_arguments, options_from
+from echelon.train.flags.arguments import add_arguments, options_from
 from echelon.train.flags.check import check_flags, warn_about_effects
+from echelon.train.flags.parser import Parser, was_given
+from echelon.train.flags.stores import choose_store
 
 LOG_FORMAT = "%(levelname)s:root:%(message)s"  # MXNet's format, which parse_log and users' scripts read
 
 
 def make_parser(description: str | None, *, images: bool = True) -> Parser:
     """Make a parser with the flags of training and, with `images`, those of data and augmentation."""
-    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=description)
     add_arguments(parser, images=images)
     parser.set_defaults(kv_store="device")
     return parser
@@ -49,6 +52,10 @@ def _run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str]) -
         serve_and_exit(job)
     given = parser.parse_args(arguments)
     options = options_from(given, data)
+    store, reason = choose_store(
+        options.kv_store, named=was_given(given, "kv_store"), num_workers=job.num_workers if job.distributed else 1
+    )
+    options = replace(options, kv_store=store)
     check_flags(given, options, job)
     if len(options.devices) > 1 and job.num_devices == 1:
         from echelon.launch.devices import run_devices
@@ -60,4 +67,6 @@ def _run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str]) -
     with TrainingProgress() as progress:
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[progress.handler()])
         warn_about_effects(given)
+        if reason and job.rank in (0, None):
+            logging.info(reason)
         return fit(options, job.run_dir, progress)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from echelon.cli.launch import add_job_arguments, job_from
+from echelon.cli.launch import add_job_arguments, command_of, job_from
 from echelon.cli.main import main
+from echelon.errors import UsageError
 
 TOUCH = ["touch", "started"]
 
@@ -61,3 +63,32 @@ def test_the_environment_is_used_where_no_flag_is_given(
     add_job_arguments(parser)
     job = job_from(parser.parse_args(["-n", "1", *flags.split()]))
     assert (job.transport, job.stall_seconds) == (transport, stall_seconds)
+
+
+@pytest.mark.parametrize(
+    ("first_line", "mode", "runs_python"),
+    [("import sys", 0o644, True), ("import sys", 0o755, True), ("#!/usr/bin/env python3", 0o755, False)],
+)
+def test_a_python_file_that_the_system_cannot_run_is_run_by_this_python(
+    folder: Path, first_line: str, mode: int, runs_python: bool
+) -> None:
+    (folder / "train.py").write_text(f"{first_line}\n")
+    (folder / "train.py").chmod(mode)
+    for name in ("train.py", "./train.py"):
+        expected = [sys.executable, name, "--lr", "1"]
+        found = command_of([name, "--lr", "1"])
+        assert found == (expected[1:] if runs_python is False and "/" in name else expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nosuch", "there is no program 'nosuch'"),
+        ("train.py", "there is no program 'train.py'"),
+        (".", ". is not a program"),
+        ("by-host", "by-host is not a program: it is a folder, or not executable"),
+    ],
+)
+def test_a_program_that_cannot_be_run_is_named_once(name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        command_of([name])

@@ -42,7 +42,7 @@ def test_devices(six_gpus: None, gpus: str | None, devices: str | None, found: l
         (None, "cuda:7", r"--devices cuda:7 asks for GPU 7, but this machine has 6 \(0 to 5\)"),
         ("0;1", None, "--gpus 0;1: '0;1' is not a device number; write for example 0,2,5"),
         ("-1", None, "'-1' is not a device number"),
-        ("1", "cpu:2", "--gpus 1 and --devices cpu:2 both name the devices"),
+        ("1", "cpu:2", "--gpus 1 and --devices cpu:2 contradict each other"),
         (None, "cpu:0", "--devices cpu:0: a worker needs at least one device"),
         (None, "cpu:x", "'x' is not a device number; write for example cpu:4"),
         (None, "tpu:1", "--devices 'tpu:1' is neither cpu:COUNT nor a list like cuda:0,cuda:1"),

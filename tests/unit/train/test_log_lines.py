@@ -44,7 +44,7 @@ def test_the_lines_of_an_epoch() -> None:
 
 def test_the_lines_before_and_after_epochs() -> None:
     assert resize_line(196) == "Resizing training data to 196 batches per machine"
-    assert loaded_line("models/cifar", 7) == "Loaded model models/cifar_0007.params"
+    assert loaded_line("models/cifar-0007.safetensors") == "Loaded model models/cifar-0007.safetensors"
     assert io_line(19, 2125.0) == "Batch [19]\tSpeed: 2125.00 samples/sec"
     assert speed_line(3, 0, 20, 10.0, {}) == "Epoch[3] Batch [0-20]\tSpeed: 10.00 samples/sec"
     options = {"network": "mlp", "gpus": None, "lr": 0.05, "num_epochs": 20}

@@ -28,7 +28,7 @@ def add_get(commands: Commands) -> None:
     about = "download a data set as its authors publish it, and check it"
     command = add_command(commands, "get", run_get, about, skips_bad_records=False)
     command.add_argument("names", metavar="NAME", nargs="+", help=", ".join(published.PUBLISHED))
-    command.add_argument("--data-dir", default="data", metavar="FOLDER", help="folder of data files (%(default)s)")
+    command.add_argument("--data-dir", default="data", metavar="FOLDER", help="folder of data files")
     command.add_argument("--mirror", metavar="ADDRESS", help="address of a web folder with the same files")
 
 
@@ -70,26 +70,26 @@ def _add_list_flags(group: argparse._ArgumentGroup) -> None:
         "--recursive",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="search subfolders; each folder is a class (default)",
+        help="search subfolders; each folder is a class (default: on)",
     )
     group.add_argument(
-        "--shuffle", action=argparse.BooleanOptionalAction, default=True, help="shuffle the list (default)"
+        "--shuffle", action=argparse.BooleanOptionalAction, default=True, help="shuffle the list (default: on)"
     )
-    group.add_argument(
-        "--seed", type=int, default=lists.SHUFFLE_SEED, metavar="N", help="seed of the shuffle (%(default)s)"
-    )
+    group.add_argument("--seed", type=int, default=lists.SHUFFLE_SEED, metavar="N", help="seed of the shuffle")
     group.add_argument(
         "--train-ratio",
         type=float,
         default=1.0,
         metavar="X",
-        help="fraction of the images for PREFIX_train (%(default)s); the rest goes to PREFIX_val",
+        help="fraction of the images for PREFIX_train (default: %(default)s); the rest goes to PREFIX_val",
     )
+    group.add_argument("--test-ratio", type=float, default=0.0, metavar="X", help="fraction for PREFIX_test")
     group.add_argument(
-        "--test-ratio", type=float, default=0.0, metavar="X", help="fraction for PREFIX_test (%(default)s)"
-    )
-    group.add_argument(
-        "--chunks", type=int, default=1, metavar="N", help="number of files to spread the images over (%(default)s)"
+        "--chunks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of files to spread the images over",
     )
 
 
@@ -118,7 +118,12 @@ def _add_encoding_flags(command: argparse._ActionsContainer, suffix: str) -> Non
     )
     threads = usable_cores()
     command.add_argument(
-        "--num-thread", "--threads", type=int, default=threads, metavar="N", help="encoding threads (%(default)s)"
+        "--num-thread",
+        "--threads",
+        type=int,
+        default=threads,
+        metavar="N",
+        help="encoding threads",
     )
 
 

@@ -154,7 +154,7 @@ class Saver:
         _check_sample_order(metadata, path, self._order)
         _check_shapes(found.rank_0, path, self._trainer.model.state_dict(), self._augment.shape)
         self._restore(found)
-        log.info(log_lines.loaded_line(prefix, metadata["epoch"]))
+        log.info(log_lines.loaded_line(path))
         return RunPosition(metadata["epoch"], metadata["batch"], metadata["samples_done"])
 
     def _restore(self, found: ResumeFrom) -> None:

@@ -1,79 +1,68 @@
-"""The flags of the trainers: MXNet's names and defaults, Echelon's own flags, and the `TrainOptions` they become.
-
-argparse accepts an unambiguous prefix of a flag, and MXNet's documents use that (`--gpu 0`, `--num-epoch 10`).
-Echelon's own flags would make some of those prefixes ambiguous. A prefix that fits exactly one of MXNet's flags
-therefore means MXNet's flag.
-"""
+"""The flags of the trainers: MXNet's names and defaults, Echelon's own flags, and the `TrainOptions` they become."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from echelon.errors import UsageError
 from echelon.launch.devices import parse_devices
+from echelon.train.flags.parser import Add, Parser
+from echelon.train.flags.stores import store_lines
 from echelon.train.recipe.options import DTYPES, ENGINES, TrainOptions
 from echelon.train.recipe.pace import Pace, parse_slow, parse_stall
 
-Add = Callable[..., Any]
+OTHER_NAMES = {  # what these flags are called in other programs
+    "--epochs": "--num-epochs",
+    "--learning-rate": "--lr",
+    "--momentum": "--mom",
+    "--weight-decay": "--wd",
+    "--model": "--network",
+    "--arch": "--network",
+    "--output": "--model-prefix",
+    "--checkpoint": "--model-prefix",
+    "--workers": "--num-workers",
+    "--servers": "--num-servers",
+    "--store": "--kv-store",
+    "--dataset": "--data",
+    "--log-interval": "--disp-batches",
+    "--num-gpus": "--gpus",
+}
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises UsageError instead of exiting, and prefers MXNet's flags where a prefix is ambiguous."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self.ours: set[str] = set()
-
-    def own(self, *names: str, **settings: Any) -> None:
-        """Add a flag that MXNet does not have."""
-        self.ours.add(self.add_argument(*names, **settings).dest)
-
-    def _get_option_tuples(self, option_string: str) -> list[Any]:
-        found = super()._get_option_tuples(option_string)
-        theirs = [match for match in found if match[0] is not None and match[0].dest not in self.ours]
-        return theirs if len({match[0].dest for match in theirs}) == 1 else found
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help lists the flags")
-
-
-class StoreAndRecord(argparse.Action):
-    """Stores a value as usual, and records that the flag was given."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, values)
-        namespace.recorded = {*getattr(namespace, "recorded", ()), self.dest}
-
-
-def add_arguments(parser: argparse.ArgumentParser, *, images: bool = True) -> None:
+def add_arguments(parser: Parser, *, images: bool = True) -> None:
     """Add the flags of training and, with `images`, those of data and augmentation."""
-    own = parser.own if isinstance(parser, Parser) else parser.add_argument
-    _add_mxnet_arguments(parser.add_argument, TrainOptions())
-    _add_own_arguments(own, TrainOptions())
+    parser.other_names = OTHER_NAMES
+    _add_mxnet_arguments(parser.groups("training, as in MXNet's scripts")[0], TrainOptions())
+    _add_own_arguments(parser.groups("training, Echelon's own flags")[1], TrainOptions())
     if images:
-        _add_data_arguments(parser.add_argument, own)
-        _add_augment_arguments(parser.add_argument, own)
+        _add_data_arguments(*parser.groups("data"))
+        _add_augment_arguments(*parser.groups("augmentation"))
+    parser.add_argument_group("stores (--kv-store)", description="\n".join(store_lines()))
 
 
 def _add_mxnet_arguments(add: Add, defaults: TrainOptions) -> None:
     add("--network", default=defaults.network, help="name of a network, or package.module:function")
-    add("--num-layers", type=int, help="depth of resnet, resnext and vgg")
-    add("--gpus", help="GPU numbers, for example 0,2,5 (default: the CPU)")
-    add("--kv-store", default=defaults.kv_store, help="how workers and devices synchronize (%(default)s)")
-    add("--num-epochs", type=int, default=defaults.num_epochs, help="number of epochs (%(default)s)")
+    add("--num-layers", type=int, unset="the network's", help="depth of resnet, resnext and vgg")
+    add("--gpus", unset="the CPU", help="GPU numbers, for example 0,2,5")
+    add(
+        "--kv-store",
+        default=defaults.kv_store,
+        help="how workers and devices synchronize: see below (default: %(default)s; for several workers dist_sync)",
+    )
+    add("--num-epochs", type=int, default=defaults.num_epochs, help="number of epochs")
     add("--lr", type=float, default=defaults.lr, help="learning rate")
     add("--lr-factor", type=float, default=defaults.lr_factor, help="multiply the learning rate by this at every step")
     add(
         "--lr-step-epochs",
-        action=StoreAndRecord,
         default=defaults.lr_step_epochs,
         help="epochs of the steps, for example 30,60; or pow2",
     )
-    add("--initializer", default=defaults.initializer, help="default, xavier, msra, orthogonal, normal, uniform, …")
+    add(
+        "--initializer",
+        default=defaults.initializer,
+        help="default, xavier, msra, orthogonal, normal, uniform, …",
+    )
     add("--optimizer", default=defaults.optimizer, help="one of MXNet's, such as sgd, nag, adam and lars; or adamw")
     add("--mom", type=float, default=defaults.momentum, help="momentum")
     add("--wd", type=float, default=defaults.weight_decay, help="weight decay")
@@ -83,25 +72,24 @@ def _add_mxnet_arguments(add: Add, defaults: TrainOptions) -> None:
         default=defaults.batch_size,
         help="samples per step of each worker, over all its devices",
     )
-    add("--disp-batches", type=int, default=defaults.disp_batches, help="log the speed every N batches", metavar="N")
-    add("--model-prefix", help="write checkpoints PREFIX-0001.safetensors, …")
+    add("--disp-batches", type=int, default=defaults.disp_batches, help="log the speed every N batches")
+    add("--model-prefix", metavar="PREFIX", help="write checkpoints PREFIX-0001.safetensors, …")
     add("--save-period", type=int, default=defaults.save_period, help="epochs between two checkpoints")
-    add("--monitor", type=int, default=0, metavar="N", help="log the size of every tensor each N batches")
-    add("--load-epoch", type=int, metavar="K", help="resume from PREFIX-K")
-    add("--top-k", type=int, default=0, help="also show the top-k accuracy")
+    add("--monitor", type=int, default=0, help="log the size of every tensor each N batches; 0: never")
+    add("--load-epoch", type=int, metavar="K", help="resume from PREFIX-000K")
+    add("--top-k", type=int, default=0, help="also show the top-k accuracy; 0: only the accuracy")
     add("--loss", default="", help="also show losses: ce, nll_loss")
     add("--test-io", type=int, default=0, help="1: only read the training data, and log the speed")
     add("--dtype", default=defaults.dtype, help=f"{', '.join(DTYPES)}; auto: bfloat16 on a GPU that supports it")
     add("--gc-type", default="none", help="gradient compression; only none")
-    add("--gc-threshold", action=StoreAndRecord, type=float, default=0.5, help="no effect yet")
+    add("--gc-threshold", type=float, default=0.5, help="no effect yet")
     add(
         "--macrobatch-size",
-        action=StoreAndRecord,
         type=int,
         default=0,
         help="lbsgd: the batch size whose learning rate the warm-up reaches",
     )
-    add("--warmup-epochs", type=float, help="epochs of warm-up (0; lbsgd: 5)")
+    add("--warmup-epochs", type=float, unset="0; lbsgd: 5", help="epochs of warm-up")
     add("--warmup-strategy", default=defaults.warmup_strategy, help="linear, power2, sqrt, constant; lbsgd: lars")
     add("--profile-worker-suffix", default="", help=argparse.SUPPRESS)
     add("--profile-server-suffix", default="", help=argparse.SUPPRESS)
@@ -109,7 +97,7 @@ def _add_mxnet_arguments(add: Add, defaults: TrainOptions) -> None:
 
 
 def _add_own_arguments(own: Add, defaults: TrainOptions) -> None:
-    own("--devices", help="devices by name: cpu:4 (four CPU processes), cuda:0,cuda:1")
+    own("--devices", unset="those of --gpus", help="devices by name: cpu:4 (four CPU processes), cuda:0,cuda:1")
     own("--lr-schedule", default=defaults.lr_schedule, help="step, poly, cosine or constant")
     own("--label-smoothing", type=float, default=0.0, help="between 0 and 1")
     own("--mixup", type=float, default=0.0, metavar="ALPHA", help="blend pairs of images (mixup)")
@@ -130,12 +118,12 @@ def _add_own_arguments(own: Add, defaults: TrainOptions) -> None:
     )
     own("--groups", help="groups of dist_gsync: a file, or ranks such as 0,1,2/3")
     own("--data-allocator", type=int, default=0, help="1: read the workers' shares of the data from --data-sharding")
-    own("--data-sharding", default=defaults.data_sharding, help="file with the shares of the data (%(default)s)")
-    own("--seed", type=int, default=defaults.seed, help="seed of all random numbers (%(default)s)")
+    own("--data-sharding", default=defaults.data_sharding, help="file with the shares of the data")
+    own("--seed", type=int, default=defaults.seed, help="seed of all random numbers")
     own("--resume", choices=("auto", "no"), default="no", help="auto: resume from the newest valid checkpoint")
-    own("--save-batches", type=int, default=0, metavar="N", help="also save a checkpoint every N batches")
+    own("--save-batches", type=int, default=0, help="also save a checkpoint every N batches; 0: only after epochs")
     own("--tensorboard", metavar="DIR", help="write curves for TensorBoard")
-    own("--eval-every", type=int, default=0, metavar="N", help="also validate every N steps of rank 0")
+    own("--eval-every", type=int, default=0, help="also validate every N steps of rank 0; 0: only after epochs")
     own("--target-accuracy", type=float, help="stop when the validation accuracy reaches this")
     own("--average-buffers", action="store_true", help="average the BatchNorm statistics of all workers at the end")
     own("--check-finite", action="store_true", help="raise an error for NaN and infinity in gradients")
@@ -146,13 +134,13 @@ def _add_own_arguments(own: Add, defaults: TrainOptions) -> None:
 
 
 def _add_data_arguments(add: Add, own: Add) -> None:
-    add("--data-train", help=".rec file, or folder with one folder per class")
-    add("--data-train-idx", default="", help=".idx file of --data-train")
-    add("--data-val", help="validation data, like --data-train")
-    add("--data-val-idx", default="", help=".idx file of --data-val")
-    add("--image-shape", help="channels,height,width, for example 3,224,224")
-    add("--num-classes", type=int, help="number of classes")
-    add("--num-examples", type=int, help="examples per epoch, over all workers")
+    add("--data-train", unset="the data set's", help=".rec file, or folder with one folder per class")
+    add("--data-train-idx", default="", unset="beside it", help=".idx file of --data-train")
+    add("--data-val", unset="the data set's", help="validation data, like --data-train")
+    add("--data-val-idx", default="", unset="beside it", help=".idx file of --data-val")
+    add("--image-shape", unset="the data set's", help="channels,height,width, for example 3,224,224")
+    add("--num-classes", type=int, unset="the data set's", help="number of classes")
+    add("--num-examples", type=int, unset="all", help="examples per epoch, over all workers")
     add("--data-nthreads", type=int, default=4, help="decoding processes; for small data sets, threads")
     add("--benchmark", type=int, default=0, help="1: train on synthetic data")
     own("--data-dir", default="data", help="folder of the data files")
@@ -187,12 +175,11 @@ _AUGMENT: dict[str, tuple[type, str]] = {  # MXNet's flags, by field of AugmentC
 
 def _add_augment_arguments(add: Add, own: Add) -> None:
     """Add the augmentation flags. Flags that are not given keep the settings of the data set."""
-    add("--rgb-mean", help="mean per channel, for example 123.68,116.779,103.939")
-    add("--rgb-std", help="standard deviation per channel, for example 1,1,1")
+    add("--rgb-mean", unset="the data set's", help="mean per channel, for example 123.68,116.779,103.939")
+    add("--rgb-std", unset="the data set's", help="standard deviation per channel, for example 1,1,1")
     for name, (kind, text) in _AUGMENT.items():
-        action = StoreAndRecord if name.endswith("_random_area") else "store"
-        add(f"--{name.replace('_', '-')}", action=action, type=kind, help=text)
-    own("--resize", type=int, help="first scale the shorter side of the image to this length")
+        add(f"--{name.replace('_', '-')}", type=kind, unset="the data set's", help=text)
+    own("--resize", type=int, unset="the data set's", help="first scale the shorter side of the image to this length")
 
 
 def options_from(given: argparse.Namespace, data: str) -> TrainOptions:
