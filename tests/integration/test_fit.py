@@ -35,8 +35,8 @@ def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-def weights(prefix: Path, epoch: int, batch: int = 0) -> dict[str, Tensor]:
-    checkpoint = load(path_for(prefix, 0, epoch, batch))
+def weights(prefix: Path, epoch: int) -> dict[str, Tensor]:
+    checkpoint = load(path_for(prefix, 0, epoch))
     return checkpoint.weights | checkpoint.optimizer
 
 
@@ -108,9 +108,9 @@ def test_every_kind_of_loader_resumes_in_mid_epoch_with_the_same_bits(
     whole = weights(tmp_path / "m", 2)
     for end in (2, 1):
         path_for(tmp_path / "m", 0, end).unlink()
-    epoch, batch = find(tmp_path / "m")[0].position
+    epoch, samples = find(tmp_path / "m")[0].position
     assert epoch == 1
-    assert batch >= 3
+    assert samples >= 3 * 64
     fit(replace(options, resume=True))
     assert same(weights(tmp_path / "m", 2), whole)
 
@@ -136,7 +136,7 @@ def test_sigterm_saves_and_exits_and_resuming_gives_the_same_bits(
 
     monkeypatch.setattr(log_lines, "speed_line", tell_and_terminate)
     assert fit(part) == EXIT_STATUS["SIGTERM"] == 143
-    assert [one.position for one in find(prefix)] == [(1, 5), (1, 0)]
+    assert [one.position for one in find(prefix)] == [(1, 5 * 128), (1, 0)]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     fit(replace(part, resume=True))
     assert same(weights(prefix, 3), weights(uninterrupted, 3))
@@ -204,13 +204,13 @@ def test_a_mid_epoch_position_in_another_order_of_samples_is_rejected(
 ) -> None:
     with pytest.raises(UsageError, match=message) as refused:
         fit(replace(SHUFFLED, model_prefix=str(middle), resume=True, **changed))
-    assert f"{middle}-0000-b00003.safetensors was saved in the middle of an epoch" in str(refused.value)
+    assert f"{middle}-0000-s0000384.safetensors was saved in the middle of an epoch" in str(refused.value)
 
 
 def test_a_checkpoint_without_an_order_of_samples_is_accepted(middle: Path, tmp_path: Path) -> None:
-    checkpoint = load(path_for(middle, 0, 0, 3))
+    checkpoint = load(path_for(middle, 0, 0, 384))
     older = {name: value for name, value in checkpoint.metadata.items() if name != "order"}
-    save(path_for(tmp_path / "m", 0, 0, 3), replace(checkpoint, metadata=older))
+    save(path_for(tmp_path / "m", 0, 0, 384), replace(checkpoint, metadata=older))
     assert fit(replace(SHUFFLED, seed=8, model_prefix=str(tmp_path / "m"), resume=True)) == 0
 
 

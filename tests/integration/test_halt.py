@@ -162,7 +162,7 @@ def test_a_run_that_one_worker_stopped_resumes_with_the_same_bits(tmp_path: Path
     assert fitted("whole", options) == [0, 0]
     assert fitted("parts", options, print_and_terminate) == [EXIT_STATUS["SIGTERM"]] * 2
     prefix = tmp_path / "parts" / "m"
-    assert [find(str(prefix), rank=rank)[0].position for rank in (0, 1)] == [(1, 7), (1, 7)]
+    assert [find(str(prefix), rank=rank)[0].position for rank in (0, 1)] == [(1, 7 * 128), (1, 7 * 128)]
     assert fitted("parts", replace(options, resume=True)) == [0, 0]
     found, whole = (load(path_for(tmp_path / name / "m", 0, 2)) for name in ("parts", "whole"))
     assert_same_bits(found.weights | found.optimizer, whole.weights | whole.optimizer)

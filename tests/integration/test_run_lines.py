@@ -65,7 +65,8 @@ def test_a_resumed_run_evaluates_after_the_same_steps(
     fit(replace(options, model_prefix=None))
     whole = where_validated(lines)
     fit(replace(options, **stopped))
-    assert find(tmp_path / "m")[0].position == point
+    epoch, steps = point
+    assert find(tmp_path / "m")[0].position == (epoch, steps * options.batch_size)
     lines.clear()
     fit(replace(options, resume=True))
     assert where_validated(lines) == whole[left]
@@ -94,7 +95,7 @@ def test_a_target_reached_in_mid_epoch_stops_the_run_with_that_reason(
     assert float(message[1]) >= 0.15
     assert where_validated(lines)[-1] == f"Epoch[0] Batch [{message[2]}]"
     assert not any("Train-accuracy" in line for line in before), "the epoch was not gone through"
-    assert [one.position for one in find(tmp_path / "m")] == [(0, int(message[2]))]
+    assert [one.position for one in find(tmp_path / "m")] == [(0, int(message[2]) * options.batch_size)]
 
 
 def test_a_target_reached_at_the_end_of_an_epoch_saves_a_checkpoint(
@@ -155,7 +156,7 @@ def test_a_step_that_fails_after_a_signal_ends_the_run_and_is_not_saved(
     options = replace(OPTIONS, network=f"{__name__}:spoilt", save_batches=2, model_prefix=str(tmp_path / "m"))
     assert fit(options) == EXIT_STATUS[name]
     assert lines.messages[-1] == f"training stopped: {name}, in a step that was not finished and is not saved"
-    assert [one.position for one in find(tmp_path / "m")] == [(0, 2)]
+    assert [one.position for one in find(tmp_path / "m")] == [(0, 2 * options.batch_size)]
     assert signal.getsignal(signal.SIGTERM) is before
 
 

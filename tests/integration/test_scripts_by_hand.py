@@ -124,7 +124,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ctrl_c_saves_a_checkpoint_of_every_device(interrupted: Path) -> None:
     names = [one.path.name for rank in (0, 1) for one in find(interrupted / "model", rank)[:1]]
     assert len(names) == 2
-    assert all(re.fullmatch(r"model(-1)?-\d{4}(-b\d{5})?\.safetensors", name) for name in names), names
+    assert all(re.fullmatch(r"model(-1)?-\d{4}(-s\d{7})?\.safetensors", name) for name in names), names
     message = (interrupted / "log").read_text()
     assert "Traceback" not in message
     last = ["training stopped: SIGINT", "echelon: stopped by SIGINT"]
@@ -139,12 +139,12 @@ def losses(log: str) -> list[float]:
     return [float(value) for value in re.findall(r"cross-entropy=(\d+\.\d+)", log)]
 
 
-def assert_resumed(interrupted: Path, after: str, batches_in_one: int) -> None:
+def assert_resumed(interrupted: Path, after: str, samples_per_step: int) -> None:
     """Check that a run continues at the position and with the weights of the interrupted one."""
-    epoch, batch = find(interrupted / "model")[0].position
+    epoch, samples = find(interrupted / "model")[0].position
     shown = re.findall(r"Epoch\[(\d+)\] Batch \[(\d+)-", after)
     assert f"Loaded model {find(interrupted / 'model')[0].path.name}" in after
-    assert [int(number) for number in shown[0]] == [epoch, batch // batches_in_one]
+    assert [int(number) for number in shown[0]] == [epoch, samples // samples_per_step]
     first = losses((interrupted / "log").read_text())[0]  # of ten batches
     assert sum(losses(after)[:5]) / 5 < first - 0.05
 
@@ -166,7 +166,7 @@ def test_one_device_resumes_a_run_of_two(
     with pytest.raises(SystemExit) as left:
         script.run(parser, "mnist", [*FLAGS, *RESUME])
     assert left.value.code == 0
-    assert_resumed(interrupted, caplog.text, 1)
+    assert_resumed(interrupted, caplog.text, 8)
 
 
 @pytest.mark.long
@@ -176,4 +176,4 @@ def test_workers_with_a_server_resume_a_run_of_two_devices(interrupted: Path, tm
         assert job.wait() == 0, job.out
     assert job.err == ""
     first = "\n".join(line for line in job.out.splitlines() if line.startswith("[worker 0]"))
-    assert_resumed(interrupted, first, 2)  # a step has twice the samples; a few may be repeated, none is skipped
+    assert_resumed(interrupted, first, 16)  # a step has twice the samples; a few may be repeated, none is skipped

@@ -34,9 +34,15 @@ def checkpoint(value: float) -> Checkpoint:
 
 
 def write(prefix: Path, *points: tuple[int, int, int]) -> None:
-    """Save checkpoints of (rank, epoch, batch), each with a value of its own."""
-    for rank, epoch, batch in points:
-        save(path_for(prefix, rank, epoch, batch), checkpoint(rank * 10_000 + epoch * 100 + batch))
+    """Save checkpoints of (rank, epoch, samples), each with a value of its own."""
+    for rank, epoch, samples in points:
+        save(path_for(prefix, rank, epoch, samples), checkpoint(rank * 10_000 + epoch * 100 + samples))
+
+
+def write_branch(prefix: Path, branch: int, *points: tuple[int, int]) -> None:
+    """Save checkpoints of (epoch, samples) of rank 0 in a branch."""
+    for epoch, samples in points:
+        save(path_for(prefix, 0, epoch, samples), Checkpoint({}, metadata={"branch": branch}))
 
 
 def flip(path: Path, at: int = -1) -> None:
@@ -52,17 +58,23 @@ def names(folder: Path) -> set[str]:
 def test_names() -> None:
     assert path_for("a/x", 0, 12) == Path("a/x-0012.safetensors")
     assert path_for("a/x", 3, 12) == Path("a/x-3-0012.safetensors")
-    assert path_for("a/x", 0, 12, 345) == Path("a/x-0012-b00345.safetensors")
+    assert path_for("a/x", 0, 12, 345) == Path("a/x-0012-s0000345.safetensors")
     assert path_for("a/x", 3, 12, 0) == Path("a/x-3-0012.safetensors")
-    assert path_for("x", 0, 12345, 678901) == Path("x-12345-b678901.safetensors")
+    assert path_for("x", 0, 12345, 67890123) == Path("x-12345-s67890123.safetensors")
     with pytest.raises(UsageError, match="rank 0, epoch -1"):
         path_for("x", 0, -1)
 
 
-def test_find_sorts_by_epoch_and_batch_and_ignores_other_files(tmp_path: Path) -> None:
+def test_find_sorts_by_epoch_and_samples_and_ignores_other_files(tmp_path: Path) -> None:
     prefix = tmp_path / "x"
     write(prefix, (0, 9999, 7), (0, 10000, 0), (0, 9999, 0), (0, 0, 12), (1, 3, 0), (12, 3, 4))
-    for stranger in ("x-0001.params", "y-0001.safetensors", "x-012.safetensors", "x-00012.safetensors", "xx-0001-b1"):
+    for stranger in (
+        "x-0001.params",
+        "y-0001.safetensors",
+        "x-012.safetensors",
+        "x-00012.safetensors",
+        "x-0001-s00000001.safetensors",
+    ):
         (tmp_path / stranger).touch()
     assert [one.position for one in find(prefix)] == [(10000, 0), (9999, 7), (9999, 0), (0, 12)]
     assert [one.position for one in find(prefix, 12)] == [(3, 4)]
@@ -83,7 +95,7 @@ def test_the_newest_valid_file_is_loaded_and_damaged_ones_are_named(
     assert found.own is found.rank_0
     assert (found.own.metadata["value"], found.path) == (100, path_for(prefix, 0, 1))
     first, second = (record.getMessage() for record in caplog.records)
-    assert "x-0002-b00005.safetensors is damaged: the digest of tensor 'weights/w'" in first
+    assert "x-0002-s0000005.safetensors is damaged: the digest of tensor 'weights/w'" in first
     assert "x-0002.safetensors is damaged: it is cut off at 40 bytes" in second
     flip(path_for(prefix, 0, 1))
     assert load_newest(prefix) is None
@@ -125,25 +137,79 @@ def test_rank_0s_file_is_used_by_a_rank_without_a_file_and_after_a_change_of_siz
     assert found.own is found.rank_0
 
 
-def test_one_position_is_loaded_by_epoch_and_batch(tmp_path: Path) -> None:
+def test_the_end_of_an_epoch_is_loaded_by_its_number(tmp_path: Path) -> None:
     prefix = tmp_path / "x"
     write(prefix, (0, 1, 0), (0, 1, 4), (2, 1, 0))
     assert load_at(prefix, 1).path == path_for(prefix, 0, 1)
     assert load_at(prefix, 1, rank=2, size=3).own.metadata["value"] == 20_100
-    assert load_at(prefix, 1, 4, rank=2, size=3).own.metadata["value"] == 104
-    with pytest.raises(DataError, match=r"x-0007\.safetensors; the newest .*: x-0001-b00004\.s.*, x-0001\.s"):
+    with pytest.raises(DataError, match=r"x-0007\.safetensors; the newest .*: x-0001-s0000004\.s.*, x-0001\.s"):
         load_at(prefix, 7)
+
+
+def test_a_file_of_another_save_is_not_taken_for_a_ranks_own(tmp_path: Path) -> None:
+    """It has the right name, but an earlier run wrote it: for example, the later run was killed before rank 1 saved."""
+    prefix = tmp_path / "x"
+    save(path_for(prefix, 0, 1), Checkpoint({}, metadata={"branch": 1, "num_processes": 2}))
+    save(path_for(prefix, 1, 1), Checkpoint({}, metadata={"branch": 0, "num_processes": 2}))
+    found = load_at(prefix, 1, rank=1, size=2)
+    assert found.own is found.rank_0
+
+
+def test_files_of_an_older_version_are_ordered_by_the_samples_in_their_metadata(tmp_path: Path) -> None:
+    """Its mid-epoch names have the batches of a worker, which another batch size or number of workers changes."""
+    prefix = tmp_path / "x"
+    old = {batch: tmp_path / f"x-0001-b{batch:05d}.safetensors" for batch in (17, 27, 40)}
+    for batch, samples in ((17, 850), (27, 540)):
+        save(old[batch], Checkpoint({}, metadata={"epoch": 1, "batch": batch, "samples_done": samples}))
+    save(old[40], Checkpoint({}))  # of a user's own loop, without samples
+    assert [one.path for one in find(prefix)] == [old[17], old[27], old[40]]
+    found = load_newest(prefix)
+    assert found is not None
+    assert found.path == old[17]
+    write(prefix, (0, 1, 900))
+    prune(prefix, path_for(prefix, 0, 1, 900))
+    assert names(tmp_path) == {"x-0001-s0000900.safetensors"}
+
+
+def test_the_newest_branch_comes_first_whatever_its_position(tmp_path: Path) -> None:
+    prefix = tmp_path / "x"
+    write_branch(prefix, 0, (4, 0), (4, 700), (5, 0))
+    write_branch(prefix, 1, (1, 0), (1, 300))
+    assert [one.position for one in find(prefix)] == [(1, 300), (1, 0), (5, 0), (4, 700), (4, 0)]
+    found = load_newest(prefix)
+    assert found is not None
+    assert found.path == path_for(prefix, 0, 1, 300)
+
+
+def test_a_damaged_header_counts_as_one_of_the_newest_branch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prefix = tmp_path / "x"
+    write_branch(prefix, 2, (1, 0), (3, 0))
+    flip(path_for(prefix, 0, 3), at=100)
+    found = load_newest(prefix)
+    assert found is not None
+    assert found.path == path_for(prefix, 0, 1)
+    assert "x-0003.safetensors is damaged" in caplog.text
 
 
 def test_prune_keeps_epoch_ends_and_the_newest_mid_epoch_file(tmp_path: Path) -> None:
     prefix = tmp_path / "x"
     write(prefix, (0, 11, 5), (0, 12, 0), (0, 12, 1), (0, 12, 2), (0, 12, 3), (1, 11, 5))
-    prune(prefix)
+    prune(prefix, path_for(prefix, 0, 12, 3))
     assert [one.position for one in find(prefix)] == [(12, 3), (12, 0)]
     write(prefix, (0, 13, 0))
-    prune(prefix)
+    prune(prefix, path_for(prefix, 0, 13))
     assert [one.position for one in find(prefix)] == [(13, 0), (12, 0)]
     assert [one.position for one in find(prefix, 1)] == [(11, 5)]
+    prune(prefix, path_for(prefix, 0, 13), ranks=[0, 1])
+    assert find(prefix, 1) == []
+
+
+def test_prune_keeps_the_written_file_newer_files_and_other_branches(tmp_path: Path) -> None:
+    prefix = tmp_path / "x"
+    write_branch(prefix, 0, (2, 800), (5, 100))
+    write_branch(prefix, 1, (1, 300), (1, 200), (1, 400))
+    prune(prefix, path_for(prefix, 0, 1, 300))
+    assert [one.position for one in find(prefix)] == [(1, 400), (1, 300), (5, 100), (2, 800)]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -260,9 +326,9 @@ def test_kill_9_keeps_the_old_file(tmp_path: Path, call: str) -> None:
     assert killed_at(call, lambda: save(path, checkpoint(2)))
     assert load(path).metadata == {"value": 1}
     assert [one.path for one in find(tmp_path / "x")] == [path]
-    prune(tmp_path / "x", rank=1)
+    prune(tmp_path / "x", path, ranks=[1])
     assert len(names(tmp_path)) == 2
-    prune(tmp_path / "x")
+    prune(tmp_path / "x", path)
     assert names(tmp_path) == {path.name}
     save(path, checkpoint(3))
     assert load(path).metadata == {"value": 3}

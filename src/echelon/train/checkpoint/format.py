@@ -13,6 +13,8 @@ second per gigabyte.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import prod
@@ -27,6 +29,7 @@ from echelon.atomic_file import AtomicFile
 from echelon.errors import DataError, UsageError
 
 Tensors: TypeAlias = dict[str, Tensor]
+Metadata: TypeAlias = dict[str, Any]
 
 _GROUPS = ("weights", "optimizer", "extra")
 _HEADER_START = b'{"__metadata__":{"blake2b":"'
@@ -55,7 +58,7 @@ class Checkpoint:
     weights: Tensors
     optimizer: Tensors = field(default_factory=dict)
     extra: Tensors = field(default_factory=dict)
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=dict)
 
 
 class _Entry(msgspec.Struct):
@@ -76,7 +79,7 @@ class _FileMetadata(msgspec.Struct):
 class _Header:
     entries: dict[str, _Entry]
     digests: dict[str, str]
-    metadata: dict[str, Any]
+    metadata: Metadata
 
 
 def save(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
@@ -99,10 +102,21 @@ def save(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
 
 def load(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a file that `save` wrote and verify all digests; raises DataError if the file is missing or damaged."""
-    path = Path(path)
+    with _opened(Path(path)) as stream:
+        return _read(stream, Path(path))
+
+
+def load_metadata(path: str | os.PathLike[str]) -> Metadata:
+    """Return the run's metadata. Only the header is read and verified; raises DataError like `load`."""
+    with _opened(Path(path)) as stream:
+        return _read_header(stream, Path(path)).metadata
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with open(path, "rb") as stream:
-            return _read(stream, path)
+            yield stream
     except FileNotFoundError:
         raise DataError(f"there is no checkpoint {path}; list the files in its folder: ls {path.parent}") from None
     except OSError as error:
@@ -122,7 +136,7 @@ def _sorted_tensors(checkpoint: Checkpoint) -> Tensors:
     return dict(sorted(named.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
-def _write(stream: BinaryIO, tensors: Tensors, metadata: dict[str, Any]) -> None:
+def _write(stream: BinaryIO, tensors: Tensors, metadata: Metadata) -> None:
     entries: dict[str, _Entry] = {}
     end = 0
     for name, tensor in tensors.items():

@@ -1,9 +1,17 @@
 """Names of checkpoint files: the file of each rank and position, the newest valid one, and those to delete.
 
 Names are MXNet's with another suffix: `prefix-0012.safetensors` after 12 epochs, `prefix-3-0012.safetensors` of rank 3,
-and in the middle of an epoch `prefix-0012-b00345.safetensors`, after 345 more batches of that worker. A run directory
-has its result in `checkpoint.safetensors`. `format` defines the contents of a file, and `saver` decides when to write
-one.
+and in the middle of an epoch `prefix-0012-s0034500.safetensors`, after 34,500 more samples of all processes. A run
+directory has its result in `checkpoint.safetensors`. `format` defines the contents of a file, and `saver` decides when
+to write one.
+
+A position counts samples and not batches, because a run may be resumed with another batch size or number of processes.
+Older versions wrote the batches of a worker instead (`prefix-0012-b00345.safetensors`). Those files are still read, and
+the samples are in their metadata.
+
+Positions are comparable only within one run. A run that starts from the beginning or from an older epoch, while newer
+files of its prefix exist, starts a new `branch`, a number in the metadata. Files of the highest branch are the newest,
+whatever their position.
 """
 
 from __future__ import annotations
@@ -11,31 +19,37 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from echelon.atomic_file import PARTIAL_SUFFIX
 from echelon.errors import DataError, UsageError
-from echelon.train.checkpoint.format import Checkpoint, load
+from echelon.train.checkpoint.format import Checkpoint, Metadata, load, load_metadata
 
 Prefix: TypeAlias = str | os.PathLike[str]
 
 SUFFIX = ".safetensors"
 RESULT_FILE = f"checkpoint{SUFFIX}"  # in a run directory
-_POSITION = re.compile(r"-(\d{4,})(?:-b(\d{5,}))?" + re.escape(SUFFIX))
-_UNFINISHED = re.compile(_POSITION.pattern + r"\.(\d+)-[0-9a-f]+" + re.escape(PARTIAL_SUFFIX))
+_POSITION = re.compile(r"-(\d{4,})(?:-s(\d{7,})|-b(\d{5,}))?" + re.escape(SUFFIX))
+_UNFINISHED = re.compile(_POSITION.pattern + r"\.(?P<process>\d+)-[0-9a-f]+" + re.escape(PARTIAL_SUFFIX))
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointName:
-    """A file, and its position (epochs, batches): saved after that many whole epochs and batches of the next one."""
+    """A file, its position (epochs, samples of the next epoch) and its branch; None if its header is damaged."""
 
     path: Path
     position: tuple[int, int]
+    branch: int | None = 0
+
+    @property
+    def is_mid_epoch(self) -> bool:
+        """Whether it was saved in the middle of an epoch."""
+        return self.position[1] > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +61,23 @@ class ResumeFrom:
     own: Checkpoint
 
 
-def path_for(prefix: Prefix, rank: int, epoch: int, batch: int = 0) -> Path:
-    """Return the file name of a rank's checkpoint; with batch 0, of the end of an epoch."""
-    if rank < 0 or epoch < 0 or batch < 0:
-        raise UsageError(f"a checkpoint cannot be of rank {rank}, epoch {epoch}, batch {batch}; they count from 0")
-    middle = f"-b{batch:05d}" if batch else ""
+def path_for(prefix: Prefix, rank: int, epoch: int, samples: int = 0) -> Path:
+    """Return the file name of a rank's checkpoint; with 0 samples, of the end of an epoch."""
+    if rank < 0 or epoch < 0 or samples < 0:
+        raise UsageError(f"a checkpoint cannot be of rank {rank}, epoch {epoch}, sample {samples}; they count from 0")
+    middle = f"-s{samples:07d}" if samples else ""
     return Path(f"{_rank_prefix(prefix, rank)}-{epoch:04d}{middle}{SUFFIX}")
 
 
 def find(prefix: Prefix, rank: int = 0) -> list[CheckpointName]:
-    """List a rank's files, newest first, without opening them."""
-    own = Path(_rank_prefix(prefix, rank))
-    found = []
-    for path, match in _matching(own.parent, own.name, _POSITION):
-        epoch, batch = int(match[1]), int(match[2] or 0)
-        if path == path_for(prefix, rank, epoch, batch):  # Echelon does not write names with extra zeros
-            found.append(CheckpointName(path, (epoch, batch)))
-    return sorted(found, key=lambda name: name.position, reverse=True)
+    """List a rank's files, newest first. Only their headers are read.
+
+    A file with a damaged header counts as one of the newest branch, so that resuming reports it.
+    """
+    found = [_with_header(name) for name in _listed(prefix, rank)]
+    newest = max((name.branch for name in found if name.branch is not None), default=0)
+    known = [replace(name, branch=newest) if name.branch is None else name for name in found]
+    return sorted(known, key=lambda name: (name.branch or 0, name.position), reverse=True)
 
 
 def load_newest(prefix: Prefix, rank: int = 0, size: int = 1) -> ResumeFrom | None:
@@ -73,32 +87,38 @@ def load_newest(prefix: Prefix, rank: int = 0, size: int = 1) -> ResumeFrom | No
     """
     for name in find(prefix):
         try:
-            return load_at(prefix, *name.position, rank=rank, size=size)
+            return _load_for_all(prefix, name.path, rank, size)
         except DataError as error:
             log.warning("skipped a damaged checkpoint: %s", error)
     return None
 
 
-def load_at(prefix: Prefix, epoch: int, batch: int = 0, *, rank: int = 0, size: int = 1) -> ResumeFrom:
-    """Load one position; raises DataError, which names every damaged file, unless it is valid for all processes.
+def load_at(prefix: Prefix, epoch: int, *, rank: int = 0, size: int = 1) -> ResumeFrom:
+    """Load the end of an epoch; raises DataError, which names every damaged file, unless it is valid for all ranks."""
+    path = path_for(prefix, 0, epoch)
+    if not path.is_file():
+        newest = ", ".join(name.path.name for name in find(prefix)[:5]) or "none"
+        raise DataError(f"there is no checkpoint {path}; the newest ones with this prefix: {newest}")
+    return _load_for_all(prefix, path, rank, size)
+
+
+def _load_for_all(prefix: Prefix, path: Path, rank: int, size: int) -> ResumeFrom:
+    """Load rank 0's file and the files of the other ranks at its position.
 
     Each process reads the files of all ranks, so all of them reach the same answer without communication; only rank 0's
     file is large. A rank without a file uses rank 0's. If the number of processes has changed, all ranks use rank 0's.
     """
-    path = path_for(prefix, 0, epoch, batch)
-    if not path.is_file():
-        newest = ", ".join(name.path.name for name in find(prefix)[:5]) or "none"
-        raise DataError(f"there is no checkpoint {path}; the newest ones with this prefix: {newest}")
     rank_0 = own = load(path)
     damaged = []
     for other in range(1, size if rank_0.metadata.get("num_processes", size) == size else 1):
-        other_path = path_for(prefix, other, epoch, batch)
+        other_path = Path(_rank_prefix(prefix, other) + path.name.removeprefix(Path(prefix).name))
         try:
             checkpoint = load(other_path) if other_path.is_file() else rank_0
         except DataError as error:
             damaged.append(str(error))
             continue
-        own = checkpoint if other == rank else own
+        if other == rank and _same_save(checkpoint.metadata, rank_0.metadata):
+            own = checkpoint
     if damaged:
         raise DataError("; and ".join(damaged))
     return ResumeFrom(rank_0, path, own)
@@ -127,19 +147,52 @@ def load_model(model: Prefix, epoch: int | None = None) -> tuple[Checkpoint, Pat
     return found.rank_0, found.path
 
 
-def prune(prefix: Prefix, rank: int = 0) -> None:
-    """Delete a rank's mid-epoch files, except the newest if no end of an epoch is newer.
+def prune(prefix: Prefix, written: Path, ranks: Sequence[int] = (0,)) -> None:
+    """Delete the mid-epoch files of some ranks that the file `written` replaces: older ones of the same branch.
 
-    Also deletes the temporary files of processes that were killed while they saved.
+    `written` is never deleted. Also deletes the temporary files of processes that were killed while they saved.
     """
-    names = find(prefix, rank)
-    deleted = [name.path for name in names[1:] if name.position[1]] + _unfinished(prefix, rank)
-    for path in deleted:
+    names = [name for rank in ranks for name in _listed(prefix, rank) if name.is_mid_epoch or name.path == written]
+    found = [_with_header(name) for name in names]
+    newest = next((name for name in found if name.path == written), None)
+    replaced = [name.path for name in found if newest is not None and _is_replaced(name, newest)]
+    for path in replaced + [path for rank in ranks for path in _unfinished(prefix, rank)]:
         path.unlink(missing_ok=True)
+
+
+def _is_replaced(name: CheckpointName, newest: CheckpointName) -> bool:
+    return name.path != newest.path and name.branch == newest.branch and name.position <= newest.position
 
 
 def _rank_prefix(prefix: Prefix, rank: int) -> str:
     return f"{os.fspath(prefix)}-{rank}" if rank else os.fspath(prefix)
+
+
+def _listed(prefix: Prefix, rank: int) -> Iterator[CheckpointName]:
+    """Yield a rank's files without opening them: of an older version's mid-epoch file, the position is in batches."""
+    own = Path(_rank_prefix(prefix, rank))
+    for path, match in _matching(own.parent, own.name, _POSITION):
+        epoch, samples, batches = (int(number or 0) for number in match.groups())
+        old_name = f"{own.name}-{epoch:04d}-b{batches:05d}{SUFFIX}"
+        if path.name in (path_for(prefix, rank, epoch, samples).name, old_name):  # not names with extra zeros
+            yield CheckpointName(path, (epoch, samples or batches), None)
+
+
+def _with_header(name: CheckpointName) -> CheckpointName:
+    """Add what the header of the file says: the branch, and the samples of a name with batches."""
+    try:
+        metadata = load_metadata(name.path)
+    except DataError:
+        return name
+    epoch, count = name.position
+    samples = metadata.get("samples_done", count) if count else 0
+    return replace(name, position=(epoch, samples), branch=metadata.get("branch", 0))
+
+
+def _same_save(one: Metadata, other: Metadata) -> bool:
+    """Return whether two ranks saved together: at the same position of the same run, as far as both files say."""
+    shared = [name for name in ("branch", "epoch", "samples_done", "num_processes") if name in one and name in other]
+    return all(one[name] == other[name] for name in shared)
 
 
 def _matching(folder: Path, start: str, rest: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
@@ -154,4 +207,4 @@ def _unfinished(prefix: Prefix, rank: int) -> list[Path]:
     """List a rank's temporary files that an earlier process left behind."""
     own = Path(_rank_prefix(prefix, rank))
     found = _matching(own.parent, f".{own.name}", _UNFINISHED)
-    return [path for path, match in found if int(match[3]) != os.getpid()]
+    return [path for path, match in found if int(match["process"]) != os.getpid()]

@@ -9,7 +9,7 @@ rejected with both values and what to do.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -23,7 +23,16 @@ from echelon.data.sets.datasets import Dataset
 from echelon.errors import UsageError
 from echelon.train import log_lines
 from echelon.train.checkpoint.format import Checkpoint, Tensors, save
-from echelon.train.checkpoint.names import RESULT_FILE, ResumeFrom, find, load_at, load_newest, path_for, prune
+from echelon.train.checkpoint.names import (
+    RESULT_FILE,
+    CheckpointName,
+    ResumeFrom,
+    find,
+    load_at,
+    load_newest,
+    path_for,
+    prune,
+)
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import ProcessRank
 from echelon.train.step.average import MovingAverage
@@ -64,6 +73,8 @@ class Saver:
         self._order = {"seed": options.seed, "num_samples": num_samples, "num_examples": num_examples}
         self._scaler = scaler
         self._average = average
+        self._branch = 0  # see `names`
+        self._gone: range = range(0)  # ranks of the run before, if it had more processes; rank 0 deletes their files
 
     def save(self, position: RunPosition, metrics: dict[str, float]) -> None:
         """Save this process's checkpoint if the run has a prefix. All processes call it at the same position."""
@@ -71,9 +82,9 @@ class Saver:
         prefix, rank = self._options.model_prefix, self._place.rank
         if prefix is None:
             return
-        path = path_for(prefix, rank, position.epoch, position.batch)
+        path = path_for(prefix, rank, position.epoch, position.samples_done)
         save(path, self._checkpoint(position, metrics, self.optimizer_state()))
-        prune(prefix, rank=rank)
+        prune(prefix, path, [rank, *self._gone])
         if rank == 0:
             log.info(log_lines.saved_line(str(path)))
 
@@ -123,6 +134,7 @@ class Saver:
             "epoch": position.epoch,
             "batch": position.batch,
             "samples_done": position.samples_done,
+            "branch": self._branch,
             "order": self._order,
             "num_workers": self._place.num_workers,
             "num_processes": self._place.size,
@@ -138,22 +150,26 @@ class Saver:
 
     def _load(self, prefix: str) -> RunPosition:
         options, rank, size = self._options, self._place.rank, self._place.size
-        found: ResumeFrom | None
+        names = find(prefix)
+        found: ResumeFrom | None = None
         if options.load_epoch is not None:
             found = load_at(prefix, options.load_epoch, rank=rank, size=size)
         elif options.resume:
             found = load_newest(prefix, rank, size)
-        else:
-            self._warn_if_checkpoints_exist(prefix)
-            return RunPosition()
+        elif names:
+            self._warn_about_earlier_run(names[0].path)
+        self._branch = _branch_after(names, found)
         if found is None:
-            log.info("there is no checkpoint %s-* to resume from: training starts from the beginning", prefix)
+            if options.resume:
+                log.info("there is no checkpoint %s-* to resume from: training starts from the beginning", prefix)
             return RunPosition()
         metadata, path = found.rank_0.metadata, str(found.path)
         _check_network_and_optimizer(metadata, path, options, self._num_classes)
         _check_sample_order(metadata, path, self._order)
         _check_shapes(found.rank_0, path, self._trainer.model.state_dict(), self._augment.shape)
         self._restore(found)
+        if rank == 0:
+            self._gone = range(size, metadata.get("num_processes", size))
         log.info(log_lines.loaded_line(path))
         return RunPosition(metadata["epoch"], metadata["batch"], metadata["samples_done"])
 
@@ -170,14 +186,12 @@ class Saver:
         if self._average is not None:
             self._average.load(dict(rank_0.extra))
 
-    def _warn_if_checkpoints_exist(self, prefix: str) -> None:
-        """Warn because a later --resume would take an earlier run's newest file for this run's."""
-        names = find(prefix) if self._place.rank == 0 else []
-        if names:
+    def _warn_about_earlier_run(self, newest: Path) -> None:
+        if self._place.rank == 0:
             log.warning(
                 "%s exists from an earlier run, but this run starts from the beginning; use --resume auto to continue "
                 "the earlier run, or another --model-prefix to keep the two apart",
-                names[0].path,
+                newest,
             )
 
     @property
@@ -199,6 +213,18 @@ def restore_rng(states: Mapping[str, Tensor], device: torch.device | str = "cpu"
         torch.set_rng_state(states["rng.cpu"])
     if "rng.cuda" in states and torch.device(device).type == "cuda":
         torch.cuda.set_rng_state(states["rng.cuda"], device)
+
+
+def _branch_after(names: Sequence[CheckpointName], found: ResumeFrom | None) -> int:
+    """Return the branch of a run that continues from `found`, where `names` are rank 0's files, newest first.
+
+    A run that does not continue from the newest file starts a new branch. Otherwise its files would count as older than
+    those it did not continue from. All processes read the same folder, so they agree without communication.
+    """
+    if not names:
+        return 0
+    newest = names[0].branch or 0
+    return newest if found is not None and found.path == names[0].path else newest + 1
 
 
 def _check_writable(prefix: str) -> None:
