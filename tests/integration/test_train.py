@@ -97,6 +97,7 @@ def test_the_checkpoint_holds_the_validated_weights_and_the_optimizer_state(gsyn
     accuracy = float((predict(model.eval(), images).argmax(1) == labels).double().mean())
     assert accuracy == gsync.summary["accuracy"] == checkpoint.metadata["metrics"]["accuracy"]
     assert (checkpoint.metadata["epoch"], checkpoint.metadata["network"]) == (EPOCHS, "digits-cnn")
+    assert checkpoint.metadata["classes"] == list("0123456789")
     parameters = dict(model.named_parameters())
     assert checkpoint.optimizer.keys() == {f"{name}/momentum_buffer" for name in parameters}
     assert all(state.shape == parameters[name.rpartition("/")[0]].shape for name, state in checkpoint.optimizer.items())

@@ -21,6 +21,7 @@ from echelon.data.loading.loader import Batches
 from echelon.data.loading.order import Sampling
 from echelon.data.loading.sources import FolderSource, RecordSource, Source
 from echelon.data.progress import Advance, bar
+from echelon.data.records.class_file import merge_class_names
 from echelon.data.sets.datasets import DataOptions, dataset_names, make_loader, open_dataset
 from echelon.errors import DataError, UsageError
 from echelon.launch.devices import parse_devices
@@ -28,7 +29,7 @@ from echelon.train.checkpoint.format import Checkpoint
 from echelon.train.checkpoint.names import load_model
 from echelon.train.flags.arguments import parse_numbers
 from echelon.train.flags.check import check_numbers
-from echelon.train.predict import model_of, preprocessing_of
+from echelon.train.predict import classes_of, model_of, preprocessing_of
 from echelon.train.step.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -37,19 +38,12 @@ log = logging.getLogger(__name__)
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `score`."""
     parser = subparsers.add_parser("score", help="measure a checkpoint on a validation set", description=__doc__)
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="FOLDER|FILE|PREFIX",
-        help="a run folder such as runs/latest, a checkpoint file, or the prefix of several",
-    )
-    parser.add_argument("--load-epoch", type=int, metavar="K", help="use PREFIX-000K (default: the newest valid file)")
+    add_model_flags(parser)
     data = parser.add_mutually_exclusive_group(required=True)
     data.add_argument("--data-val", metavar="FILE|FOLDER", help="a .rec file, or a folder with one folder per class")
     data.add_argument("--data", metavar="NAME", help=f"use the validation data of {', '.join(dataset_names())}")
     parser.add_argument("--data-dir", default="data", help="folder of the files of --data")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--gpus", default="", metavar="ID", help="the GPU to use (default: none)")
     parser.add_argument(
         "--data-nthreads",
         type=int,
@@ -64,6 +58,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.set_defaults(run=run)
 
 
+def add_model_flags(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add the flags that choose a trained model and its device. Without a default, --model is required."""
+    parser.add_argument(
+        "--model",
+        required=default is None,
+        default=default,
+        metavar="FOLDER|FILE|PREFIX",
+        help="a run folder such as runs/latest, a checkpoint file, or the prefix of several"
+        + (" (%(default)s)" if default else ""),
+    )
+    parser.add_argument("--load-epoch", type=int, metavar="K", help="use PREFIX-000K (default: the newest valid file)")
+    parser.add_argument("--gpus", default="", metavar="ID", help="the GPU to use (default: none)")
+
+
 def run(options: argparse.Namespace) -> int:
     """Score the checkpoint that the command line names."""
     check_numbers(vars(options))
@@ -72,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     preprocessing = preprocessing_of(with_flags(checkpoint, options), path)
     model = model_of(checkpoint, path).to(device).eval()
     num_classes = count_classes(model, preprocessing.shape, device)
-    source = source_of(options, num_classes)
+    source = source_of(options, num_classes, classes_of(checkpoint, path))
     sampling = Sampling(len(source), options.batch_size, shuffle=False)
     loader = make_loader(
         source,
@@ -137,8 +145,8 @@ def with_flags(checkpoint: Checkpoint, options: argparse.Namespace) -> Checkpoin
     return replace(checkpoint, metadata={**checkpoint.metadata, "options": {**trained, **given}})
 
 
-def source_of(options: argparse.Namespace, num_classes: int) -> Source:
-    """Open the validation images."""
+def source_of(options: argparse.Namespace, num_classes: int, classes: tuple[str, ...]) -> Source:
+    """Open the validation images. Folders named as `classes`, the names in the checkpoint, get their numbers."""
     if options.data is not None:
         dataset = open_dataset(
             options.data, DataOptions(data_dir=options.data_dir, skip_bad_records=options.skip_bad_records)
@@ -148,8 +156,12 @@ def source_of(options: argparse.Namespace, num_classes: int) -> Source:
         return dataset.validation
     path = Path(options.data_val)
     if not path.is_dir() or list(path.glob("*.rec")):
-        return records_of(options, num_classes)
-    folders = FolderSource.from_classes(path)
+        records = records_of(options, num_classes)
+        merge_class_names([(options.model, classes), (path, records.classes)])  # raises if they differ
+        return records
+    folders = FolderSource.from_known_classes(path, classes)
+    if folders.classes == classes:
+        return folders
     if len(folders.classes) != num_classes:
         raise DataError(
             f"{path} has folders for {len(folders.classes)} classes, but the network has {num_classes}; classes are "
@@ -173,5 +185,5 @@ def records_of(options: argparse.Namespace, num_classes: int) -> RecordSource:
 def device_of(gpus: str) -> torch.device:
     """Return the device for --gpus, which names one GPU or none."""
     if "," in gpus:
-        raise UsageError(f"--gpus {gpus}: a score uses one GPU; give one number, for example --gpus 0")
+        raise UsageError(f"--gpus {gpus}: this command uses one GPU; give one number, for example --gpus 0")
     return torch.device(parse_devices(gpus, None)[0])

@@ -2,7 +2,7 @@
 
     from echelon.train.predict import Predictor
     predict = Predictor.load("runs/latest")  # or "prefix-0012.safetensors"
-    predict("photo.jpg")
+    [(predict.name(number), probability) for number, probability in predict("photo.jpg")]
 
 This module turns a checkpoint into a network in eval mode, and preprocesses images as validation did: with the shape,
 centre crop, mean and std that the checkpoint's metadata holds. A network named package.module:function is imported, so
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar, overload
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from echelon import models
 from echelon.data.images.augment import Augmenter, Normaliser
 from echelon.data.images.config import AugmentConfig
+from echelon.data.images.decode import inspect
 from echelon.data.images.geometry import num_draws
 from echelon.errors import DataError, UsageError
 from echelon.train.checkpoint.format import Checkpoint
@@ -48,6 +50,10 @@ class _Network(msgspec.Struct):
     network_options: dict[str, Any] = {}  # msgspec copies it for each instance
 
 
+class _Classes(msgspec.Struct):
+    classes: tuple[str, ...] = ()  # checkpoints of older versions have no names
+
+
 class _Preprocessing(msgspec.Struct):
     image_shape: tuple[int, int, int]
     rgb_mean: tuple[float, ...]
@@ -55,25 +61,47 @@ class _Preprocessing(msgspec.Struct):
 
 
 class Predictor:
-    """A network with the preprocessing it was validated with. Not thread-safe."""
+    """A network with the preprocessing it was validated with, and the names of its classes. Not thread-safe."""
 
-    def __init__(self, model: nn.Module, preprocessing: AugmentConfig, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        preprocessing: AugmentConfig,
+        device: torch.device | str = "cpu",
+        classes: Sequence[str] = (),
+        *,
+        scale_down: bool = False,
+    ) -> None:
+        self.classes = tuple(classes)
         self._device = _usable(device)
         self.model = model.to(self._device).eval()
         self.preprocessing = preprocessing
         self._augmenter = Augmenter(preprocessing, fast=False)
+        self._largest = max(preprocessing.shape[1:]) * 8 // 7
+        self._scaling = Augmenter(replace(preprocessing, resize=self._largest), fast=False) if scale_down else None
         self._normaliser = Normaliser(preprocessing)
         self._draws = [0.0] * num_draws(preprocessing)  # preprocessing is not random
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu", *, resize: int = -1) -> Self:
-        """Load the network of a checkpoint file, a run folder, or the newest checkpoint of a prefix.
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device: torch.device | str = "cpu",
+        *,
+        epoch: int | None = None,
+        resize: int = -1,
+        scale_down: bool = False,
+    ) -> Self:
+        """Load the network of a checkpoint file, a run folder, or of a prefix the newest checkpoint or that of `epoch`.
 
         With `resize`, the shorter edge of an image is first scaled to that length. Validation crops without resizing,
-        because its images already have a suitable size; photographs need `resize`.
+        because its images already have a suitable size; photographs need `resize` or `scale_down`. With `scale_down`,
+        only images whose shorter edge is longer than 8/7 of the network's input are scaled, down to that length. It is
+        the size at which MXNet's scripts validate: they crop 224 of 256 pixels, or 28 of CIFAR-10's 32.
         """
-        checkpoint, path = load_model(path)
-        return cls(model_of(checkpoint, path), preprocessing_of(checkpoint, path, resize), device)
+        checkpoint, path = load_model(path, epoch)
+        model, preprocessing = model_of(checkpoint, path), preprocessing_of(checkpoint, path, resize)
+        return cls(model, preprocessing, device, classes_of(checkpoint, path), scale_down=scale_down)
 
     @overload  # a str is also a Sequence; the first signature matches it
     def __call__(self, images: Picture, top_k: int = 5) -> Ranking: ...  # type: ignore[overload-overlap]
@@ -95,17 +123,28 @@ class Predictor:
             raise _not_an_image(images)
         return self._rank(self.prepare(images), top_k) if len(images) else []
 
+    def name(self, number: int) -> str:
+        """Return the name of a class, or its number if the checkpoint has no name for it."""
+        return (self.classes[number] if number < len(self.classes) else "") or str(number)
+
     def prepare(self, images: Sequence[Picture]) -> Tensor:
         """Preprocess images into a batch for the network."""
         batch = torch.empty((len(images), *self.preprocessing.shape))
         for place, image in enumerate(images):
             try:
-                pixels = self._augmenter.augment(self._payload(image), self._draws)
+                payload = self._payload(image)
+                pixels = self._augmenter_for(payload).augment(payload, self._draws)
             except DataError as error:
                 where = image if isinstance(image, (str, os.PathLike)) else f"image {place}"
                 raise DataError(f"{where}: {error}") from error
             self._normaliser.into(batch[place].numpy(), pixels)
         return batch
+
+    def _augmenter_for(self, payload: bytes | NDArray[np.uint8]) -> Augmenter:
+        if self._scaling is None:
+            return self._augmenter
+        size = payload.shape[:2] if isinstance(payload, np.ndarray) else _size(payload)
+        return self._scaling if min(size) > self._largest else self._augmenter
 
     def _payload(self, image: Picture) -> bytes | NDArray[np.uint8]:
         """Return encoded bytes, or pixels with the right number of channels, for the augmenter."""
@@ -139,6 +178,11 @@ class Predictor:
             values, classes = outputs.topk(min(top_k, outputs.shape[1]))
         rows = zip(classes.tolist(), values.tolist(), strict=True)
         return [list(zip(numbers, probabilities, strict=True)) for numbers, probabilities in rows]
+
+
+def _size(payload: bytes) -> tuple[int, int]:
+    info = inspect(payload)
+    return info.height, info.width
 
 
 def _is_sequence(given: object) -> bool:
@@ -182,6 +226,11 @@ def preprocessing_of(checkpoint: Checkpoint, path: str | os.PathLike[str], resiz
     """Return the preprocessing of validation images, from the options of the run or else from the metadata."""
     found = _typed({**checkpoint.metadata, **_options(checkpoint)}, _Preprocessing, path)
     return AugmentConfig(shape=found.image_shape, resize=resize, rgb_mean=found.rgb_mean, rgb_std=found.rgb_std)
+
+
+def classes_of(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return the names of a checkpoint's classes, as far as they are known."""
+    return _typed(checkpoint.metadata, _Classes, path).classes
 
 
 def _options(checkpoint: Checkpoint) -> dict[str, Any]:

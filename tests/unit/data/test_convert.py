@@ -15,6 +15,9 @@ from PIL import Image
 
 from echelon.data.pack.convert import convert_split, record_path
 from echelon.data.records import IndexedReader, RecordError, unpack
+from echelon.data.sets import find
+from echelon.data.sets.class_names import CIFAR100, DIGITS, FASHION
+from echelon.data.sets.find import published_classes
 from echelon.data.sets.formats import find_format
 from echelon.errors import DataError, UsageError
 
@@ -81,6 +84,18 @@ def test_pixels_and_labels_are_converted_exactly(tmp_path: Path, name: str, thre
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("in", "out_train.idx", "out_train.rec", "out_val.idx", "out_val.rec")
     ]
+
+
+def test_the_classes_of_idx_files_are_those_of_the_set_with_these_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MNIST and Fashion-MNIST have the same file names; the published label files are recognised by their digests."""
+    file_format, splits = find_format(write_files(tmp_path / "in", "mnist (idx)"))
+    assert published_classes(file_format, splits["train"]) == DIGITS
+    monkeypatch.setattr(find, "published_as", {idx(LABELS): "fashion-mnist"}.get)
+    assert published_classes(file_format, splits["train"]) == FASHION
+    file_format, splits = find_format(write_files(tmp_path / "other", "cifar100 (binary)"))
+    assert published_classes(file_format, splits["val"]) == CIFAR100
 
 
 def test_the_parent_folder_or_a_single_split_can_be_converted(tmp_path: Path) -> None:

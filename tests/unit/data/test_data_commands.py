@@ -54,7 +54,9 @@ def test_im2rec_in_one_step(photos: Path, tmp_path: Path, capsys: pytest.Capture
     assert "x_train.rec and .idx: 8 records" in out
     assert "x_val.rec and .idx: 2 records" in out
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"photos", "x_train.rec", "x_train.idx", "x_val.rec", "x_val.idx"}
+    suffixes = ("rec", "idx", "classes")
+    assert names == {"photos", *(f"x_{split}.{suffix}" for split in ("train", "val") for suffix in suffixes)}
+    assert (tmp_path / "x_val.classes").read_text() == "ant\nbee\n"
 
 
 def test_im2rec_reports_left_out_files(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,11 +218,34 @@ def test_rec2idx_does_not_overwrite_records(packed: Path, tmp_path: Path) -> Non
 def test_extract_and_pack_again(packed: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert echelon_data("extract", packed, out) == 0
-    assert sorted(path.name for path in out.iterdir()) == ["0000", "0001", "extract.lst"]
+    assert sorted(path.name for path in out.iterdir()) == ["0000", "0001", "extract.classes", "extract.lst"]
+    assert (out / "extract.classes").read_text() == "ant\nbee\n"
     echelon_data("im2rec", out / "extract.lst", out, "--pass-through")
     assert (out / "extract.rec").read_bytes() == packed.read_bytes()
     with pytest.raises(UsageError, match="not empty"):
         echelon_data("extract", packed, out)
+
+
+def test_class_names_survive_listing_packing_and_extracting(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    echelon_data("im2rec", "--list", tmp_path / "y", photos)
+    assert (tmp_path / "y.classes").read_text() == "ant\nbee\n"
+    (tmp_path / "y.classes").write_text("Ameise\nBiene\n")
+    echelon_data("im2rec", tmp_path / "y", photos)
+    assert "y.classes: names of 2 classes" in capsys.readouterr().out
+    echelon_data("info", tmp_path / "y.rec")
+    assert "  classes Ameise, Biene\n" in capsys.readouterr().out
+    echelon_data("extract", f"{tmp_path / 'y.rec'};{tmp_path / 'y.rec'}", tmp_path / "out", "--skip-bad-records")
+    assert (tmp_path / "out" / "extract.classes").read_text() == "Ameise\nBiene\n"
+    echelon_data("extract", tmp_path / "y.rec", tmp_path / "raw", "--raw")
+    assert not list((tmp_path / "raw").glob("*.classes"))
+
+
+def test_a_folder_without_class_folders_has_no_class_names(photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "z.classes").write_text("from\nbefore\n")
+    echelon_data("im2rec", tmp_path / "z", photos / "ant")
+    assert not (tmp_path / "z.classes").exists()
 
 
 def rewritten(rec: Path, out: Path) -> list[tuple[int, list[float], bytes]]:

@@ -11,6 +11,7 @@ from sample_images import encoded, jpeg, picture, write_records
 from echelon.data.loading.memory import MemorySource
 from echelon.data.loading.sources import FolderSource, RecordSource
 from echelon.data.records import Header, IndexedWriter, pack
+from echelon.data.records.class_file import write_class_names
 from echelon.data.sets.datasets import DataOptions, default_augment, open_dataset
 from echelon.errors import DataError, UsageError
 
@@ -34,6 +35,43 @@ def test_training_and_validation_may_have_different_kinds_of_files(tmp_path: Pat
         kinds = [RecordSource if path is records else FolderSource for path in (train, validation)]
         assert [type(opened.train), type(opened.validation)] == kinds
         assert opened.num_classes == 3
+
+
+def test_class_names_of_folders_records_and_published_sets(tmp_path: Path, records: Path) -> None:
+    folder = classes(tmp_path / "classes", "ape", "bee", "cat")
+    assert open_dataset("folder", DataOptions(data_train=str(folder))).classes == ("ape", "bee", "cat")
+    assert open_dataset("folder", DataOptions(data_train=str(records))).classes == ()
+    write_class_names(records, ["ape", "bee", "cat", "dog"])
+    opened = open_dataset("folder", DataOptions(data_train=str(records)))
+    assert (opened.classes, opened.num_classes) == (("ape", "bee", "cat", "dog"), 4), "a class may have no image"
+    fewer = open_dataset("imagenet", DataOptions(data_train=str(records), num_classes=3))
+    assert (fewer.classes, fewer.num_classes) == (("ape", "bee", "cat"), 3)
+    assert open_dataset("digits").classes == tuple("0123456789")
+
+
+def test_validation_folders_are_numbered_by_the_names_of_the_training_records(tmp_path: Path, records: Path) -> None:
+    write_class_names(records, ["cat", "ape", "bee"])
+    folder = classes(tmp_path / "classes", "ape", "cat")
+    opened = open_dataset("folder", DataOptions(data_train=str(records), data_val=str(folder)))
+    assert isinstance(opened.validation, FolderSource)
+    assert opened.validation.labels == [1, 0]
+    numbers = classes(tmp_path / "numbers", "0000", "0001")
+    opened = open_dataset("folder", DataOptions(data_train=str(records), data_val=str(numbers)))
+    assert isinstance(opened.validation, FolderSource)
+    assert opened.validation.labels == [0, 1], "without a common name, in the order of the folders"
+
+
+def test_training_and_validation_records_with_other_classes_are_an_error(tmp_path: Path, records: Path) -> None:
+    other = write_records(tmp_path / "val.rec", [jpeg(picture(number)) for number in range(2)])
+    write_class_names(records, ["ape", "bee", "cat"])
+    write_class_names(other, ["ape", "cat"])
+    with pytest.raises(DataError, match=r"class 1 is 'bee' in .*three\.rec, but 'cat' in .*val\.rec: a label does not"):
+        open_dataset("folder", DataOptions(data_train=str(records), data_val=str(other)))
+    with pytest.raises(DataError, match=r"class 1 is 'bee' in .*three\.classes, but 'cat' in .*val\.classes"):
+        open_dataset("folder", DataOptions(data_train=f"{records};{other}"))
+    write_class_names(other, ["ape", "", "", "dog"])
+    opened = open_dataset("folder", DataOptions(data_train=f"{records};{other}"))
+    assert opened.classes == ("ape", "bee", "cat", "dog")
 
 
 def test_missing_validation_files_are_an_error(tmp_path: Path) -> None:

@@ -212,6 +212,27 @@ def test_prune_keeps_the_written_file_newer_files_and_other_branches(tmp_path: P
     assert [one.position for one in find(prefix)] == [(1, 400), (1, 300), (5, 100), (2, 800)]
 
 
+def dataset_of(*classes: str) -> Dataset:
+    augment = AugmentConfig(shape=(1, 8, 8))
+    return cast(Dataset, SimpleNamespace(augment=augment, num_classes=2, classes=classes, train=[0]))
+
+
+def test_a_run_is_not_resumed_with_data_of_other_classes(tmp_path: Path) -> None:
+    options = TrainOptions(model_prefix=str(tmp_path / "m"), load_epoch=1)
+    trainer = SimpleNamespace(model=nn.Linear(2, 2), sync=lambda: None, optimizer_state=dict, shards_optimizer=False)
+    trainer.load_weights = trainer.model.load_state_dict
+
+    def saver(*classes: str) -> Saver:
+        return Saver(options, ProcessRank(0, 1), cast(Trainer, trainer), dataset_of(*classes), None, None)
+
+    saver("cat", "dog").save(RunPosition(1), {})
+    assert load(path_for(tmp_path / "m", 0, 1)).metadata["classes"] == ["cat", "dog"]
+    with pytest.raises(DataError, match=r"class 0 is 'cat' in .*m-0001\.safetensors, but 'dog' in the training data"):
+        saver("dog", "cat").load()
+    for known in (("cat", "dog"), ("cat",), ()):
+        assert saver(*known).load() == RunPosition(1)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_only_the_worker_that_writes_the_optimizer_state_fetches_it(tmp_path: Path, sharded: bool) -> None:
     """Two workers of two devices: the first worker's devices fetch it together, and with shards all processes do."""
@@ -224,9 +245,8 @@ def test_only_the_worker_that_writes_the_optimizer_state_fetches_it(tmp_path: Pa
     for rank in range(4):
         trainer = SimpleNamespace(model=nn.Linear(2, 2), sync=lambda: None, shards_optimizer=sharded)
         trainer.optimizer_state = partial(fetch, rank)
-        dataset = SimpleNamespace(augment=AugmentConfig(shape=(1, 8, 8)), num_classes=2, train=[0])
         options = TrainOptions(model_prefix=str(tmp_path / "m"))
-        saver = Saver(options, ProcessRank(rank, 4, 2), cast(Trainer, trainer), cast(Dataset, dataset), None, None)
+        saver = Saver(options, ProcessRank(rank, 4, 2), cast(Trainer, trainer), dataset_of("a", "b"), None, None)
         saver.save(RunPosition(1), {})
     assert fetched == ([0, 1, 2, 3] if sharded else [0, 1])
     assert [list(load(path_for(tmp_path / "m", rank, 1)).optimizer) for rank in (0, 1)] == [["weight/momentum"], []]

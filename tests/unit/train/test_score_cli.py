@@ -15,6 +15,7 @@ from digits import load_float_digits
 from echelon import models
 from echelon.cli.main import main
 from echelon.data.records import Header, IndexedWriter, pack
+from echelon.data.records.class_file import write_class_names
 from echelon.train.checkpoint.format import Checkpoint, save
 from echelon.train.checkpoint.names import path_for
 
@@ -39,10 +40,13 @@ def brightest(*, num_classes: int, image_shape: tuple[int, int, int]) -> nn.Modu
     return Brightest()
 
 
-def write_model(path: Path, scale: float = 1.0, mean: tuple[float, ...] = (0, 0, 0)) -> Path:
+def write_model(
+    path: Path, scale: float = 1.0, mean: tuple[float, ...] = (0, 0, 0), classes: tuple[str, ...] = ()
+) -> Path:
     metadata = {
         "network": f"{__name__}:brightest",
         "num_classes": 3,
+        "classes": classes,
         "image_shape": (3, 8, 8),
         "options": {"rgb_mean": mean, "rgb_std": (1, 1, 1)},
     }
@@ -124,6 +128,29 @@ def test_class_folders(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "has folders for 4 classes, but the network has 3" in capsys.readouterr().err
 
 
+def test_class_folders_get_the_numbers_of_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The names are not in alphabetical order, and one class has no folder."""
+    model = write_model(tmp_path / "y-0001.safetensors", classes=("red", "green", "blue"))
+    for number in (0, 1):
+        folder = tmp_path / "val" / ("red", "green")[number]
+        folder.mkdir(parents=True)
+        Image.fromarray(pixels(number)).save(folder / "0.png")
+    assert score("--model", model, "--data-val", tmp_path / "val") == 0
+    assert "('accuracy', 1.0)" in capsys.readouterr().out
+    (tmp_path / "val" / "yellow").mkdir()
+    assert score("--model", model, "--data-val", tmp_path / "val") == 2
+    assert "has the class 'yellow', which the training images do not have" in capsys.readouterr().err
+
+
+def test_records_with_other_class_names_are_rejected(
+    tmp_path: Path, record: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_model(tmp_path / "y-0001.safetensors", classes=("red", "green", "blue"))
+    write_class_names(record, ("red", "blue", "green"))
+    assert score("--model", model, "--data-val", record) == 2
+    assert f"class 1 is 'green' in {model}, but 'blue' in {record}" in capsys.readouterr().err
+
+
 def test_the_mean_comes_from_the_checkpoint_unless_given(
     tmp_path: Path, record: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,7 +186,7 @@ def test_a_dataset_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ("words", "message"),
     [
         (["--load-epoch", "9"], r"no checkpoint .*x-0009\.safetensors; the newest ones .*: x-0002\.safetensors"),
-        (["--gpus", "0,1"], "a score uses one GPU"),
+        (["--gpus", "0,1"], "this command uses one GPU"),
         (["--gpus", "99"], "--gpus 99 asks for GPU 99, but this machine has"),
         (["--image-shape", "3,8"], "--image-shape '3,8' is not a list of channels,height,width, for example 3,224,224"),
         (["--rgb-mean", "red"], "--rgb-mean 'red' is not a list of numbers, for example 123.68"),

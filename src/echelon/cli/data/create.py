@@ -17,7 +17,9 @@ from echelon.data.pack import lists
 from echelon.data.pack.convert import convert_split, record_path
 from echelon.data.pack.im2rec import COLOUR, Encoding, pack_list
 from echelon.data.progress import bar
+from echelon.data.records.class_file import class_file, read_class_names, write_class_names
 from echelon.data.sets import published
+from echelon.data.sets.find import published_classes
 from echelon.data.sets.formats import find_format
 from echelon.errors import DataError, UsageError
 from echelon.system import usable_cores
@@ -142,13 +144,16 @@ def run_im2rec(args: argparse.Namespace) -> int:
         for path in found:
             bad = BadRecords(args)
             _pack(args, path.with_suffix(".rec"), lists.read_list(path, bad.handler), encoding, bad)
+            if known := read_class_names(path):
+                print(f"{class_file(path)}: names of {len(known)} classes")
         return 0
     if prefix.suffix == ".lst":
         raise DataError(f"no list {prefix}; create it: echelon data im2rec --list {prefix.with_suffix('')} {root}")
     entries = _list_images(root, args)
     ordered = lists.shuffled(entries, args.seed) if args.shuffle else entries
     splits = lists.split_entries(ordered, args.chunks, args.train_ratio, args.test_ratio)
-    print("\n".join(f"label {label}: {name}" for label, name in lists.class_names(entries).items()))
+    names = lists.class_names(entries)
+    print("\n".join(f"label {label}: {name}" for label, name in names.items()))
     for split in splits:
         path = prefix.with_name(prefix.name + split.suffix + ".lst")
         if args.list:
@@ -156,6 +161,7 @@ def run_im2rec(args: argparse.Namespace) -> int:
             print(f"{path}: {len(split.entries)} images")
         else:
             _pack(args, path.with_suffix(".rec"), split.entries, encoding, BadRecords(args))
+        write_class_names(path, ["" if name == os.curdir else name for name in names.values()])
     return 0
 
 
@@ -292,5 +298,6 @@ def run_convert(args: argparse.Namespace) -> int:
                 on_bad=bad.handler,
                 on_done=advance,
             )
+        write_class_names(rec, published_classes(file_format, files))
         _print_written(rec, result.num_records, result.num_bytes, bad)
     return 0

@@ -12,8 +12,11 @@ from echelon.cli.data.common import BadRecords, Commands, add_command
 from echelon.data.pack.extract import LIST_NAME, extract
 from echelon.data.progress import bar
 from echelon.data.records import RecordError, check, index_path, read_index
+from echelon.data.records.class_file import read_class_names
 from echelon.data.records.file import index_files, split_paths
 from echelon.data.records.writers import make_index
+
+_NUM_NAMES = 10  # class names that `info` shows
 
 
 def add_rec2idx(commands: Commands) -> None:
@@ -61,6 +64,7 @@ def _describe(rec: str, summary: check.Summary, bad: BadRecords) -> list[tuple[s
         kinds = ", ".join(f"{count} {kind}" for kind, count in summary.kinds.most_common())
         lines.append(("images", f"{kinds}; the first is {summary.first_image}"))
         lines.append(("labels", _describe_labels(summary)))
+        lines += [("classes", names)] if (names := _describe_classes(rec)) else []
     if summary.num_plain:
         lines.append(("plain", f"{summary.num_plain} records too short for an image header"))
     return [*lines, ("index", _describe_index(rec, summary.num_records))]
@@ -74,6 +78,11 @@ def _describe_labels(summary: check.Summary) -> str:
     values = " and ".join(ranges + ["NaN"] * (len(numbers) < len(summary.labels)))
     each = f"{min(counts)} ... {max(counts)} records each"
     return f"{len(summary.labels)} different, {values}, {each}; {widths} per record"
+
+
+def _describe_classes(rec: str) -> str:
+    names = read_class_names(*split_paths(rec))
+    return ", ".join(names[:_NUM_NAMES]) + (f", … ({len(names)} names)" if len(names) > _NUM_NAMES else "")
 
 
 def _describe_index(rec: str, num_records: int) -> str:

@@ -174,6 +174,8 @@ def _opened(payload: Bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(payload))
     except UnidentifiedImageError:
+        if not len(payload):
+            raise DataError("it is empty, not an image") from None
         start = bytes(payload[:8]).hex(" ")
         raise DataError(f"{len(payload)} bytes that begin with {start} are not an image in a known format") from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombWarning, Image.DecompressionBombError) as error:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from echelon.data.images.decode import Pixels
 from echelon.data.records import IndexedReader, RecordError, unpack
+from echelon.data.records.class_file import ClassNames, read_class_names
 from echelon.data.records.file import OnBad, index_files, split_paths
 from echelon.data.records.frame import Bytes
 from echelon.errors import DataError, UsageError
@@ -63,6 +64,7 @@ class RecordSource:
 
     Uses the given index, or the one beside the file; without an index, the file is scanned. With `on_bad`, the scan
     reports damaged records and continues after them. If `num_classes` is set, each record must have one label below it.
+    `classes` are the names in the class files beside them.
     """
 
     num_classes: int | None = None
@@ -70,6 +72,7 @@ class RecordSource:
     def __init__(self, rec: str | Path, idx: str | Path | None = None, on_bad: OnBad = None) -> None:
         recs = _record_files(rec)
         self._reader = IndexedReader.from_files(recs, index_files(recs, idx or None), on_bad)
+        self.classes: ClassNames = read_class_names(*recs)
         if not len(self):
             raise DataError(f"{rec} has no records; create it again: echelon data im2rec PREFIX FOLDER")
 
@@ -132,13 +135,19 @@ class FolderSource:
             raise DataError(
                 f"{root} has the class {unknown[0]!r}, which the training images do not have: {', '.join(names)}"
             )
-        found = [(path, float(names.index(folder.name))) for folder in folders for path in _image_files(folder)]
+        found = [(path, float(names.index(folder.name))) for folder in folders for path in image_files(folder)]
         if not found:
             raise DataError(
                 f"no images in class folders under {root}: searched {root.absolute()}/CLASS/ for "
                 f"{', '.join(IMAGE_SUFFIXES)}; put the images of each class in their own folder"
             )
         return cls([path for path, _ in found], [label for _, label in found], names)
+
+    @classmethod
+    def from_known_classes(cls, root: str | Path, classes: Sequence[str]) -> FolderSource:
+        """Number the subfolders as `classes` if one of them has such a name; otherwise in the order of their names."""
+        is_known = any(Path(root, name).is_dir() for name in classes if name)
+        return cls.from_classes(root, classes if is_known else ())
 
     def __len__(self) -> int:
         return len(self.files)
@@ -160,5 +169,6 @@ def is_work_for_processes(source: Source) -> bool:
     return type(source) in (RecordSource, FolderSource) and len(source) >= MANY
 
 
-def _image_files(folder: Path) -> list[Path]:
+def image_files(folder: Path) -> list[Path]:
+    """Return the images in a folder and below, by their suffix."""
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file())

@@ -1,5 +1,7 @@
 """Extracts the images of record files: OUT/LABEL/NUMBER.jpg, and OUT/extract.lst with all labels and ids.
 
+If the records have a class file, OUT/extract.classes is a copy of it.
+
 The folder appears when everything is written, so an error or Ctrl-C leaves nothing behind.
 
 Packing OUT/extract.lst with pass-through and all labels gives the same images, labels and ids in the same order again.
@@ -18,7 +20,8 @@ from echelon.atomic_file import check_writable, partial_folder
 from echelon.data.pack.lists import Entry, write_list
 from echelon.data.records import Header, Reader, RecordError, unpack
 from echelon.data.records.check import OnDone, ignore
-from echelon.data.records.file import OnBad, report
+from echelon.data.records.class_file import read_class_names, write_class_names
+from echelon.data.records.file import OnBad, report, split_paths
 from echelon.data.records.image_header import image_suffix
 from echelon.errors import DataError, UsageError
 
@@ -53,6 +56,8 @@ def extract(
     with partial_folder(out) as partial:
         with Reader(rec, on_bad) as reader:
             extracted = _extract(reader, partial, raw, limit, on_bad, on_done)
+        if not raw and (names := read_class_names(*split_paths(rec))):
+            write_class_names(partial / LIST_NAME, names)
         partial.replace(out)
     return extracted
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,25 +21,39 @@ from echelon.data.loading.loader import Batches, Loader
 from echelon.data.loading.memory import MemoryLoader, MemorySource, is_plain
 from echelon.data.loading.order import Sampling, State
 from echelon.data.loading.sources import FolderSource, RecordSource, Source, is_work_for_processes
+from echelon.data.records.class_file import ClassNames, readable
 from echelon.data.sets.builtin import SyntheticLoader, SyntheticSource, load_digits
+from echelon.data.sets.class_names import CIFAR10, DIGITS
 from echelon.data.sets.find import DataOptions as DataOptions
 from echelon.data.sets.find import count_classes, file_in_data_dir, load_into_memory, load_published, open_images
+from echelon.data.sets.formats import FORMATS
 from echelon.errors import UsageError, unknown_name
 
 AnySource: TypeAlias = Source | SyntheticSource
-Opened: TypeAlias = tuple[AnySource, Source | None, int]
-"""Training source, validation source, number of classes."""
+
+
+class Opened(NamedTuple):
+    """What the function of a data set returns. `classes` are the names of the classes, as far as they are known."""
+
+    train: AnySource
+    validation: Source | None
+    num_classes: int
+    classes: ClassNames = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """An open data set. `augment` is its default augmentation; flags replace single fields of it."""
+    """An open data set. `augment` is its default augmentation; flags replace single fields of it.
+
+    `classes` are the names of the classes, from number 0 on; there may be fewer names than classes, or none.
+    """
 
     name: str
     train: AnySource
     validation: Source | None
     num_classes: int
     augment: AugmentConfig
+    classes: ClassNames = ()
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -58,11 +72,12 @@ def open_dataset(name: str, options: DataOptions | None = None) -> Dataset:
         raise unknown_name("data set", name, _TABLE)
     options = options or DataOptions()
     check_files(name, options)
-    train, validation, num_classes = _TABLE[name].open(options)
+    train, validation, num_classes, classes = _TABLE[name].open(options)
     num_classes = options.num_classes or num_classes
     for source in (train, validation):
         _limit_labels(source, num_classes)
-    return Dataset(name, train, validation, num_classes, default_augment(name, options.image_shape))
+    augment = default_augment(name, options.image_shape)
+    return Dataset(name, train, validation, num_classes, augment, tuple(map(readable, classes[:num_classes])))
 
 
 def default_augment(name: str, image_shape: tuple[int, int, int] | None = None, **given: Any) -> AugmentConfig:
@@ -128,11 +143,16 @@ def make_loader(
 
 
 def _open_digits(options: DataOptions) -> Opened:
-    return *load_digits(), 10
+    return Opened(*load_digits(), len(DIGITS), DIGITS)
 
 
 def _open_idx(name: str, title: str, options: DataOptions) -> Opened:
-    return *load_published(name, title, f"{name} (idx)", options), 10
+    return _open_published(name, title, f"{name} (idx)", options)
+
+
+def _open_published(name: str, title: str, format_name: str, options: DataOptions) -> Opened:
+    classes = FORMATS[format_name].classes
+    return Opened(*load_published(name, title, format_name, options), len(classes), classes)
 
 
 def _open_cifar10(options: DataOptions) -> Opened:
@@ -141,21 +161,21 @@ def _open_cifar10(options: DataOptions) -> Opened:
         for source in (train, validation):
             _limit_labels(source, options.num_classes or 10)  # before they are decoded
         held_out = load_into_memory(validation, options) if validation is not None else None
-        return load_into_memory(train, options), held_out, 10
+        return Opened(load_into_memory(train, options), held_out, len(CIFAR10), train.classes or CIFAR10)
     is_python = file_in_data_dir(options, "cifar-10-batches-py/data_batch_1")
     format_name = "cifar10 (python)" if is_python else "cifar10 (binary)"
-    return *load_published("cifar10", "CIFAR-10", format_name, options), 10
+    return _open_published("cifar10", "CIFAR-10", format_name, options)
 
 
 def _open_images(name: str, num_classes: int | None, options: DataOptions) -> Opened:
     """Open record files, or folders with one subfolder per class."""
     train, validation = open_images(name, options, "train.rec", "val.rec")
-    return train, validation, num_classes or options.num_classes or count_classes(train, options)
+    return Opened(train, validation, num_classes or options.num_classes or count_classes(train, options), train.classes)
 
 
 def _open_synthetic(options: DataOptions) -> Opened:
     shape, num_classes = options.image_shape or (3, 224, 224), options.num_classes or 1000
-    return SyntheticSource(shape, num_classes, options.num_examples or 1281167), None, num_classes
+    return Opened(SyntheticSource(shape, num_classes, options.num_examples or 1281167), None, num_classes)
 
 
 @dataclass(frozen=True, slots=True)

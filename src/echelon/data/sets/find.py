@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -16,6 +15,7 @@ import numpy as np
 
 from echelon.data.loading.memory import MemorySource
 from echelon.data.loading.sources import FolderSource, RecordSource, class_number
+from echelon.data.records.class_file import ClassNames, merge_class_names
 from echelon.data.sets.formats import FORMATS, FileFormat, find_file, find_splits, read_decompressed, read_idx
 from echelon.data.sets.published import get_command, published_as
 from echelon.errors import DataError, UsageError
@@ -62,19 +62,24 @@ def open_images(name: str, options: DataOptions, train_rec: str, val_rec: str) -
     held_out = options.data_val or beside
     if held_out is None:
         return train, None
-    classes = train.classes if isinstance(train, FolderSource) else ()
-    return train, _open(held_out, options.data_val_idx, options, classes)
+    validation = _open(held_out, options.data_val_idx, options, train)
+    if isinstance(validation, RecordSource):
+        merge_class_names([(named, train.classes), (held_out, validation.classes)])  # raises if they differ
+    return train, validation
 
 
 def _has_class_folders(path: str | Path) -> bool:
     return Path(path).is_dir() and not list(Path(path).glob("*.rec"))
 
 
-def _open(path: str | Path, idx: str | None, options: DataOptions, classes: Sequence[str] = ()) -> FileSource:
+def _open(path: str | Path, idx: str | None, options: DataOptions, train: FileSource | None = None) -> FileSource:
+    """Open a file or folder. Validation folders are numbered as the classes of the training images, `train`."""
     if _has_class_folders(path):
         if idx:
             raise UsageError(f"the index {idx} is for a .rec, but {path} is a folder of class folders; leave it out")
-        return FolderSource.from_classes(path, classes)
+        if isinstance(train, RecordSource):
+            return FolderSource.from_known_classes(path, train.classes)
+        return FolderSource.from_classes(path, train.classes if train else ())
     bad: list[DataError] = []
     source = RecordSource(path, idx, bad.append if options.skip_bad_records else None)
     _report(bad)
@@ -95,13 +100,13 @@ def _report(bad: list[DataError]) -> None:
 
 
 def count_classes(source: FileSource, options: DataOptions) -> int:
-    """Return the number of class folders, or the largest label of all records plus one.
+    """Return the number of class folders, or the largest label of all records plus one, or of named classes if larger.
 
     Reads the header of every record, about 0.3 million per second.
     """
     if isinstance(source, FolderSource):
         return len(source.classes)
-    largest = 0
+    largest = len(source.classes) - 1 if source.classes else 0
     for number in range(len(source)):
         try:
             largest = max(largest, _class_of(source, number))
@@ -152,6 +157,14 @@ def _find_mismatch(name: str, splits: dict[str, list[Path]], root: Path) -> str 
         if of is None and labels.parent == root and name not in ("mnist", root.name):
             return f"{labels} may belong to MNIST, which has the same file names; put your own files in {root / name}"
     return None
+
+
+def published_classes(file_format: FileFormat, files: list[Path]) -> ClassNames:
+    """Return the names of the classes of some files. MNIST and Fashion-MNIST are told apart by their labels."""
+    if file_format.read is not read_idx:
+        return file_format.classes
+    name = published_as(read_decompressed(files[1]))
+    return FORMATS[f"{name} (idx)"].classes if name else file_format.classes
 
 
 def _load(file_format: FileFormat, files: list[Path], title: str) -> MemorySource:

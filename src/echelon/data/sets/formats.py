@@ -24,7 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from echelon.data.images.decode import Pixels
+from echelon.data.records.class_file import ClassNames
 from echelon.data.records.file import RecordError, report
+from echelon.data.sets.class_names import CIFAR10, CIFAR100, DIGITS, FASHION
 from echelon.errors import DataError, UsageError
 
 OnBad: TypeAlias = Callable[[DataError], None] | None
@@ -56,8 +58,13 @@ class FileFormat:
     folder: str
     train: tuple[str, ...]
     val: tuple[str, ...]
-    num_classes: int
+    classes: ClassNames
     read: Callable[[list[Path], int, OnBad], Iterator[ImageBlock]]
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return len(self.classes)
 
 
 def read_cifar_binary(paths: list[Path], num_classes: int, on_bad: OnBad) -> Iterator[ImageBlock]:
@@ -175,7 +182,7 @@ _MNIST = FileFormat(
     "MNIST/raw",
     ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
-    10,
+    DIGITS,
     read_idx,
 )
 _FORMATS = (
@@ -184,14 +191,14 @@ _FORMATS = (
         "cifar-10-batches-bin",
         tuple(f"{name}.bin" for name in _BATCHES),
         ("test_batch.bin",),
-        10,
+        CIFAR10,
         read_cifar_binary,
     ),
-    FileFormat("cifar10 (python)", "cifar-10-batches-py", _BATCHES, ("test_batch",), 10, read_cifar_python),
-    FileFormat("cifar100 (binary)", "cifar-100-binary", ("train.bin",), ("test.bin",), 100, read_cifar_binary),
-    FileFormat("cifar100 (python)", "cifar-100-python", ("train",), ("test",), 100, read_cifar_python),
+    FileFormat("cifar10 (python)", "cifar-10-batches-py", _BATCHES, ("test_batch",), CIFAR10, read_cifar_python),
+    FileFormat("cifar100 (binary)", "cifar-100-binary", ("train.bin",), ("test.bin",), CIFAR100, read_cifar_binary),
+    FileFormat("cifar100 (python)", "cifar-100-python", ("train",), ("test",), CIFAR100, read_cifar_python),
     _MNIST,
-    replace(_MNIST, name="fashion-mnist (idx)", folder="FashionMNIST/raw"),
+    replace(_MNIST, name="fashion-mnist (idx)", folder="FashionMNIST/raw", classes=FASHION),
 )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon import __version__
+from echelon.data.records.class_file import merge_class_names
 from echelon.data.sets.datasets import Dataset
 from echelon.errors import UsageError
 from echelon.train import log_lines
@@ -68,6 +69,7 @@ class Saver:
         self._trainer = trainer
         self._augment = dataset.augment
         self._num_classes = dataset.num_classes
+        self._classes = dataset.classes
         num_samples = len(dataset.train)
         num_examples = min(options.num_examples or num_samples, num_samples)  # per epoch
         self._order = {"seed": options.seed, "num_samples": num_samples, "num_examples": num_examples}
@@ -140,6 +142,7 @@ class Saver:
             "num_processes": self._place.size,
             "network": options.network,
             "num_classes": self._num_classes,
+            "classes": list(self._classes),
             "image_shape": image_shape,
             "num_layers": options.num_layers,
             "network_options": options.network_options,
@@ -165,6 +168,7 @@ class Saver:
             return RunPosition()
         metadata, path = found.rank_0.metadata, str(found.path)
         _check_network_and_optimizer(metadata, path, options, self._num_classes)
+        merge_class_names([(path, tuple(metadata.get("classes", ()))), ("the training data", self._classes)])
         _check_sample_order(metadata, path, self._order)
         _check_shapes(found.rank_0, path, self._trainer.model.state_dict(), self._augment.shape)
         self._restore(found)

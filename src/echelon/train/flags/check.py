@@ -51,6 +51,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "monitor": (0, _COUNT),
     "save_batches": (0, _COUNT),
     "staleness": (0, _COUNT),
+    "top": (1, _COUNT),
     "top_k": (0, _COUNT),
     "seed": (-_LONG, _LONG),
     "lr": (0, _FINITE),
