@@ -70,7 +70,7 @@ def test_a_run_writes_a_summary_of_itself_and_its_workers(gsync: Run) -> None:
     assert [worker["rank"] for worker in summary["workers"]] == [0, 1, 2, 3]
     for worker in summary["workers"]:
         assert worker.keys() >= WORKER_KEYS
-        assert sum(worker["staleness"].values()) == worker["clock"] > 0
+        assert sum(worker["staleness"].values()) == sum(worker["rounds_ahead"].values()) == worker["clock"] > 0
         assert 0 <= worker["wait_s"] <= summary["seconds"]
     assert any(int(value) > 0 for worker in summary["workers"] for value in worker["staleness"])
 
@@ -85,8 +85,10 @@ def test_the_shares_of_the_data_come_from_data_sharding(gsync: Run) -> None:
 def test_the_run_directory_has_a_link_curves_and_events(gsync: Run) -> None:
     assert (gsync.folder / "runs" / "latest").readlink() == Path("first")
     assert (gsync.directory / "curves.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert gsync.summary["training"][0]["loss"] > gsync.summary["training"][-1]["loss"] > 0
     kinds = {json.loads(line)["event"] for line in (gsync.directory / "events.jsonl").read_text().splitlines()}
-    assert kinds >= {"registered", "begin", "progress", "validation", "done", "final", "checkpoint", "view", "left"}
+    assert kinds >= {"loading", "registered", "begin", "progress", "training", "validation"}
+    assert kinds >= {"done", "final", "checkpoint", "view", "left"}
 
 
 def test_the_checkpoint_holds_the_validated_weights_and_the_optimizer_state(gsync: Run) -> None:
@@ -135,10 +137,13 @@ def test_the_final_weights_include_updates_of_workers_that_finished_after_rank_0
 
 def test_the_result_is_printed(gsync: Run) -> None:
     summary = gsync.summary
-    assert f"accuracy      {summary['accuracy']:.4f}\n" in gsync.out
+    (accuracy,) = [line for line in gsync.out.splitlines() if line.startswith("accuracy")]
+    assert accuracy == f"accuracy      {summary['accuracy']:.4f}  validation of the final weights, after epoch {EPOCHS}"
     assert f"samples/s     {summary['samples_per_s']:.0f}  ({summary['samples']} samples in " in gsync.out
-    assert "staleness     updates by others" in gsync.out
+    assert "staleness     steps by updates of others between a read and its push\n" in gsync.out
     assert "written to    runs/first/  (also runs/latest)\n" in gsync.out
+    assert "starting 7 processes: 1 scheduler, 2 servers, 4 workers\n" in gsync.out
+    assert "\x1b" not in gsync.out
 
 
 @pytest.mark.numeric
@@ -163,6 +168,8 @@ def test_other_stores_stop_at_the_target_accuracy(tmp_path: Path, arguments: str
         assert [worker["staleness"] for worker in summary["workers"]] == [{"0": clock} for clock in clocks]
     if "dist_ssync" in arguments:
         assert max(int(value) for worker in summary["workers"] for value in worker["staleness"]) <= 2 * 3 + 1
+        assert max(int(value) for worker in summary["workers"] for value in worker["rounds_ahead"]) <= 3
+        assert "staleness     steps by rounds ahead of the slowest worker (bound 3)\n" in run.out
 
 
 @pytest.mark.parametrize(

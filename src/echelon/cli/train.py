@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.console import Console
 
 from echelon.cli.launch import add_job_arguments, job_from
 from echelon.environment import Job
 from echelon.launch import LAUNCHERS
 from echelon.launch.supervise import OnLine
-from echelon.report.display import Display, histogram_lines
+from echelon.report.display import Display
+from echelon.report.result import result_lines
 from echelon.report.runs import discard_run, latest_run, new_run
-from echelon.report.summary import RunState, summary, write_summary
+from echelon.report.state import JobInfo, RunState
+from echelon.report.summary import summary, write_summary
 from echelon.schemes.stores import store_kind
 from echelon.train.flags.arguments import add_arguments, options_from
 from echelon.train.flags.check import check_flags, warn_about_effects
@@ -84,7 +87,8 @@ def run(given: argparse.Namespace) -> int:
         job = replace(job, num_servers=0)
     launcher = LAUNCHERS[given.launcher]
     launcher.check(job)
-    check_flags(given, options, job, starts_job=True)
+    with Console().status("checking the flags and the data…"):  # imports torch, which takes seconds
+        check_flags(given, options, job, starts_job=True)
     warn_about_effects(given)
     if reason:
         print(f"echelon: {reason}", file=sys.stderr, flush=True)
@@ -112,17 +116,29 @@ def _train(launch: Callable[..., int], job: Job, options: TrainOptions, name: st
     from echelon.report.curves import draw_curves  # imports matplotlib, which takes as long as all other imports
 
     draw_curves(result, directory / "curves.png")
-    print_result(result, state, directory)
+    print_result(result, directory)
     return status
 
 
 def watch(launch: Callable[..., int], job: Job, options: TrainOptions, directory: Path) -> tuple[int, RunState]:
     """Run the workers under a display; returns the exit status and what the run reported."""
     command = [sys.executable, "-m", "echelon.train", msgspec.json.encode(options).decode()]
-    title = f"{options.network} on {options.data}, {options.kv_store}, -n {job.num_workers} -s {job.num_servers}"
-    with Display(directory, title) as display:
+    with Display(directory, job_info(options, job)) as display:
         status = launch(job, command, on_line=once(display.print), on_tick=display.update, shown=True)
     return status, display.state
+
+
+def job_info(options: TrainOptions, job: Job) -> JobInfo:
+    """Return what the display says about a job."""
+    store = options.kv_store if options.staleness is None else f"{options.kv_store} --staleness {options.staleness}"
+    title = f"{options.network} on {options.data}, {store}, -n {job.num_workers} -s {job.num_servers}"
+    return JobInfo(
+        title,
+        job.num_workers,
+        job.num_servers,
+        lock_step=store_kind(options.kv_store).lock_step,
+        bounded=options.staleness is not None,
+    )
 
 
 def once(show: OnLine) -> OnLine:
@@ -139,15 +155,8 @@ def once(show: OnLine) -> OnLine:
     return on_line
 
 
-def print_result(result: dict[str, Any], state: RunState, directory: Path) -> None:
+def print_result(result: dict[str, Any], directory: Path) -> None:
     """Print the result of a run and its directory."""
-    if result["accuracy"] is not None:
-        print(f"accuracy      {result['accuracy']:.4f}")
-    print(f"samples/s     {result['samples_per_s']:.0f}  ({result['samples']} samples in {result['seconds']:.1f} s)")
-    histogram = state.histogram()
-    if histogram:
-        print(
-            "staleness     updates by others between a read and the push that followed it, and how many steps saw that"
-        )
-        print("\n".join(histogram_lines(histogram)))
-    print(f"written to    {directory}/  (also runs/latest)")
+    console = Console()
+    block = "█" if console.encoding.startswith("utf") else "#"
+    print("\n".join(result_lines(result, str(directory), console.width, block)))

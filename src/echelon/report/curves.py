@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from echelon.report.summary import sum_histograms
+from echelon.report.state import sum_histograms
 
 _BLUE, _GREY, _ORANGE = "#2f6db3", "#c9ced6", "#d9822b"
 

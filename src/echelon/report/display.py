@@ -2,95 +2,157 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from echelon.observe.events import EventReader
-from echelon.report.summary import RunState
+from echelon.report import lines
+from echelon.report.columns import GAP, Cells, table_cells
+from echelon.report.state import JobInfo, RunState
 from echelon.train.loop.reporting import print_verbatim
 
-PLAIN_EVERY_S = 5.0
-BAR = 36
+PLAIN_FIRST_S = 5.0  # between two lines without a terminal, at first
+PLAIN_LAST_S = 60.0  # and in a long run
+NEWS_SHOWN = 3
+MIN_ROWS = 3
+MIN_BAR = 4
+HEADING_LINES = 2
 
 
 class Display:
     """Shows a run. The launcher calls `update` several times per second."""
 
-    def __init__(self, directory: Path, title: str, console: Console | None = None) -> None:
+    def __init__(self, directory: Path, info: JobInfo, console: Console | None = None) -> None:
         self.state = RunState()
         self._reader = EventReader(directory)
-        self._title = title
+        self._info = info
         self._console = console or Console()
         self._live: Live | None = None
-        self._last_plain = time.monotonic()
+        self._began = time.time()
+        self._plain = _PlainLines(self._console, info)
 
     def __enter__(self) -> Display:
-        if self._console.is_terminal:
-            self._live = Live(self.table(), console=self._console, refresh_per_second=5, transient=True)
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(self._screen(), console=self._console, refresh_per_second=5, transient=True)
             self._live.start()
+        else:
+            self._plain.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.state.take(self._reader.poll())
         if self._live is not None:
             self._live.stop()
+        else:
+            self._plain.news(self.state)
         if self.state.has_trained:
-            self._console.print(self.table())
+            cells = table_cells(self.state, self._info, self._console.width, at_end=True)
+            self._console.print(_line(self._info.title, "bold"), render_table(cells), sep="\n")
 
     def update(self) -> None:
         """Read new events and show them."""
         self.state.take(self._reader.poll())
         if self._live is not None:
-            self._live.update(self.table())
-        elif time.monotonic() - self._last_plain > PLAIN_EVERY_S and self.state.workers:
-            self._last_plain = time.monotonic()
-            self._console.print(self.line(), highlight=False, soft_wrap=True)
+            self._live.update(self._screen())
+        else:
+            self._plain.update(self.state, time.time())
 
     def print(self, name: str, text: str) -> None:
         """Print a line that a process of the job wrote."""
         print_verbatim(self._console, f"[{name}] {text}")
 
-    def line(self) -> str:
-        """Return the state of the run in one line."""
-        rate = sum(worker.rate for worker in self.state.workers.values() if not worker.finished)
-        clocks = ", ".join(str(w.clock) for w in sorted(self.state.workers.values(), key=lambda w: w.rank))
-        shown = f"{self.state.samples} samples, {rate:.0f} samples/s, clocks {clocks}"
-        if self.state.validations:
-            shown += f", accuracy {self.state.validations[-1]['accuracy']:.4f}"
-        return shown
-
-    def table(self) -> RenderableType:
-        """Return a table with one row per worker."""
-        table = Table(title=self._title, title_justify="left")
-        for heading in ("worker", "samples/s", "clock", "samples", "staleness", "waiting"):
-            table.add_column(heading, justify="right")
-        for worker in sorted(self.state.workers.values(), key=lambda w: w.rank):
-            elapsed = max(1e-9, worker.reported_at - (self.state.began or 0.0))
-            table.add_row(
-                str(worker.rank),
-                f"{worker.samples / elapsed:.0f}" if worker.finished else f"{worker.rate:.0f}",
-                str(worker.clock),
-                str(worker.samples),
-                f"{worker.mean_staleness:.2f}",
-                f"{worker.wait_s:.1f} s ({worker.wait_s / elapsed:.0%})",
-            )
-        if not self.state.validations:
-            return table
-        latest = self.state.validations[-1]
-        shown = f"validation accuracy {latest['accuracy']:.4f} at epoch {latest['epoch']:g}, {latest['seconds']:.1f} s"
-        return Group(table, Text(shown))
+    def _screen(self) -> RenderableType:
+        return screen(self._info, self.state, time.time(), self._began, self._console.width, self._console.height)
 
 
-def histogram_lines(histogram: dict[int, int]) -> list[str]:
-    """Return the histogram of staleness as bars of text."""
-    total = sum(histogram.values())
-    widest = max(histogram.values(), default=1)
-    return [
-        f"  {value:>3} {'█' * max(1, round(BAR * count / widest))} {count} ({count / total:.0%})"
-        for value, count in histogram.items()
-    ]
+class _PlainLines:
+    """Lines for a pipe or a file: what happens at the start, then the progress at growing intervals."""
+
+    def __init__(self, console: Console, info: JobInfo) -> None:
+        self._console = console
+        self._info = info
+        self._phase = ""
+        self._began = self._last = time.time()
+        self._num_news = 0
+
+    def start(self) -> None:
+        self._print(self._info.title)
+        self._print(lines.start_line(self._info))
+        self._phase = lines.phase_of_start(self._info, RunState())
+
+    def update(self, state: RunState, now: float) -> None:
+        self.news(state)
+        if state.has_trained:
+            if now - self._last >= min(PLAIN_LAST_S, max(PLAIN_FIRST_S, (now - self._began) / 10)):
+                self._last = now
+                self._print(lines.progress_line(state, now))
+        elif (phase := lines.phase_of_start(self._info, state)) != self._phase:
+            self._phase = phase
+            self._print(phase)
+
+    def news(self, state: RunState) -> None:
+        for news in state.news[self._num_news :]:
+            self._print(news.text)
+        self._num_news = len(state.news)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def screen(info: JobInfo, state: RunState, now: float, began: float, width: int, height: int) -> RenderableType:
+    """Return what a terminal of this size shows at the time `now` of a run that was started at `began`."""
+    parts: list[RenderableType] = [Text(info.title, "bold")]
+    news = [_line(text, "yellow") for text in lines.news_lines(state, NEWS_SHOWN)]
+    if not state.has_trained:
+        parts.append(_line(f"{lines.phase_of_start(info, state)}… {lines.duration(now - began)}"))
+        parts += map(Text, lines.processes_lines(info, state))
+        return Group(*parts, *news)
+    metrics = [_progress(state, now, width), *map(_line, lines.metric_lines(state, width))]
+    title_lines = len(textwrap.wrap(info.title, width, break_on_hyphens=False))
+    max_rows = height - title_lines - len(metrics) - HEADING_LINES - len(news) - 1  # the cursor's line stays free
+    table = render_table(table_cells(state, info, width, max(MIN_ROWS, max_rows)))
+    return Group(*parts, *metrics, table, *news)
+
+
+def _progress(state: RunState, now: float, width: int) -> RenderableType:
+    """Return one line: what runs, a bar, and how much is left."""
+    fraction, tail = state.fraction_done, ""
+    if (label := lines.validation_text(state)) is not None and state.validating is not None:
+        done, total = state.validating["done"], state.validating["total"]
+        fraction, tail = done / max(1, total), f"{done} of {total}"
+    elif not state.active:
+        label = "all workers have finished; measuring and saving the final weights…"
+        return _line(label)
+    else:
+        label = lines.epoch_text(state)
+        left = state.seconds_left(now)
+        tail = f"{fraction or 0.0:>4.0%}" + ("" if left is None else f"  {lines.duration(left)} left")
+    bar = min(40, width - len(label) - len(tail) - 2 * GAP)
+    if bar < MIN_BAR:
+        whole = f"{label}  {tail.strip()}"
+        return _line(whole if len(whole) <= width else tail.strip())
+    grid = Table.grid(padding=(0, GAP, 0, 0))
+    grid.add_row(_line(label), ProgressBar(total=1.0, completed=fraction or 0.0, width=bar), _line(tail))
+    return grid
+
+
+def render_table(cells: Cells) -> Table:
+    """Return the cells as a table with a line under the headings."""
+    table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold underline")
+    for column in cells.columns:
+        table.add_column(column.heading, justify="left" if column.left else "right", vertical="bottom", no_wrap=True)
+    for row in cells.rows:
+        table.add_row(*row)
+    return table
+
+
+def _line(text: str, style: str = "") -> Text:
+    """Return a line that is cut off with an ellipsis where the terminal ends."""
+    return Text(text, style, no_wrap=True, overflow="ellipsis")

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from echelon.errors import UsageError
 from echelon.report.runs import discard_run, latest_run, new_run
-from echelon.report.summary import Event, RunState, WorkerState, summary, write_summary
+from echelon.report.state import Event, RunState, mean_and_max, sum_histograms
+from echelon.report.summary import summary, write_summary
 
 
 def event(kind: str, at: float, **fields: Any) -> Event:
@@ -66,6 +67,7 @@ def test_the_summary_of_a_run() -> None:
             "samples": 128,
             "wait_s": 0.25,
             "staleness": {"0": 3, "2": 1},
+            "rounds_ahead": {},
             "finished": True,
             "seconds": 4.0,
         },
@@ -75,6 +77,7 @@ def test_the_summary_of_a_run() -> None:
             "samples": 96,
             "wait_s": 0.25,
             "staleness": {"1": 3},
+            "rounds_ahead": {},
             "finished": True,
             "seconds": 6.0,
         },
@@ -82,7 +85,16 @@ def test_the_summary_of_a_run() -> None:
 
 
 def test_the_final_accuracy_replaces_that_of_validations() -> None:
-    assert summary(taken([*RUN, event("final", 1007.0, accuracy=0.97)]), "dist_sync", {}, 0)["accuracy"] == 0.97
+    names = ("accuracy", "accuracy_at_epoch", "accuracy_is_final")
+    stopped = summary(taken(RUN), "dist_sync", {}, 130)
+    assert tuple(stopped[name] for name in names) == (0.93, 1.0, False)
+    ended = summary(taken([*RUN, event("final", 1007.0, epoch=2, accuracy=0.97)]), "dist_sync", {}, 0)
+    assert tuple(ended[name] for name in names) == (0.97, 2, True)
+
+
+def test_the_summary_of_a_killed_run_counts_the_time_to_the_last_report() -> None:
+    result = summary(taken(RUN[:4]), "dist_sync", {}, 137)
+    assert (result["seconds"], result["samples_per_s"]) == (3.0, 32.0)
 
 
 def test_without_validation_there_is_no_accuracy() -> None:
@@ -130,7 +142,7 @@ def test_news_contain_deaths_and_stalls_but_no_regular_departures() -> None:
             event("something new", 3.0),
         ]
     )
-    assert state.news == ["worker 0 waits: server 0 holds key 'w' at clock 3 for worker 1"]
+    assert summary(state, "s", {}, 0)["news"] == ["worker 0 waits: server 0 holds key 'w' at clock 3 for worker 1"]
 
 
 def test_a_finished_worker_stays_finished() -> None:
@@ -153,14 +165,17 @@ def test_rates_follow_the_reports() -> None:
     assert (state.workers[0].rate, state.workers[0].clock) == (before, 5)
 
 
-def test_staleness_over_all_workers() -> None:
-    state = taken(RUN)
-    assert state.histogram() == {0: 3, 1: 3, 2: 1}
-    assert list(state.histogram()) == [0, 1, 2]
-    assert state.workers[0].mean_staleness == pytest.approx(0.5)
-    assert WorkerState(0).mean_staleness == 0.0
-    wide = taken([report("done", 1.0, 0, 3, staleness={"10": 1, "9": 2})])
-    assert list(wide.histogram().items()) == [(9, 2), (10, 1)]  # sorted as numbers, not as text
+def test_histograms_are_added_and_sorted_as_numbers() -> None:
+    assert list(sum_histograms([{"10": 1, "9": 2}, {"9": 1}]).items()) == [(9, 3), (10, 1)]
+    assert mean_and_max({"0": 3, "2": 1}) == (0.5, 2)
+    assert mean_and_max({}) == (0.0, 0)
+
+
+def test_the_summary_has_both_units_of_staleness_and_the_bound() -> None:
+    state = taken([report("done", 1004.0, 0, 4, staleness={"5": 4}, rounds_ahead={"1": 3, "3": 1})])
+    result = summary(state, "dist_ssync", {"staleness": 3}, 0)
+    assert result["staleness_bound"] == 3
+    assert (result["workers"][0]["staleness"], result["workers"][0]["rounds_ahead"]) == ({"5": 4}, {"1": 3, "3": 1})
 
 
 def test_the_summary_is_written_atomically(tmp_path: Path) -> None:

@@ -290,6 +290,9 @@ class Run:
         measured: dict[str, float] = {}
         if self._validation is not None:
             measured = self._validation.measure(self._trainer.model)
-            self._kvstore.events.write("final", accuracy=measured["accuracy"], loss=measured["cross-entropy"])
+            epochs = round(self._position.epoch + self._position.batch / self._per_epoch, 3)
+            self._kvstore.events.write(
+                "final", epoch=epochs, accuracy=measured["accuracy"], loss=measured["cross-entropy"]
+            )
         path = self._saver.save_result(run_dir, self._position, measured, optimizer)
         self._kvstore.events.write("checkpoint", file=path.name)

@@ -1,0 +1,244 @@
+"""The state of a run, collected from its events. The display, the summary and the curves are made from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from echelon.report.time_curve import TimeCurve
+
+Event = dict[str, Any]
+
+LOADING, REGISTERED, FIRST_STEP = "loading data", "registered", "first step"
+TRAINING, VALIDATING, FINISHED = "training", "validating", "finished"
+GONE = ("died", "failed", "left")  # the values of `Departure`
+
+
+@dataclass(frozen=True, slots=True)
+class JobInfo:
+    """What is known about a job before it starts. `title` is the first line of the display."""
+
+    title: str
+    num_workers: int
+    num_servers: int = 0
+    lock_step: bool = False  # no worker misses an update
+    bounded: bool = False  # no worker is more rounds ahead of the slowest than a bound
+
+    @property
+    def num_processes(self) -> int:
+        """The processes that the launcher starts; a job with servers has a scheduler, too."""
+        return self.num_workers + (self.num_servers + 1 if self.num_servers else 0)
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """One worker, as of its last report."""
+
+    rank: int
+    phase: str = FIRST_STEP
+    clock: int = 0
+    samples: int = 0
+    wait_s: float = 0.0
+    staleness: dict[str, int] = field(default_factory=dict)  # steps by updates missed between a read and its push
+    rounds_ahead: dict[str, int] = field(default_factory=dict)  # steps by rounds ahead of the slowest worker
+    reported_at: float = 0.0
+    rate: float = 0.0
+    seconds: float = 0.0
+    batches_per_epoch: int = 0  # 0: not known yet
+    num_epochs: int = 0
+    first_step: int = 0  # steps of the run before this worker began
+    loss: float | None = None  # of the training samples since the last event
+    accuracy: float | None = None
+    first_report: tuple[float, int] | None = None  # time and clock of the first report with a step
+
+    @property
+    def finished(self) -> bool:
+        """Whether the worker has made all its steps."""
+        return self.phase == FINISHED
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the worker left before it had finished."""
+        return self.phase in GONE
+
+    @property
+    def epochs_done(self) -> float:
+        """The epochs done, with a fraction."""
+        return (self.first_step + self.clock) / self.batches_per_epoch if self.batches_per_epoch else 0.0
+
+    @property
+    def num_steps(self) -> int:
+        """The steps from its beginning to the end of the run; 0 if not known."""
+        return max(0, self.num_epochs * self.batches_per_epoch - self.first_step)
+
+    def seconds_left(self, now: float) -> float | None:
+        """Return the expected time to the end of this worker, or None before its second report."""
+        if self.first_report is None or not self.num_steps:
+            return None
+        began, clock = self.first_report
+        if self.clock <= clock:
+            return None
+        per_step = (self.reported_at - began) / (self.clock - clock)
+        return max(0.0, per_step * (self.num_steps - self.clock) - (now - self.reported_at))
+
+
+class News(NamedTuple):
+    """Something unusual, and the time when it happened."""
+
+    at: float
+    text: str
+
+
+@dataclass(slots=True)
+class RunState:
+    """A run, as of the events read so far."""
+
+    workers: dict[int, WorkerState] = field(default_factory=dict)  # that have begun
+    processes: dict[str, str] = field(default_factory=dict)  # "worker 3" -> what it does; others are starting
+    validations: list[Event] = field(default_factory=list)
+    validating: Event | None = None  # how far the present validation is
+    training: TimeCurve = field(default_factory=TimeCurve)
+    began: float | None = None
+    ended: float | None = None
+    final: Event | None = None
+    saved: bool = False
+    news: list[News] = field(default_factory=list)
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Update the state with new events."""
+        for event in events:
+            match event["event"]:
+                case "loading":
+                    self.processes[f"worker {event['rank']}"] = LOADING
+                case "registered":
+                    if name := re.match(r"(worker|server) \d+", event["who"]):
+                        self.processes[name.group()] = REGISTERED
+                case "begin":
+                    self._begin(event)
+                case "progress" | "done":
+                    self._report(event)
+                case "training":
+                    self._measure(event)
+                case "validation":
+                    self._validate(event)
+                case "final":
+                    self.final, self.validating = event, None
+                case "checkpoint":
+                    self.saved = True
+                case "view":
+                    self._leave(event)
+                case "stall":
+                    self.news.append(News(event["at"], f"{event['who']} waits: {event['waiting']}"))
+
+    def _begin(self, event: Event) -> None:
+        rank = event["rank"]
+        if rank in self.workers and self.workers[rank].is_gone:
+            self.news.append(News(event["at"], f"worker {rank} joined again"))
+        self.began = min(self.began or event["at"], event["at"])
+        worker = self.workers[rank] = WorkerState(rank, reported_at=event["at"])
+        for name in ("batches_per_epoch", "num_epochs", "first_step"):
+            setattr(worker, name, event.get(name, 0))
+        self.processes[f"worker {rank}"] = FIRST_STEP
+
+    def _report(self, event: Event) -> None:
+        worker = self.workers.setdefault(event["rank"], WorkerState(event["rank"], reported_at=event["at"]))
+        if worker.finished:
+            return
+        elapsed = event["at"] - worker.reported_at
+        if elapsed > 0.05:
+            now = (event["samples"] - worker.samples) / elapsed
+            worker.rate = now if not worker.rate else 0.6 * worker.rate + 0.4 * now
+            worker.reported_at = event["at"]
+        for name in ("clock", "samples", "wait_s", "staleness"):
+            setattr(worker, name, event[name])
+        worker.rounds_ahead = event.get("rounds_ahead", {})
+        if worker.clock and worker.first_report is None:
+            worker.first_report = (event["at"], worker.clock)
+        if worker.clock and not worker.is_gone:
+            worker.phase = TRAINING
+        if event["event"] == "done":
+            worker.phase, worker.seconds = FINISHED, event["seconds"]
+            self.ended = max(self.ended or 0.0, event["at"])
+
+    def _measure(self, event: Event) -> None:
+        worker = self.workers.setdefault(event["rank"], WorkerState(event["rank"], reported_at=event["at"]))
+        worker.loss, worker.accuracy = _number(event["loss"]), _number(event["accuracy"])
+        seconds = event["at"] - (self.began or event["at"])
+        self.training.add(seconds, event["samples"], worker.loss, worker.accuracy)
+
+    def _validate(self, event: Event) -> None:
+        """Take the progress of a validation (`done` of `total` samples) or its result."""
+        if "accuracy" in event:
+            self.validations.append(event)
+            self.validating = None
+        else:
+            self.validating = event if event["done"] < event["total"] else None
+
+    def _leave(self, event: Event) -> None:
+        if event.get("departure") in ("failed", "died"):
+            self.news.append(News(event["at"], event["reason"]))
+        for worker in self.workers.values():
+            if worker.rank not in event["workers"] and not (worker.finished or worker.is_gone):
+                worker.phase = event["departure"]
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether a worker has run a step, or has finished without one."""
+        return any(worker.clock or worker.finished for worker in self.workers.values())
+
+    @property
+    def active(self) -> list[WorkerState]:
+        """The workers that train, in rank order."""
+        return [worker for worker in self.ranked if not (worker.finished or worker.is_gone)]
+
+    @property
+    def ranked(self) -> list[WorkerState]:
+        """All workers that have begun, in rank order."""
+        return sorted(self.workers.values(), key=lambda worker: worker.rank)
+
+    @property
+    def samples(self) -> int:
+        """The samples of all workers."""
+        return sum(worker.samples for worker in self.workers.values())
+
+    @property
+    def seconds(self) -> float:
+        """The time from the start of the first worker to the end of the last one, or to the last report."""
+        last = self.ended or max((worker.reported_at for worker in self.workers.values()), default=0.0)
+        return max(0.0, last - self.began) if self.began else 0.0
+
+    @property
+    def fraction_done(self) -> float | None:
+        """The part of the steps of all workers that is done; None if not known. Workers that left do not count."""
+        counted = [worker for worker in self.workers.values() if not worker.is_gone]
+        total = sum(worker.num_steps for worker in counted)
+        return min(1.0, sum(worker.clock for worker in counted) / total) if total else None
+
+    def seconds_left(self, now: float) -> float | None:
+        """Return the expected time until the slowest worker has finished, or None if a worker cannot tell yet."""
+        left = [worker.seconds_left(now) for worker in self.active]
+        known = [seconds for seconds in left if seconds is not None]
+        return max(known, default=0.0) if len(known) == len(left) else None
+
+
+def sum_histograms(histograms: Iterable[dict[str, int]]) -> dict[int, int]:
+    """Add histograms whose keys are numbers as text, as in JSON; the result is sorted by number."""
+    total: dict[int, int] = {}
+    for histogram in histograms:
+        for value, count in histogram.items():
+            total[int(value)] = total.get(int(value), 0) + count
+    return dict(sorted(total.items()))
+
+
+def mean_and_max(histogram: dict[str, int]) -> tuple[float, int]:
+    """Return the mean and the largest value of a histogram; 0 for an empty one."""
+    total = sum(histogram.values())
+    mean = sum(int(value) * count for value, count in histogram.items()) / total if total else 0.0
+    return mean, max(map(int, histogram), default=0)
+
+
+def _number(value: float | None) -> float:
+    """Return a measured value; JSON has null for NaN and infinity."""
+    return float("nan") if value is None else value
