@@ -20,8 +20,10 @@ from echelon.cluster.messages import OptimizerSpec
 from echelon.cluster.placement import KeySpec
 from echelon.kvstore.collective.process_group import ProcessGroup
 from echelon.kvstore.servers.store import ServerStore
-from echelon.kvstore.store import Keys, KVStore, Values, as_keys
+from echelon.kvstore.store import KVStore
+from echelon.kvstore.values import Keys, Values
 from echelon.observe.events import EventLog
+from echelon.server.memory import TORCH_DTYPES
 
 HALT = "halt"  # the key in the group's store that holds the reason to stop
 
@@ -92,20 +94,22 @@ class MultiDeviceStore(KVStore):
 
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
         """Sum the values over the worker's devices and send the sum to the servers."""
-        sums = [self._sum_over_devices(tensor) for tensor in self._checked(key, value)]
+        sums = {name: self._sum_over_devices(tensor) for name, tensor in self._checked(key, value).items()}
         if self.server_store is not None:
-            self.server_store.push(key, sums)
+            self.server_store.push(list(sums), list(sums.values()))
 
     def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
         """Wait until the scheme answers, then copy the weights into `out` (into every tensor of a list)."""
         outs = self._targets(key, out)
-        firsts = [tensors[0].detach() for tensors in outs]
+        # Of the key's dtype on all devices, whatever the dtypes of their outs.
+        firsts = [tensors[0].detach().to(TORCH_DTYPES[self._spec_of(name).dtype]) for name, tensors in outs.items()]
         if self.server_store is not None:
-            self.server_store.pull(as_keys(key), firsts)
+            self.server_store.pull(list(outs), firsts)
         self.group.broadcast(firsts)
-        for first, tensors in zip(firsts, outs, strict=True):
-            for tensor in tensors[1:]:
-                tensor.detach().copy_(first)
+        for first, tensors in zip(firsts, outs.values(), strict=True):
+            for tensor in tensors:
+                if tensor.data_ptr() != first.data_ptr():
+                    tensor.detach().copy_(first)
 
     def _use_optimizer(self, spec: OptimizerSpec) -> None:
         self.group.check_same("the optimizer", str(spec))

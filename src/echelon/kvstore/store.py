@@ -7,7 +7,7 @@
     kv.pull("w", out=weights)       # waits as the scheme requires
 
 This module owns the calls and their checks: a mistake raises an error on the worker that makes it, before any data is
-sent. Callers give one key or many; stores use a list of keys and a list of tensors, one per device, for each key.
+sent. `values` brings the keys and tensors of a call into one form, and casts what is pushed to the dtype of its key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -26,14 +25,24 @@ from echelon.cluster.messages import OptimizerSpec
 from echelon.cluster.placement import KeySpec
 from echelon.errors import UsageError
 from echelon.kvstore.optimizer_spec import spec_by_name, spec_of
+from echelon.kvstore.values import (
+    Key,
+    Keys,
+    Values,
+    as_keys,
+    as_values,
+    check_key,
+    is_finite,
+    spec_of_value,
+    sum_over_devices,
+    tensors_by_key,
+)
 from echelon.observe.events import EventLog
 from echelon.schemes.stores import store_kind
+from echelon.server.memory import TORCH_DTYPES
 from echelon.server.optimization import INTEGER_KEY
 
-Key = str | int
-Keys = Key | Sequence[Key]
-Value = Tensor | Sequence[Tensor]
-Values = Value | Sequence[Value]
+Updater = Callable[[Key, Tensor, Tensor], object]
 
 CLOSED = "this store is closed; close it after the last call"
 
@@ -96,7 +105,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
-        """Send values to be summed over all workers."""
+        """Send values to be summed over all workers. They are cast to the key's dtype, as a pull's are to `out`'s."""
 
     @abstractmethod
     def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
@@ -127,6 +136,21 @@ class KVStore(ABC):
         else:
             spec = spec_by_name(optimizer, settings)
         self.use_optimizer(spec)
+
+    def set_updater(self, updater: Updater) -> None:
+        """Call `updater(key, pushed, value)` for every pushed key, which changes the value in place.
+
+        Only the stores of one worker can do this, because a function cannot be sent to servers or compared between
+        workers.
+        """
+        raise UsageError(
+            f"worker {self.rank}: {self.type} cannot run an updater, only the stores of one worker can: use "
+            "set_optimizer, or push without an optimizer, pull the sum and update in the worker"
+        )
+
+    def _set_updater(self, updater: Updater) -> None:
+        """The name that MXNet 1.x has for `set_updater`."""
+        self.set_updater(updater)
 
     def use_optimizer(self, spec: OptimizerSpec) -> None:
         """Update the stored values with this optimizer."""
@@ -190,48 +214,44 @@ class KVStore(ABC):
 
     # --- checks
 
-    def _checked(self, key: Keys, value: Values) -> list[Tensor]:
-        """Check pushed values and return one tensor per key, summed over this worker's devices."""
+    def _checked(self, key: Keys, value: Values) -> dict[Key, Tensor]:
+        """Check pushed values. Return one tensor per key, in the key's dtype, summed over this worker's devices."""
         if self.optimizer_spec is None and not self.kind.lock_step:
             raise UsageError(
                 f"worker {self.rank}: {self.type} needs an optimizer on the servers: call set_optimizer, on every "
                 "worker, before push"
             )
-        values = []
-        for spec, tensors in zip(self._specs(key), as_values(key, value), strict=True):
-            for tensor in tensors:
-                self._check_fit(spec, tensor, "pushed")
-            if self.optimizer_spec is not None and not tensors[0].is_floating_point():
+        values: dict[Key, Tensor] = {}
+        for spec, tensors in self._fitting(key, value, "pushed"):
+            dtype = TORCH_DTYPES[spec.dtype]
+            if self.optimizer_spec is not None and not dtype.is_floating_point:
                 raise UsageError(f"worker {self.rank}: key {spec.name!r} is {spec}: {INTEGER_KEY}")
-            total = sum_over_devices(tensors)
+            total = sum_over_devices(tensors, dtype)
             if self._check_finite and not is_finite(total):
                 raise UsageError(f"worker {self.rank}: the value pushed for key {spec.name!r} contains NaN or infinity")
-            values.append(total)
+            values[spec.name] = total
         return values
 
-    def _targets(self, key: Keys, out: Values) -> list[list[Tensor]]:
+    def _targets(self, key: Keys, out: Values) -> dict[Key, list[Tensor]]:
         """Check the tensors that the weights of each key are copied to, and return them."""
-        outs = as_values(key, out)
-        for spec, tensors in zip(self._specs(key), outs, strict=True):
-            for tensor in tensors:
-                self._check_fit(spec, tensor, "given for out")
-        return outs
+        return {spec.name: tensors for spec, tensors in self._fitting(key, out, "given for out")}
 
-    def _check_fit(self, spec: KeySpec, tensor: Tensor, what: str) -> None:
-        if (tuple(tensor.shape), dtype_name(tensor)) != (spec.shape, spec.dtype):
-            given = spec_of_value(spec.name, tensor)
-            raise UsageError(f"worker {self.rank}: key {spec.name!r} is {spec}, but {given} was {what}")
+    def _fitting(self, key: Keys, value: Values, what: str) -> list[tuple[KeySpec, list[Tensor]]]:
+        """Return each key that a call names, and its tensors. Another shape or complex numbers are an error."""
+        self._check_open()
+        found = [(self._spec_of(name), tensors) for name, tensors in tensors_by_key(key, value).items()]
+        if not found:
+            raise UsageError(f"worker {self.rank}: a call must name at least one key")
+        for spec, tensors in found:
+            for tensor in tensors:
+                if tuple(tensor.shape) != spec.shape or tensor.is_complex():
+                    given = spec_of_value(spec.name, tensor)
+                    raise UsageError(f"worker {self.rank}: key {spec.name!r} is {spec}, but {given} was {what}")
+        return found
 
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError(f"worker {self.rank}: {CLOSED}")
-
-    def _specs(self, key: Keys) -> list[KeySpec]:
-        self._check_open()
-        names = as_keys(key)
-        if not names or len(set(names)) < len(names):
-            raise UsageError(f"worker {self.rank}: a call must name keys, each once, not {names!r}")
-        return [self._spec_of(name) for name in names]
 
     def _spec_of(self, key: Key) -> KeySpec:
         spec = self._specs_by_key.get(key)
@@ -244,8 +264,7 @@ class KVStore(ABC):
         """Check that keys are all ints or all strings, because 3 and '3' would be two keys."""
         kinds: set[type] = {type(name) for name in itertools.islice(self._specs_by_key, 1)}
         for name in names:
-            if not isinstance(name, str | int) or isinstance(name, bool):
-                raise UsageError(f"a key must be a string or an int, not {name!r}")
+            check_key(name)
             kinds.add(type(name))
         if len(kinds) > 1:
             raise UsageError(
@@ -259,68 +278,3 @@ class KVStore(ABC):
         if self.optimizer_spec is None:
             raise UsageError(f"worker {self.rank}: the store has no optimizer; call set_optimizer first")
         return self.optimizer_spec
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """Return a tensor's dtype as `KeySpec` names it, for example float32."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def spec_of_value(name: Key, value: Tensor) -> KeySpec:
-    """Return the key's name with the shape and dtype of a value."""
-    return KeySpec(name, tuple(value.shape), dtype_name(value))
-
-
-def as_keys(keys: Keys) -> list[Key]:
-    """Return one key or many as a list."""
-    if isinstance(keys, Sequence) and not isinstance(keys, str):
-        return list(keys)
-    return [keys]  # of any type: the store checks it
-
-
-def as_values(keys: Keys, values: Values) -> list[list[Tensor]]:
-    """Return the tensors of each key, one per device."""
-    if not isinstance(keys, Sequence) or isinstance(keys, str):
-        return [_per_device(keys, values)]
-    if isinstance(values, Tensor) or len(values) != len(keys):
-        given = 1 if isinstance(values, Tensor) else len(values)
-        raise UsageError(f"{len(keys)} keys but {given} values; a list of keys needs one value (or list) for each")
-    return [_per_device(key, value) for key, value in zip(keys, values, strict=True)]
-
-
-def sum_over_devices(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum over devices, on the device of the first tensor."""
-    total = tensors[0].detach()
-    if len(tensors) > 1:
-        total = total.clone()
-        for tensor in tensors[1:]:
-            total.add_(tensor.detach().to(total.device))
-    return total
-
-
-def is_finite(value: Tensor) -> bool:
-    """Return whether no element is NaN or infinite."""
-    return not value.is_floating_point() or bool(torch.isfinite(value).all())
-
-
-def _per_device(key: Key, value: Values) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    for tensor in value if isinstance(value, Sequence) else [value]:
-        if not isinstance(tensor, Tensor):
-            kind = type(tensor).__name__
-            raise UsageError(f"key {key!r}: a value must be a torch tensor or a list of them, not {kind}")
-        _check_dense(key, tensor)
-        tensors.append(tensor)
-    if not tensors:
-        raise UsageError(f"key {key!r}: the list of values is empty")
-    return tensors
-
-
-def _check_dense(key: Key, tensor: Tensor) -> None:
-    """Reject sparse and meta tensors now. Later it would fail in the middle of a call that other workers wait for."""
-    if tensor.layout is not torch.strided:
-        raise UsageError(
-            f"key {key!r}: a value of layout {tensor.layout} cannot be stored or sent; make it dense (to_dense())"
-        )
-    if tensor.is_meta:
-        raise UsageError(f"key {key!r}: a value on device meta has no elements to store or send")

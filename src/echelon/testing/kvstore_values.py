@@ -47,6 +47,39 @@ def every_dtype_is_preserved(trial: Trial) -> None:
     trial(program)
 
 
+def other_dtypes_are_cast(trial: Trial) -> None:
+    """A pushed value is cast to the dtype of its key, and a pulled one to the dtype of `out`, as in MXNet."""
+    workers = trial.num_workers
+    pushed = (torch.float16, torch.float64, torch.bfloat16, torch.int32, torch.uint8)
+
+    def program(kv: KVStore) -> None:
+        names = [str(dtype) for dtype in pushed]
+        kv.init([*names, "half"], [*(torch.zeros(3) for _ in names), torch.zeros(3, dtype=torch.float16)])
+        kv.set_optimizer("sgd", lr=1.0, maximize=True)
+        kv.push(names, [torch.full((3,), 2.5, dtype=dtype) for dtype in pushed])
+        kv.push("half", [torch.full((3,), 0.5), torch.full((3,), 2, dtype=torch.int64)])
+        outs = [torch.empty(3, dtype=dtype) for dtype in pushed]
+        pull_all_pushes(kv, names, [[torch.empty(3), out] for out in outs])
+        for name, out in zip(names, outs, strict=True):
+            exact = (2.5 if out.is_floating_point() else 2.0) * workers
+            assert_tensor(f"{name} into a float32 key and back", out, torch.full((3,), exact).to(out.dtype))
+        wide = torch.empty(3, dtype=torch.float64)
+        pull_all_pushes(kv, "half", wide)
+        assert_tensor("float32 and int64 into a float16 key", wide, 2.5 * workers)
+
+    trial(program)
+    if not trial.push_replaces:
+        return
+
+    def program_of_integers(kv: KVStore) -> None:
+        kv.init("i", torch.zeros(3, dtype=torch.int32))
+        out = torch.empty(3, dtype=torch.float32)
+        kv.pushpull("i", torch.full((3,), 2.7), out)
+        assert_tensor("a float into an int key", out, 2.0 * workers)
+
+    trial(program_of_integers)
+
+
 def half_precision_is_summed_in_float32(trial: Trial) -> None:
     """Servers sum and store half-precision keys in float32, so that small updates are not lost."""
     workers = trial.num_workers

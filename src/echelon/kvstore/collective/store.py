@@ -23,7 +23,8 @@ from echelon.errors import UsageError
 from echelon.kvstore import state_files
 from echelon.kvstore.collective.process_group import ProcessGroup, wide
 from echelon.kvstore.optimizer_spec import make_optimizer
-from echelon.kvstore.store import Key, Keys, KVStore, Values, as_keys
+from echelon.kvstore.store import KVStore, Updater
+from echelon.kvstore.values import Key, Keys, Values
 from echelon.observe.events import EventLog
 from echelon.optim import RULES
 
@@ -53,6 +54,7 @@ class CollectiveStore(KVStore):
         self.on_retire: Callable[[], None] = lambda: None
         self._values: dict[Key, _Value] = {}
         self._requested_halt: str | None = None
+        self._updater: Updater | None = None
 
     # --- ranks and workers
 
@@ -81,16 +83,26 @@ class CollectiveStore(KVStore):
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
         """Sum the values over all workers, and update the stored values."""
         values = self._checked(key, value)
-        chosen = [self._values[name] for name in as_keys(key)]
-        for dtype in dict.fromkeys(tensor.dtype for tensor in values):
-            some = [(kept, tensor) for kept, tensor in zip(chosen, values, strict=True) if tensor.dtype == dtype]
-            self._apply([kept for kept, _ in some], [tensor for _, tensor in some])
+        for dtype in dict.fromkeys(tensor.dtype for tensor in values.values()):
+            some = {name: tensor for name, tensor in values.items() if tensor.dtype == dtype}
+            self._apply([self._values[name] for name in some], list(some.values()))
 
     def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
         """Copy the values into `out` (into every tensor of a list)."""
-        for name, tensors in zip(as_keys(key), self._targets(key, out), strict=True):
+        for name, tensors in self._targets(key, out).items():
             for tensor in tensors:
                 tensor.detach().copy_(self._values[name].whole)
+
+    def set_updater(self, updater: Updater) -> None:
+        """Call `updater(key, pushed, value)` for every pushed key, in place of an optimizer. All devices call it."""
+        self._check_open()
+        if self.kind.spans_workers:
+            super().set_updater(updater)
+        if not callable(updater):
+            raise UsageError(f"set_updater takes a function of (key, pushed, value), not {updater!r}")
+        self._updater, self.optimizer_spec = updater, None
+        for value in self._values.values():
+            value.optimizer = None
 
     def _use_optimizer(self, spec: OptimizerSpec) -> None:
         if self.optimizer_spec not in (None, spec):
@@ -98,7 +110,7 @@ class CollectiveStore(KVStore):
         if self.sharded and spec.name in RULES and RULES[spec.name].whole:
             raise UsageError(f"{spec.name} needs the norm of whole values, which nccl shards: use nccl_allreduce")
         self.group.check_same("the optimizer", str(spec))
-        self.optimizer_spec = spec
+        self._updater, self.optimizer_spec = None, spec
 
     def _retire(self) -> None:
         """Stop pushing. Until all workers have retired, the Trainer takes part in their collectives with zeros."""
@@ -199,7 +211,12 @@ class CollectiveStore(KVStore):
             self._update(values, [part.reshape(-1)[: value.spec.length] for value, part in pairs], spec)
             return
         for value, part in zip(values, sums, strict=True):
-            value.rows.copy_(part)
+            if self._updater is None:
+                value.rows.copy_(part)
+                continue
+            pushed_sum = part.reshape(-1)[: value.spec.length].view(value.spec.shape)
+            with torch.no_grad():
+                self._updater(value.spec.name, pushed_sum, value.whole)
 
     def _update(self, values: Sequence[_Value], sums: Sequence[Tensor], spec: OptimizerSpec) -> None:
         for value, total in zip(values, sums, strict=True):

@@ -10,7 +10,7 @@ none of them makes a step that the others do not make.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from echelon.kvstore.servers import states
 from echelon.kvstore.servers.client import Client, Ticket
 from echelon.kvstore.servers.session import Session
 from echelon.kvstore.servers.wire import Wire
-from echelon.kvstore.store import Key, Keys, KVStore, Values, as_keys
+from echelon.kvstore.store import KVStore
+from echelon.kvstore.values import Key, Keys, Values, as_keys
 from echelon.observe.events import EventLog
 from echelon.transport.interface import Transport
 
@@ -87,23 +88,24 @@ class ServerStore(KVStore):
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
         """Send values, without waiting for other workers."""
         values = self._checked(key, value)
-        self._wire.push(self.slots(key), values, pull=False, halt=self._halt_requested)
+        self._wire.push(self.slots(list(values)), list(values.values()), pull=False, halt=self._halt_requested)
 
     def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
         """Wait as long as the scheme requires, then copy the weights into `out` (every tensor of a list)."""
         outs = self._targets(key, out)
-        slots = self.slots(key)
+        slots = self.slots(list(outs))
         pushes = self._wire.last_pushes(slots)  # if one was refused, the pull would never be answered
         self._wait_and_accept_halt([*pushes, *self._wire.pull(slots)])
-        self._copy_weights(slots, outs)
+        self._copy_weights(slots, outs.values())
 
     def pushpull(self, key: Keys, value: Values, out: Values | None = None, priority: int = 0) -> None:
         """Push and pull in one message; without `out`, the weights replace the pushed values."""
         values = self._checked(key, value)
         outs = self._targets(key, value if out is None else out)
-        slots = self.slots(key)
-        self._wait_and_accept_halt(self._wire.push(slots, values, pull=True, halt=self._halt_requested))
-        self._copy_weights(slots, outs)
+        slots = self.slots(list(values))
+        sums = list(values.values())
+        self._wait_and_accept_halt(self._wire.push(slots, sums, pull=True, halt=self._halt_requested))
+        self._copy_weights(slots, outs.values())
 
     def _retire(self) -> None:
         self._wire.wait_for_pushes()
@@ -196,7 +198,7 @@ class ServerStore(KVStore):
         """Replace the weights by other values. Call it on one worker, then a barrier on all."""
         values = self._checked(key, value)
         self._wire.wait_for_pushes()
-        self._wire.init(self.slots(key), values, overwrite=True)
+        self._wire.init(self.slots(list(values)), list(values.values()), overwrite=True)
 
     def make_vectors(self, name: str, length: int) -> list[str]:
         """Create one key per worker for vectors that all workers can read. All workers call it. Return the names."""
@@ -243,7 +245,7 @@ class ServerStore(KVStore):
         if self._halted is None and self.requests_halt(tickets):
             self.accept_halt()
 
-    def _copy_weights(self, slots: Sequence[Slot], outs: Sequence[Sequence[Tensor]]) -> None:
+    def _copy_weights(self, slots: Sequence[Slot], outs: Iterable[Sequence[Tensor]]) -> None:
         for slot, tensors in zip(slots, outs, strict=True):
             weight = self._wire.weight(slot)
             for tensor in tensors:

@@ -30,7 +30,7 @@ from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
 from echelon.kvstore.create import store_class
 from echelon.kvstore.state_files import by_key
-from echelon.kvstore.store import is_finite
+from echelon.kvstore.values import is_finite
 from echelon.train.trainer.optimizer_state import load_state, state_of
 
 REPORT_S = 0.25

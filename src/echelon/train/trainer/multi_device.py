@@ -20,7 +20,7 @@ from torch import Tensor
 
 from echelon.kvstore.multi_device import MultiDeviceStore
 from echelon.kvstore.servers.store import ServerStore
-from echelon.kvstore.store import dtype_name
+from echelon.kvstore.values import dtype_name
 from echelon.train.trainer.flat_buckets import make_flat_buckets
 from echelon.train.trainer.group import GroupTrainer, StepTotals
 from echelon.train.trainer.server import ServerTrainer
