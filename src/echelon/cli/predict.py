@@ -51,8 +51,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(options: argparse.Namespace) -> int:
     """Classify the files; returns 1 if one of them could not be read."""
     check_numbers(vars(options))
-    if options.resize is not None and options.resize < 0:
-        raise UsageError(f"--resize must be 0 or more, not {options.resize}")
+    for name, low in (("top", 1), ("resize", 0)):
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise UsageError(f"--{name} must be {low} or more, not {value}")
     predictor = Predictor.load(
         options.model,
         device_of(options.gpus),

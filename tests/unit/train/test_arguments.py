@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.data.images.config import AugmentConfig
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.train.flags.arguments import options_from
@@ -145,3 +146,36 @@ def test_wrong_flags_are_rejected_with_a_message(arguments: str, message: str) -
     with pytest.raises(UsageError) as caught:
         check()
     assert message in str(caught.value)
+
+
+IMAGENET_VALUES = {
+    "rgb_mean": (123.68, 116.779, 103.939), "rgb_std": (58.393, 57.12, 57.375), "random_crop": False,
+    "random_resized_crop": True, "random_mirror": True, "min_random_area": 0.08, "min_random_aspect_ratio": 3 / 4,
+    "max_random_aspect_ratio": 4 / 3, "brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "pca_noise": 0.1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("parser", [IMAGENET, CIFAR], ids=["imagenet", "cifar10"])
+def test_imagenet_augmentation_replaces_defaults_but_not_given_flags(parser: Parser) -> None:
+    """The values are those of MXNet 1.9's train_imagenet.py. train_cifar10.py crops at random by default."""
+    before = options_from(parser.parse_args([]), "imagenet").augment
+    words = ["--use-imagenet-data-augmentation", "1"]
+    assert options_from(parser.parse_args(words), "imagenet").augment == before | IMAGENET_VALUES
+    given = options_from(parser.parse_args([*words, "--brightness", "0.1", "--rgb-std", "1,1,1"]), "imagenet").augment
+    assert given == before | IMAGENET_VALUES | {"brightness": 0.1, "rgb_std": (1, 1, 1)}
+    AugmentConfig(**given)  # raises for values that exclude each other
+    assert options_from(parser.parse_args([*words[:1], "0"]), "imagenet").augment == before
+
+
+def test_imagenet_augmentation_and_profiles_do_not_stop_a_script() -> None:
+    words = [
+        "--use-imagenet-data-augmentation",
+        "1",
+        "--profile-worker-suffix",
+        "w.json",
+        "--profile-server-s",
+        "s.json",
+    ]
+    for parser, data in ((IMAGENET, "imagenet"), (MNIST, "mnist")):
+        given = parser.parse_args(words)
+        check_flags(given, options_from(given, data), Job())

@@ -39,6 +39,20 @@ PARSER.set_defaults(lr_step_epochs="200,250", macrobatch_size=8, lr_schedule="co
             "--max-random-ar 2 --random-resized-crop 0",
             "--max-random-area 2 has no effect: only --random-resized-crop 1 uses it",
         ),
+        (
+            "--min-random-area 0.08 --use-imagenet-data-augmentation 1 --random-resized-crop 0",
+            "--min-random-area 0.08 has no effect: only --random-resized-crop 1 uses it",
+        ),
+        (
+            "--profile-worker-suffix worker.json",
+            "--profile-worker-suffix worker.json has no effect: Echelon writes no profiles; use torch.profiler in a "
+            "loop of your own",
+        ),
+        (
+            "--profile-s server.json",
+            "--profile-server-suffix server.json has no effect: Echelon writes no profiles; use torch.profiler in a "
+            "loop of your own",
+        ),
         ("--gc-type none --gc-th 2", "--gc-threshold 2 has no effect: gradient compression is not implemented yet"),
     ],
 )
@@ -59,10 +73,19 @@ def test_a_given_flag_without_effect_causes_a_warning(arguments: str, message: s
         "--macrobatch-size 64 --optimizer LBSGD",
         "--min-random-area 0.08 --max-random-area 2 --random-resized-crop 1",
         "--min-random-area 1 --max-random-area 1",
+        "--min-random-area 0.2 --use-imagenet-data-augmentation 1",
+        "--profile-worker-suffix '' --profile-server-suffix ''",
     ],
 )
 def test_defaults_and_flags_with_an_effect_cause_no_warning(arguments: str) -> None:
     assert warnings_about(PARSER.parse_args(shlex.split(arguments))) == []
+
+
+def test_imagenet_augmentation_has_no_effect_on_a_script_without_augmentation() -> None:
+    parser = script.make_parser(None, images=False)
+    expected = "--use-imagenet-data-augmentation 1 has no effect: this script does not augment its images"
+    assert warnings_about(parser.parse_args(["--use-imagenet-data-augmentation", "1"])) == [expected]
+    assert warnings_about(parser.parse_args(["--use-imagenet-data-augmentation", "0"])) == []
 
 
 def test_each_warning_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

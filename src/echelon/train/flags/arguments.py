@@ -7,7 +7,7 @@ from typing import Any
 
 from echelon.errors import UsageError
 from echelon.launch.devices import parse_devices
-from echelon.train.flags.parser import Add, Parser
+from echelon.train.flags.parser import Add, Parser, was_given
 from echelon.train.flags.stores import store_lines
 from echelon.train.recipe.options import DTYPES, ENGINES, TrainOptions
 from echelon.train.recipe.pace import Pace, parse_slow, parse_stall
@@ -91,9 +91,14 @@ def _add_mxnet_arguments(add: Add, defaults: TrainOptions) -> None:
     )
     add("--warmup-epochs", type=float, unset="0; lbsgd: 5", help="epochs of warm-up")
     add("--warmup-strategy", default=defaults.warmup_strategy, help="linear, power2, sqrt, constant; lbsgd: lars")
-    add("--profile-worker-suffix", default="", help=argparse.SUPPRESS)
-    add("--profile-server-suffix", default="", help=argparse.SUPPRESS)
-    add("--use-imagenet-data-augmentation", type=int, default=0, help=argparse.SUPPRESS)
+    add("--profile-worker-suffix", default="", help="no effect")
+    add("--profile-server-suffix", default="", help="no effect")
+    add(
+        "--use-imagenet-data-augmentation",
+        type=int,
+        default=0,
+        help="1: crop and recolour at random as is usual for ImageNet; augmentation flags replace single values",
+    )
 
 
 def _add_own_arguments(own: Add, defaults: TrainOptions) -> None:
@@ -173,6 +178,23 @@ _AUGMENT: dict[str, tuple[type, str]] = {  # MXNet's flags, by field of AugmentC
 }
 
 
+# The values of MXNet's train_imagenet.py, which sets them after it has parsed the flags, so there they have no effect.
+_IMAGENET = {
+    "rgb_mean": "123.68,116.779,103.939",
+    "rgb_std": "58.393,57.12,57.375",
+    "random_crop": 0,
+    "random_resized_crop": 1,
+    "random_mirror": 1,
+    "min_random_area": 0.08,
+    "min_random_aspect_ratio": 3 / 4,
+    "max_random_aspect_ratio": 4 / 3,
+    "brightness": 0.4,
+    "contrast": 0.4,
+    "saturation": 0.4,
+    "pca_noise": 0.1,
+}
+
+
 def _add_augment_arguments(add: Add, own: Add) -> None:
     """Add the augmentation flags. Flags that are not given keep the settings of the data set."""
     add("--rgb-mean", unset="the data set's", help="mean per channel, for example 123.68,116.779,103.939")
@@ -184,7 +206,7 @@ def _add_augment_arguments(add: Add, own: Add) -> None:
 
 def options_from(given: argparse.Namespace, data: str) -> TrainOptions:
     """Convert the parsed flags to options; raises UsageError for malformed text. `check_flags` checks the values."""
-    values = vars(given)
+    values = vars(given) | _imagenet_augmentation(given)
     get = values.get
     slow = parse_slow(given.slow) if given.slow else {}
     stall = parse_stall(given.stall) if given.stall else None
@@ -212,6 +234,13 @@ def options_from(given: argparse.Namespace, data: str) -> TrainOptions:
             "pace": Pace(given.pace, slow, stall, given.seed),
         }
     )
+
+
+def _imagenet_augmentation(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the values that --use-imagenet-data-augmentation 1 sets: those of the flags that were not given."""
+    if not given.use_imagenet_data_augmentation or not hasattr(given, "random_crop"):
+        return {}
+    return {name: value for name, value in _IMAGENET.items() if not was_given(given, name)}
 
 
 def _augment(values: dict[str, Any], channels: int) -> dict[str, Any]:

@@ -51,7 +51,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "monitor": (0, _COUNT),
     "save_batches": (0, _COUNT),
     "staleness": (0, _COUNT),
-    "top": (1, _COUNT),
     "top_k": (0, _COUNT),
     "seed": (-_LONG, _LONG),
     "lr": (0, _FINITE),
@@ -66,8 +65,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "target_accuracy": (0, 1),
     "pace": (0, 86_400),
 }
-
-_UNSUPPORTED = ("profile_worker_suffix", "profile_server_suffix", "use_imagenet_data_augmentation")
 
 
 def check_flags(given: Namespace, options: TrainOptions, job: Job, *, starts_job: bool = False) -> None:
@@ -112,9 +109,6 @@ def check_numbers(values: Mapping[str, float | None]) -> None:
 def _check_single_flags(given: Namespace) -> None:
     """Check each value by itself."""
     values = vars(given)
-    for name in _UNSUPPORTED:
-        if values.get(name):
-            raise UsageError(f"--{name.replace('_', '-')} has no effect in Echelon; leave it out")
     if values.get("gc_type", "none") != "none":
         raise UsageError(f"--gc-type {given.gc_type}: gradient compression is not implemented yet; use none")
     check_numbers(values)
@@ -257,10 +251,21 @@ def _macrobatch(given: Namespace) -> str | None:
 
 def _area(name: str) -> Callable[[Namespace], str | None]:
     def reason_for(given: Namespace) -> str | None:
-        has_effect = getattr(given, name) == 1 or given.random_resized_crop
+        resizes = given.random_resized_crop
+        has_effect = getattr(given, name) == 1 or (given.use_imagenet_data_augmentation if resizes is None else resizes)
         return None if has_effect else "only --random-resized-crop 1 uses it"
 
     return reason_for
+
+
+def _imagenet_augmentation(given: Namespace) -> str | None:
+    has_effect = not given.use_imagenet_data_augmentation or hasattr(given, "random_crop")
+    return None if has_effect else "this script does not augment its images"
+
+
+def _profile(name: str) -> Callable[[Namespace], str | None]:
+    reason = "Echelon writes no profiles; use torch.profiler in a loop of your own"
+    return lambda given: reason if getattr(given, name) else None
 
 
 _REASONS: dict[str, Callable[[Namespace], str | None]] = {
@@ -268,5 +273,8 @@ _REASONS: dict[str, Callable[[Namespace], str | None]] = {
     "macrobatch_size": _macrobatch,
     "min_random_area": _area("min_random_area"),
     "max_random_area": _area("max_random_area"),
+    "use_imagenet_data_augmentation": _imagenet_augmentation,
+    "profile_worker_suffix": _profile("profile_worker_suffix"),
+    "profile_server_suffix": _profile("profile_server_suffix"),
     "gc_threshold": lambda given: "gradient compression is not implemented yet",
 }
