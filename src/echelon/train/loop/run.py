@@ -21,6 +21,7 @@ from echelon.train import log_lines
 from echelon.train.checkpoint.saver import RunPosition, Saver
 from echelon.train.loop.evaluate import Validation
 from echelon.train.loop.inputs import train_loader
+from echelon.train.loop.learning import LearningCheck
 from echelon.train.loop.measurements import Measurements
 from echelon.train.loop.monitor import Monitor
 from echelon.train.loop.reporting import Reporter, TrainingProgress
@@ -79,6 +80,8 @@ class Run:
         self._average = MovingAverage(trainer.model, horizon) if horizon and self._is_rank_0 else None
         self._saver = Saver(options, self._place, trainer, dataset, self._scaler, self._average)
         self._validation = self._make_validation()
+        checked = self._is_rank_0 and device_index == 0 and not options.benchmark  # random labels cannot be learned
+        self._learning = LearningCheck(options, dataset.num_classes) if checked else None
         self._monitor = Monitor(trainer.model, options.monitor) if options.monitor else None
         self._report = Reporter(options, progress, logs=device_index == 0, is_rank_0=self._is_rank_0)
         self._stop = StopSignals()
@@ -242,6 +245,17 @@ class Run:
             self._evaluate(epoch, self._per_epoch)
         if self._kvstore.halted and not saves:
             self._saver.save(self._position, means)
+        self._warn_if_not_learning(epoch, sums)
+
+    def _warn_if_not_learning(self, epoch: int, sums: torch.Tensor) -> None:
+        """Judge the epoch by its training metrics; by the validation loss if the training loss is not measured."""
+        if self._learning is None:
+            return
+        means = self._metrics.means(sums)
+        loss = means.get("cross-entropy", self._measured.get("cross-entropy"))
+        for text in self._learning.after_epoch(epoch + 1, self._per_epoch, int(sums[-1]), means["accuracy"], loss):
+            log.warning(text)
+            self._kvstore.events.write("warning", text=text)
 
     def _evaluate(self, epoch: int, done: int) -> None:
         """Evaluate after `done` batches of an epoch, and stop the run if the target accuracy is reached."""
