@@ -61,6 +61,41 @@ def test_a_gradient_of_a_parameter_that_was_frozen_at_the_start() -> None:
     assert on_one_worker(program, "dist_sync").startswith("'middle.weight' did not require a gradient when the Trainer")
 
 
+@pytest.mark.parametrize("store", ["local", "dist_sync"])
+def test_the_optimizer_of_a_trainer_makes_no_step_of_its_own(store: str) -> None:
+    """The step would change this process alone. Schedulers wrap the optimizer's step, which must change nothing."""
+
+    def program(kv: KVStore) -> tuple[State, State]:
+        model = seeded(Net)
+        optimizer = momentum(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        with echelon.Trainer(model, optimizer, kv) as trainer:
+            for batch in batches(2):
+                loss_of(model, batch).backward()
+                with pytest.raises(UsageError, match=r"optimizer.step\(\) was called, .*: call trainer.step\("):
+                    optimizer.step()
+                trainer.step()
+                scheduler.step()
+            trained = snapshot(model)
+        optimizer.step()  # without gradients; the Trainer is closed
+        return trained, snapshot(model)
+
+    trained, after = run(program, store, num_workers=1)[0] if store != "local" else program(create(store))
+    assert_same_bits(trained, after)
+    assert not all(torch.equal(trained[name], value) for name, value in snapshot(seeded(Net)).items())
+
+
+def test_the_last_trainer_of_an_optimizer_steps_it() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(2):  # the first Trainer is not closed
+        trainer = echelon.Trainer(model, optimizer)
+        before = model.weight.detach().clone()
+        model(torch.ones(1, 2)).sum().backward()
+        trainer.step()
+        assert not torch.equal(model.weight, before)
+
+
 def test_a_sparse_gradient() -> None:
     def program(kv: KVStore) -> str:
         model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))

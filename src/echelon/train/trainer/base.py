@@ -31,13 +31,14 @@ from echelon.kvstore import KVStore, create
 from echelon.kvstore.create import store_class
 from echelon.kvstore.state_files import by_key
 from echelon.kvstore.values import is_finite
+from echelon.train.trainer.guards import GuardedOptimizer
 from echelon.train.trainer.optimizer_state import load_state, state_of
 
 REPORT_S = 0.25
 
 
 class Hook(Protocol):
-    """A hook on a model or one of its parameters."""
+    """A hook on a model, one of its parameters, or an optimizer."""
 
     def remove(self) -> None: ...
 
@@ -112,6 +113,8 @@ class Trainer:
         # Kept to be removed: the garbage collector does not see a parameter's hooks, which hold the trainer.
         self._hooks: list[Hook] = []
         self._start()
+        self._guarded_optimizer = GuardedOptimizer(optimizer)
+        self._hooks.append(self._guarded_optimizer)
         self._batch_size_hook: Hook = model.register_forward_pre_hook(self._make_batch_size_hook(), with_kwargs=True)
         self._hooks.append(self._batch_size_hook)
 
@@ -168,7 +171,7 @@ class Trainer:
         """Do the device's part of a step, if it is `capturable`; `count` does the host's part."""
         if not self.capturable:
             raise UsageError(f"{self.kvstore.type} communicates in every step: call step() instead of update()")
-        self.optimizer.step()
+        self._guarded_optimizer.step()
 
     def sync(self) -> None:
         """Wait until every parameter has the weights of the last step."""

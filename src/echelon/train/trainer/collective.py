@@ -153,7 +153,7 @@ class CollectiveTrainer(GroupTrainer, store=CollectiveStore):
             total /= divisor
             for name, parameter in bucket.parameters.items():
                 parameter.grad = bucket.place(total, name).to(parameter.dtype) if name in used else None
-        self.optimizer.step()
+        self._guarded_optimizer.step()
 
     def _begin_step(self) -> None:
         self._clear_gradients()

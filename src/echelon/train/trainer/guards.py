@@ -1,16 +1,19 @@
-"""Checks for changes in the user's loop that would have no effect: gradients after their push, and settings.
+"""Checks for calls and changes in the user's loop that would have the wrong effect or none.
 
 Gradients that were pushed and settings that the servers took over cannot be changed in this process any more. A
-change is an error, because the job would continue with the old values.
+change is an error, because the job would continue with the old values. `optimizer.step()` in place of `trainer.step()`
+would update this process alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from echelon.errors import UsageError
 
@@ -44,6 +47,41 @@ class WatchedGradients:
         version = self._watched[name]._version
         before, self._versions[name] = self._versions[name], version
         return version != before
+
+
+class GuardedOptimizer:
+    """An optimizer whose `step` only its Trainer may call. Of several Trainers of one optimizer, the last counts."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        earlier = _STEP_HOOKS.get(optimizer)
+        if earlier is not None:
+            earlier.remove()
+        self._optimizer = optimizer
+        self._is_allowed = False
+        self._hook = optimizer.register_step_pre_hook(self._check)
+        _STEP_HOOKS[optimizer] = self._hook
+
+    def step(self) -> None:
+        """Run the optimizer."""
+        self._is_allowed = True
+        try:
+            self._optimizer.step()
+        finally:
+            self._is_allowed = False
+
+    def remove(self) -> None:
+        """Let everybody call the optimizer's `step` again."""
+        self._hook.remove()
+
+    def _check(self, *_: object) -> None:
+        if not self._is_allowed:
+            raise UsageError(
+                "optimizer.step() was called, but this optimizer belongs to a Trainer: call trainer.step(batch_size) "
+                "instead, which also exchanges the gradients"
+            )
+
+
+_STEP_HOOKS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 class FixedSettings:
