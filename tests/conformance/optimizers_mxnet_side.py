@@ -9,13 +9,16 @@ from typing import Any
 import mxnet as mx
 
 
-def trajectory(name: str, settings: dict[str, Any], weights: list[float], gradients: list[list[float]]) -> list[Any]:
+def trajectory(
+    name: str, settings: dict[str, Any], weights: list[Any], gradients: list[Any], rates: list[float]
+) -> list[Any]:
     """Return the weight after every update. It is named fc_weight, because some rules depend on the name."""
     optimizer = mx.optimizer.create(name, param_idx2name={0: "fc_weight"}, **settings)
     updater = mx.optimizer.get_updater(optimizer)
     weight = mx.nd.array(weights)
     found = []
-    for gradient in gradients:
+    for gradient, rate in zip(gradients, rates):  # noqa: B905  # MXNet's Python may be 3.9
+        optimizer.set_learning_rate(rate)
         updater(0, mx.nd.array(gradient), weight)
         found.append(weight.asnumpy().tolist())
     return found

@@ -206,6 +206,6 @@ def test_states_need_an_optimizer_and_a_file_of_states(tmp_path: Path) -> None:
         with create("local") as kv:
             for key, length in keys.items():
                 kv.init(key, torch.zeros(length))
-            kv.set_optimizer(name, **settings)
+            kv.set_optimizer(name, style="torch", **settings)
             with pytest.raises(EchelonError, match=words):
                 kv.load_optimizer_states(file)

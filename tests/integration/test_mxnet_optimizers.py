@@ -35,7 +35,28 @@ import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run as run_with_servers
-from echelon.optim import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftrl, Signum
+from echelon.optim import (
+    DCASGD,
+    FTML,
+    LAMB,
+    LARS,
+    LBSGD,
+    NAG,
+    SGD,
+    SGLD,
+    Accumulate,
+    AdaDelta,
+    AdaGrad,
+    Adam,
+    Adamax,
+    Ftrl,
+    GroupAdaGrad,
+    LBSGDByNorm,
+    Nadam,
+    RMSProp,
+    Signum,
+    create,
+)
 from echelon.transport import TcpTransport
 from forked import run
 
@@ -58,7 +79,19 @@ def of(kind: Any, **settings: Any) -> MakeOptimizer:
     return make
 
 
+LIMITED: dict[str, Any] = {"rescale_grad": 2.0, "clip_gradient": 1e-3}
 ELEMENTWISE: dict[str, MakeOptimizer] = {
+    "sgd": of(SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "sgd-clipped": of(SGD, lr=0.1, momentum=0.9, **LIMITED),
+    "nag": of(NAG, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adam": of(Adam, lr=0.01, weight_decay=0.1, **LIMITED),
+    "adagrad": of(AdaGrad, lr=0.01, weight_decay=0.1),
+    "rmsprop": of(RMSProp, lr=0.01, weight_decay=0.1, **LIMITED),
+    "rmsprop-centered": of(RMSProp, lr=0.001, centered=True, clip_weights=0.2),
+    "adadelta": of(AdaDelta, weight_decay=0.1),
+    "adamax": of(Adamax, lr=0.01, weight_decay=0.1),
+    "nadam": of(Nadam, lr=0.01, weight_decay=0.1),
+    "lbsgd": of(LBSGD, lr=0.1, momentum=0.9, weight_decay=0.01, batch_scale=2, warmup_updates=3),
     "signum": of(Signum, lr=0.01, weight_decay=0.1, wd_lh=0.3),
     "signsgd": of(Signum, lr=0.01, momentum=0, weight_decay=0.1),
     "ftml": of(FTML, lr=0.01, weight_decay=0.1),
@@ -70,7 +103,8 @@ ELEMENTWISE: dict[str, MakeOptimizer] = {
 BY_NORM: dict[str, MakeOptimizer] = {
     "lars": of(LARS, lr=0.1, weight_decay=0.01, eta=0.1),
     "lars-momentum": of(LARS, lr=0.1, momentum=0.9, eta=0.1, eps=0.1),
-    "lbsgd": of(LBSGD, lr=0.1, momentum=0.9, weight_decay=0.01, batch_size=6),
+    "lbsgd-lars": of(LBSGDByNorm, lr=0.1, momentum=0.9, weight_decay=0.01, batch_scale=2, batch_size=6),
+    "groupadagrad": of(GroupAdaGrad, lr=0.1, **LIMITED),
     "lamb": of(LAMB, lr=0.01, weight_decay=0.1),
 }
 ON_SERVERS = ELEMENTWISE | BY_NORM
@@ -158,13 +192,39 @@ def test_a_group_agrees_however_updates_are_divided() -> None:
 
 def test_one_server_equals_one_process_with_the_joined_batch() -> None:
     """Two workers give the result of one process, up to the order of sums."""
-    for name in ("ftml", "dcasgd-momentum", *BY_NORM):
+    for name in ("sgd", "nag", "lbsgd", "ftml", "dcasgd-momentum", *BY_NORM):
         loop = Loop(seeded(Net).double(), ON_SERVERS[name])
         parts = [batches(STEPS, size, seed=rank, dtype=torch.float64) for rank, size in enumerate(PARTS)]
         found = run_with_servers(partial(on_rank, loop=loop, parts=parts), "dist_sync", num_servers=1)
         assert_same_bits(found[0], found[1])
         tolerance = tolerances.of_training(joined(parts), magnification=10)
         assert largest_difference(found[0], loop.plain(joined(parts))) < tolerance, name
+
+
+# --- by MXNet's names
+
+
+def test_a_store_takes_mxnets_names_and_settings() -> None:
+    """The gradient is summed over two workers, rescaled and clipped, and every second push makes a step."""
+    settings: dict[str, Any] = {"learning_rate": 0.1, "wd": 0.01, "rescale_grad": 0.25, "clip_gradient": 0.6}
+    settings |= {"momentum": 0.9, "batch_scale": 2, "warmup_epochs": 1, "updates_per_epoch": 3}
+    first, gradient = torch.linspace(-1, 1, 130), torch.linspace(-3, 2, 130)
+
+    def program(kv: KVStore) -> torch.Tensor:
+        kv.init("w", first)
+        kv.set_optimizer("LBSGD", style="mxnet", **settings)
+        found = torch.empty(130)
+        for step in range(4):
+            kv.pushpull("w", gradient * (step + kv.rank), found)
+        return found
+
+    parameter = nn.Parameter(first.clone())
+    optimizer = create("lbsgd", [parameter], **settings)
+    for step in range(4):
+        parameter.grad = gradient * (2 * step + 1)
+        optimizer.step()
+    for found in run_with_servers(program, "dist_sync", num_workers=2, num_servers=2):
+        torch.testing.assert_close(found, parameter.detach())
 
 
 # --- states

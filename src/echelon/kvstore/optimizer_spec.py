@@ -10,16 +10,18 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from echelon.cluster.messages import OptimizerSpec
 from echelon.errors import UsageError, unknown_name
-from echelon.optim import RULES
+from echelon.optim import RULES, create
 
-_CLASSES: dict[str, type[Optimizer]] = {
+Setting = float | int | bool | list[float] | None
+
+_TORCH: dict[str, type[Optimizer]] = {
     "sgd": SGD,
     "adam": Adam,
     "adamw": AdamW,
     "adagrad": Adagrad,
     "rmsprop": RMSprop,
-    **RULES,
 }
+_CLASSES: dict[str, type[Optimizer]] = _TORCH | RULES
 _NOT_SENT = {"foreach", "capturable", "differentiable", "decoupled_weight_decay"}
 _REJECTED = ("capturable", "differentiable")
 
@@ -33,9 +35,10 @@ def spec_of(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
     """Return a torch optimizer's class and settings. `names` maps id(parameter) to the parameter's key."""
     name = next((name for name, kind in _CLASSES.items() if type(optimizer) is kind), None)
     if name is None:
+        torch_kinds, rules = ([kind.__name__ for kind in table.values()] for table in (_TORCH, RULES))
         raise UsageError(
-            f"{type(optimizer).__name__} cannot run on the servers; use one of "
-            f"{', '.join(kind.__name__ for kind in _CLASSES.values())} of torch.optim and echelon.optim"
+            f"{type(optimizer).__name__} cannot run on the servers; use one of {', '.join(torch_kinds)} of "
+            f"torch.optim, or {', '.join(rules)} of echelon.optim"
         )
     if name == "adam":
         name = _adam_or_adamw(optimizer)
@@ -47,15 +50,20 @@ def spec_of(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
     return OptimizerSpec(name, [_options(optimizer, group) for group in optimizer.param_groups], members)
 
 
-def spec_by_name(name: str, settings: Mapping[str, Any]) -> OptimizerSpec:
-    """Return the spec of an optimizer by name, with torch.optim's names and defaults for its settings."""
+def spec_by_name(name: str, settings: Mapping[str, Any], style: str = "torch") -> OptimizerSpec:
+    """Return the spec of an optimizer by name, with torch.optim's settings and defaults or, by `style`, MXNet's."""
     if not isinstance(name, str):
         raise _not_an_optimizer(name)
+    if style not in ("torch", "mxnet"):
+        raise unknown_name("style of optimizers", style, ("torch", "mxnet"))
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    if style == "mxnet":
+        return spec_of(create(name, parameters, **settings), {})
     kind = _CLASSES.get(name.lower())
     if kind is None:
         raise unknown_name("optimizer", name, _CLASSES)
     try:
-        optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **settings)
+        optimizer = kind(parameters, **settings)
     except (TypeError, ValueError) as error:
         raise UsageError(f"optimizer {name!r}: {error}") from error
     return spec_of(optimizer, {})
@@ -85,12 +93,12 @@ def _adam_or_adamw(optimizer: Optimizer) -> str:
     return "adamw" if True in decoupled else "adam"
 
 
-def _options(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, float | int | bool | list[float] | None]:
+def _options(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Setting]:
     """Return a parameter group's settings, without entries that users or schedules have added."""
     for name in _REJECTED:
         if group.get(name):
             raise UsageError(f"an optimizer with {name}=True cannot run on the servers")
-    options: dict[str, float | int | bool | list[float] | None] = {}
+    options: dict[str, Setting] = {}
     for name in optimizer.defaults:
         if name not in _NOT_SENT and name in group:
             value = group[name]
@@ -98,5 +106,5 @@ def _options(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, float 
     return options
 
 
-def _plain(value: Any) -> float | int | bool | None:
+def _plain(value: Any) -> Setting:
     return float(value) if isinstance(value, torch.Tensor) else value

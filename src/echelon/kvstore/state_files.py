@@ -77,6 +77,11 @@ def state_names(spec: OptimizerSpec, key: str) -> list[str]:
     return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options["amsgrad"] else [])]
 
 
+def counts_updates(spec: OptimizerSpec) -> bool:
+    """Return whether an optimizer stores the number of its updates. torch's SGD and some rules do not."""
+    return RULES[spec.name].counts if spec.name in RULES else spec.name != "sgd"
+
+
 def check_fit(
     source: str, spec: OptimizerSpec, keys: Mapping[str, KeySpec], states: Mapping[str, Mapping[str, Tensor]]
 ) -> None:

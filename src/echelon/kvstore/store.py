@@ -123,8 +123,11 @@ class KVStore(ABC):
         self.init(key, value)
         self.pull(key, out, priority)
 
-    def set_optimizer(self, optimizer: str | Optimizer, **settings: Any) -> None:
-        """Update the stored values with an optimizer: a name and torch.optim's settings, or an instance."""
+    def set_optimizer(self, optimizer: str | Optimizer, *, style: str = "torch", **settings: Any) -> None:
+        """Update the stored values with an optimizer: an instance, or a name and settings.
+
+        By `style`, the names and defaults of settings are those of torch.optim, or those of MXNet (learning_rate, wd).
+        """
         if isinstance(optimizer, Optimizer):
             if settings:
                 raise UsageError("an optimizer instance has its own settings; give settings only with a name")
@@ -134,7 +137,7 @@ class KVStore(ABC):
                 )
             spec = spec_of(optimizer, {})
         else:
-            spec = spec_by_name(optimizer, settings)
+            spec = spec_by_name(optimizer, settings, style)
         self.use_optimizer(spec)
 
     def set_updater(self, updater: Updater) -> None:

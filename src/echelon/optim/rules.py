@@ -1,89 +1,17 @@
-"""MXNet's optimizers that torch.optim does not have: an update rule each, and the torch optimizer around it.
-
-A rule updates one tensor in place from its gradient, its states, the number of its updates and the settings. The torch
-optimizer applies the rule to whole parameters, and servers apply it to their pieces of them: the same operations on the
-same elements, so the same bits. A rule with `whole` set needs a whole parameter at once and rejects pieces: for its
-norm (LARS, LBSGD, LAMB), or for noise (SGLD).
-
-The formulas and defaults are those of MXNet, for gradients that are already divided by the batch size. They use basic
-torch operations, which give an element the same bits however a tensor is divided. A norm is summed in float64, in
-blocks that do not depend on the number of threads, so its bits are reproducible.
-"""
+"""MXNet's optimizers that torch.optim does not have: signum, ftml, ftrl, dcasgd, lars, lamb, sgld and test."""
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Unpack
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-Options = Mapping[str, Any]
-States = Sequence[Tensor]
-
-_BLOCK = 1024
-
-
-class Rule(Optimizer):
-    """A torch optimizer with one update rule. Its states are those of `state_names` and, if there are any, `step`."""
-
-    states: ClassVar[tuple[str, ...]] = ()  # besides momentum
-    whole: ClassVar[bool] = False
-    divides_gradient: ClassVar[bool] = False  # a scheme's divisor divides the gradient, not the learning rate
-
-    def __init__(self, params: ParamsT, **settings: Any) -> None:
-        """Raises ValueError for negative settings, as torch.optim does."""
-        for name in ("lr", "momentum", "weight_decay", "eps"):
-            if not settings.get(name, 0) >= 0:
-                raise ValueError(f"Invalid {name}: {settings[name]}")
-        super().__init__(params, settings)
-
-    @classmethod
-    def state_names(cls, options: Options) -> list[str]:
-        """Return the names of a parameter's states, in the order in which `update` gets them. They begin as zeros."""
-        return ["momentum_buffer", *cls.states] if options.get("momentum") else [*cls.states]
-
-    @staticmethod
-    def update(weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
-        """Update weights and states in place. The gradient must not be changed; `step` counts from 1."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        numbers = itertools.count()
-        for group in self.param_groups:
-            for parameter, number in zip(group["params"], numbers, strict=False):
-                if parameter.grad is not None:
-                    self._update_one(number, parameter, group)
-        return loss
-
-    def _update_one(self, number: int, parameter: Tensor, group: Options) -> None:
-        names = self.state_names(group)
-        state = self.state[parameter] if names else {}
-        for name in names:
-            if name not in state:
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        step = self._count(state) if names else 1
-        states = [state[name] for name in names]
-        assert parameter.grad is not None
-        self.update(parameter, parameter.grad, states, step, float(group["lr"]), group)
-
-    @staticmethod
-    def _count(state: dict[str, Any]) -> int:
-        """Count an update and return the number of updates. The count is on the CPU, as in torch.optim."""
-        state["step"] = state.get("step", torch.tensor(0.0)) + 1
-        return int(state["step"])
+from echelon.optim.norm import squared_norm
+from echelon.optim.rule import Common, Options, Rule, States
 
 
 class Signum(Rule):
@@ -93,13 +21,19 @@ class Signum(Rule):
     """
 
     def __init__(
-        self, params: ParamsT, lr: float = 0.01, momentum: float = 0.9, weight_decay: float = 0, wd_lh: float = 0
+        self,
+        params: ParamsT,
+        lr: float = 0.01,
+        momentum: float = 0.9,
+        weight_decay: float = 0,
+        wd_lh: float = 0,
+        **common: Unpack[Common],
     ) -> None:
         """`wd_lh` shrinks the weights directly; `weight_decay` is added to the gradient."""
-        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, wd_lh=wd_lh)
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, wd_lh=wd_lh, **common)
 
-    @staticmethod
-    def update(weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
+    @classmethod
+    def update(cls, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
         momentum, decay = options["momentum"], options["weight_decay"]
         shrink = lr * (options["wd_lh"] if momentum else decay)
         direction = gradient
@@ -115,6 +49,7 @@ class Signum(Rule):
 class FTML(Rule):
     """Follow the moving leader (Zheng and Kwok, 2017)."""
 
+    clips_decayed = True
     states = ("d", "v", "z")
 
     def __init__(
@@ -124,20 +59,19 @@ class FTML(Rule):
         betas: tuple[float, float] = (0.6, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0,
+        **common: Unpack[Common],
     ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **common)
 
-    @staticmethod
-    def update(weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
+    @classmethod
+    def update(cls, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
         if not lr:
             return  # the formula divides by the rate; a rate of 0 (the last one of poly) changes nothing
         (beta1, beta2), (d, v, z) = options["betas"], states
-        decay = options["weight_decay"]
-        decayed = gradient.add(weights, alpha=decay) if decay else gradient
-        v.mul_(beta2).addcmul_(decayed, decayed, value=1 - beta2)
+        v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         new_d = v.div(1 - beta2**step).sqrt_().add_(options["eps"]).mul_((1 - beta1**step) / lr)
         sigma = new_d.sub(d, alpha=beta1)
-        z.mul_(beta1).add_(decayed, alpha=1 - beta1).addcmul_(sigma, weights, value=-1)
+        z.mul_(beta1).add_(gradient, alpha=1 - beta1).addcmul_(sigma, weights, value=-1)
         d.copy_(new_d)
         weights.copy_(z).div_(new_d).neg_()
 
@@ -152,12 +86,18 @@ class Ftrl(Rule):
     states = ("z", "n")
 
     def __init__(
-        self, params: ParamsT, lr: float = 0.1, lamda1: float = 0.01, beta: float = 1, weight_decay: float = 0
+        self,
+        params: ParamsT,
+        lr: float = 0.1,
+        lamda1: float = 0.01,
+        beta: float = 1,
+        weight_decay: float = 0,
+        **common: Unpack[Common],
     ) -> None:
-        super().__init__(params, lr=lr, lamda1=lamda1, beta=beta, weight_decay=weight_decay)
+        super().__init__(params, lr=lr, lamda1=lamda1, beta=beta, weight_decay=weight_decay, **common)
 
-    @staticmethod
-    def update(weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
+    @classmethod
+    def update(cls, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
         if not lr:
             return  # as in FTML: the formula divides by the rate
         z, n = states
@@ -179,12 +119,18 @@ class DCASGD(Rule):
     states = ("previous",)
 
     def __init__(
-        self, params: ParamsT, lr: float = 0.01, momentum: float = 0, weight_decay: float = 0, lamda: float = 0.04
+        self,
+        params: ParamsT,
+        lr: float = 0.01,
+        momentum: float = 0,
+        weight_decay: float = 0,
+        lamda: float = 0.04,
+        **common: Unpack[Common],
     ) -> None:
-        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, lamda=lamda)
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, lamda=lamda, **common)
 
-    @staticmethod
-    def update(weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
+    @classmethod
+    def update(cls, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
         previous = states[-1]
         if step == 1:
             previous.copy_(weights)
@@ -199,25 +145,21 @@ class DCASGD(Rule):
 
 
 class Accumulate(Rule):
-    """MXNet's `test`: adds the gradient to the weights and ignores the learning rate. For tests of stores."""
+    """MXNet's `test`: adds the gradient to the weights and ignores the learning rate. For tests of stores.
+
+    As in MXNet, of the other settings only `rescale_grad` has an effect.
+    """
 
     divides_gradient = True
 
-    def __init__(self, params: ParamsT, lr: float = 0.01, weight_decay: float = 0) -> None:
+    def __init__(self, params: ParamsT, lr: float = 0.01, weight_decay: float = 0, **common: Unpack[Common]) -> None:
         """`lr` and `weight_decay` have no effect; they are accepted because callers pass them to every optimizer."""
-        super().__init__(params, lr=lr, weight_decay=weight_decay)
+        super().__init__(params, lr=lr, weight_decay=weight_decay, **common)
 
-    @staticmethod
-    def update(weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
-        weights.add_(gradient)
-
-
-def squared_norm(tensor: Tensor) -> Tensor:
-    """Return the sum of squares as one float64 on the tensor's device."""
-    sums = tensor.detach().reshape(-1).double().square()
-    while sums.numel() != 1:
-        sums = pad(sums, (0, -sums.numel() % _BLOCK)).view(-1, _BLOCK).sum(1) if sums.numel() else sums.new_zeros(1)
-    return sums[0]
+    @classmethod
+    def apply(cls, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
+        """Add the rescaled gradient."""
+        weights.add_(gradient, alpha=options.get("rescale_grad", 1.0))
 
 
 class LARS(Rule):
@@ -237,56 +179,27 @@ class LARS(Rule):
         weight_decay: float = 0,
         eta: float | None = 0.001,
         eps: float = 0,
+        **common: Unpack[Common],
     ) -> None:
-        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, eta=eta, eps=eps)
+        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, eta=eta, eps=eps, **common)
+
+    @classmethod
+    def apply(cls, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
+        """Make an SGD step with the decayed gradient multiplied by the ratio of the norms, which ignores clipping."""
+        (prepared,) = cls.prepared([gradient], [weights], options)
+        change = prepared.add(weights, alpha=options["weight_decay"])
+        if options["eta"] is not None:
+            change.mul_(cls._ratio(weights, gradient, options).to(change.dtype))
+        if options["momentum"]:
+            change = states[0].mul_(options["momentum"]).add_(change)
+        weights.add_(change, alpha=-lr)
 
     @staticmethod
-    def update(weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
-        eta, decay = options["eta"], options["weight_decay"]
-        ratio = None
-        if eta is not None:
-            weight_norm, gradient_norm = squared_norm(weights).sqrt(), squared_norm(gradient).sqrt()
-            ratio = eta * weight_norm / (gradient_norm + decay * weight_norm + options["eps"])
-            ratio = torch.where((weight_norm > 0) & (gradient_norm > 0), ratio, 1.0)
-        _descend(weights, gradient, states, lr, options, ratio)
-
-
-class LBSGD(Rule):
-    """MXNet's lbsgd with the warm-up strategy `lars`: LARS with another ratio, limited to between 0.01 and 100.
-
-    MXNet uses the norm of the gradient summed over the batch, which is `batch_size` times that of the mean gradient.
-    """
-
-    whole = True
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 0.01,
-        momentum: float = 0,
-        weight_decay: float = 0,
-        batch_size: float = 1,
-    ) -> None:
-        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, batch_size=batch_size)
-
-    @staticmethod
-    def update(weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
-        weight_norm = squared_norm(weights)
-        gradient_norm = squared_norm(gradient) * options["batch_size"] ** 2
-        ratio = (weight_norm / (gradient_norm + options["weight_decay"] * weight_norm + 1e-18)).sqrt().clamp(0.01, 100)
-        _descend(weights, gradient, states, lr, options, ratio)
-
-
-def _descend(
-    weights: Tensor, gradient: Tensor, states: States, lr: float, options: Options, ratio: Tensor | None
-) -> None:
-    """Make an SGD step with the decayed gradient multiplied by `ratio`."""
-    change = gradient.add(weights, alpha=options["weight_decay"])
-    if ratio is not None:
-        change.mul_(ratio.to(change.dtype))
-    if options["momentum"]:
-        change = states[0].mul_(options["momentum"]).add_(change)
-    weights.add_(change, alpha=-lr)
+    def _ratio(weights: Tensor, gradient: Tensor, options: Options) -> Tensor:
+        weight_norm = squared_norm(weights).sqrt()
+        gradient_norm = squared_norm(gradient).sqrt() * options.get("rescale_grad", 1.0)
+        ratio = options["eta"] * weight_norm / (gradient_norm + options["weight_decay"] * weight_norm + options["eps"])
+        return torch.where((weight_norm > 0) & (gradient_norm > 0), ratio, 1.0)
 
 
 class LAMB(Rule):
@@ -302,11 +215,12 @@ class LAMB(Rule):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0,
+        **common: Unpack[Common],
     ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **common)
 
-    @staticmethod
-    def update(weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
+    @classmethod
+    def update(cls, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:
         (beta1, beta2), (mean, square) = options["betas"], states
         mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -326,8 +240,10 @@ class SGLD(Rule):
 
     whole = True
 
-    def __init__(self, params: ParamsT, lr: float = 0.01, weight_decay: float = 0, seed: int = 0) -> None:
-        super().__init__(params, lr=lr, weight_decay=weight_decay, seed=seed)
+    def __init__(
+        self, params: ParamsT, lr: float = 0.01, weight_decay: float = 0, seed: int = 0, **common: Unpack[Common]
+    ) -> None:
+        super().__init__(params, lr=lr, weight_decay=weight_decay, seed=seed, **common)
 
     def _update_one(self, number: int, parameter: Tensor, group: Options) -> None:
         step = self._count(self.state[parameter])
@@ -337,5 +253,6 @@ class SGLD(Rule):
         noise = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         noise.normal_(0.0, math.sqrt(float(group["lr"])), generator=generator)
         assert parameter.grad is not None
-        change = parameter.grad.add(parameter, alpha=group["weight_decay"])
+        (prepared,) = self.prepared([parameter.grad], [parameter], group)
+        change = prepared.add(parameter, alpha=group["weight_decay"])
         parameter.add_(change, alpha=-float(group["lr"]) / 2).add_(noise)

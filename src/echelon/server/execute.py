@@ -150,10 +150,12 @@ class Storage:
         for whole in join(self._exact_pieces((key,))):
             weights = self.weights(whole)
             total = torch.empty_like(weights)
+            shape = self._layout.slots[key].spec.shape
             pieces = list(_cut_at_seams(whole, windows))
             for piece in pieces:
                 self._sum_into(total[piece.start - whole.start : piece.stop - whole.start], piece, update.gradients)
-            kernel.update(weights, total, self.states(whole, kernel), update.step, update.lr, update.divisor, 1.0)
+            states = [state.view(shape) for state in self.states(whole, kernel)]
+            kernel.update(weights.view(shape), total.view(shape), states, update.step, update.lr, update.divisor, 1.0)
             for piece in pieces:
                 self._copy(piece, outputs)
 

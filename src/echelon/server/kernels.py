@@ -7,8 +7,8 @@ which needs one pass, serves an unfused SGD as well. With `fused=True` the user'
 `exact` then asks for pieces that end where the key ends.
 
 `divisor` (in ASP, SSP and GSP) divides the step. SGD divides the gradient and the weight decay, so that the momentum
-contains the smaller step. The adaptive optimizers divide the learning rate, because they would normalize a smaller
-gradient.
+contains the smaller step. MXNet's SGD divides the learning rate, which its momentum contains anyway. The adaptive
+optimizers divide the learning rate, because they would normalize a smaller gradient.
 
 `RuleKernel` runs any optimizer of `echelon.optim`; some of those need a key as a whole.
 """
@@ -27,7 +27,7 @@ from torch.optim.adamw import adamw
 from torch.optim.rmsprop import rmsprop
 
 from echelon.errors import UsageError, unknown_name
-from echelon.optim import RULES, Rule
+from echelon.optim import RULES, SGD, Rule
 
 Options = Mapping[str, Any]
 States = Sequence[Tensor]
@@ -79,21 +79,53 @@ class Sgd(Kernel):
     def update(
         self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, divisor: float, scale: float
     ) -> None:
+        self._descend(weights, gradient, states, lr, self._dampening, self._weight_decay / divisor, step == 1, scale)
+
+    def _descend(
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        states: States,
+        lr: float,
+        dampening: float,
+        weight_decay: float,
+        is_first_step: bool,
+        scale: float,
+    ) -> None:
         if scale not in self._divisors:
             self._divisors[scale] = torch.tensor(1 / scale)
         torch._fused_sgd_(
             [weights],
             [gradient],
             list(states),
-            weight_decay=self._weight_decay / divisor,
+            weight_decay=weight_decay,
             momentum=self._momentum,
             lr=lr,
-            dampening=self._dampening,
+            dampening=dampening,
             nesterov=self._nesterov,
             maximize=self._maximize,
-            is_first_step=step == 1,
+            is_first_step=is_first_step,
             grad_scale=self._divisors[scale],
         )
+
+
+class MxnetSgd(Sgd):
+    """echelon.optim.SGD. `1 - dampening` multiplies what enters the momentum, so it can be the learning rate."""
+
+    divides_gradient = False
+
+    def __init__(self, options: Options) -> None:
+        super().__init__({"dampening": 0.0, "nesterov": False, "maximize": False, **options})
+        self._prepares = options.get("rescale_grad", 1.0) != 1 or options.get("clip_gradient") is not None
+
+    def update(
+        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, divisor: float, scale: float
+    ) -> None:
+        if self._prepares:
+            (gradient,), scale = SGD.prepared([gradient * scale], [weights], self.options), 1.0
+        rate = lr / divisor
+        taken, dampening = (1.0, 1 - rate) if self._momentum else (rate, 0.0)
+        self._descend(weights, gradient, states, taken, dampening, self._weight_decay, False, scale)
 
 
 class Functional(Kernel):
@@ -190,8 +222,10 @@ class RuleKernel(Kernel):
     def update(
         self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, divisor: float, scale: float
     ) -> None:
-        rate = lr if self.divides_gradient else lr / divisor
-        self._rule.update(weights, gradient, states, step, rate, self.options)
+        rate = 1.0 if self._rule.ignores_rate else lr
+        if not self.divides_gradient:
+            rate /= divisor
+        self._rule.apply(weights, gradient, states, step, rate, self.options)
 
 
 KERNELS: dict[str, Callable[[Options], Kernel]] = {
@@ -201,6 +235,7 @@ KERNELS: dict[str, Callable[[Options], Kernel]] = {
     "adagrad": Adagrad,
     "rmsprop": RMSprop,
     **{name: partial(RuleKernel, rule) for name, rule in RULES.items()},
+    "mxnet_sgd": MxnetSgd,
 }
 
 

@@ -30,7 +30,7 @@ def make_parser(description: str | None, *, images: bool = True) -> Parser:
     """Make a parser with the flags of training and, with `images`, those of data and augmentation."""
     parser = Parser(description=description)
     add_arguments(parser, images=images)
-    parser.set_defaults(kv_store="device")
+    parser.set_defaults(kv_store="device", optimizer_style="mxnet")
     return parser
 
 

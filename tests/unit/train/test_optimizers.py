@@ -11,9 +11,31 @@ from torch import nn, optim
 from echelon import models
 from echelon.errors import UsageError
 from echelon.kvstore.optimizer_spec import spec_of
-from echelon.optim import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftrl, Signum
+from echelon.optim import (
+    DCASGD,
+    FTML,
+    LAMB,
+    LARS,
+    LBSGD,
+    NAG,
+    SGD,
+    SGLD,
+    Accumulate,
+    AdaDelta,
+    AdaGrad,
+    Adam,
+    Adamax,
+    Ftrl,
+    GroupAdaGrad,
+    LBSGDByNorm,
+    Nadam,
+    RMSProp,
+    Signum,
+)
 from echelon.server.kernels import Kernel, kernel_for
-from echelon.train.recipe.optimizers import NAMES, check_on_servers, make_optimizer
+from echelon.train.recipe.optimizers import NAMES, check_on_servers, check_optimizer, make_optimizer
+from echelon.train.recipe.options import OPTIMIZER_STYLES, OPTIMIZERS
+from echelon.train.recipe.plan import LargeBatch
 
 pytestmark = pytest.mark.numeric
 
@@ -69,36 +91,42 @@ def test_weight_decay_of_a_resnet() -> None:
     assert len(others["params"]) == len(norms) + 1  # betas, and the classifier's bias
 
 
-KINDS: dict[str, type[optim.Optimizer]] = {
-    "sgd": optim.SGD,
-    "ccsgd": optim.SGD,
-    "nag": optim.SGD,
-    "lbsgd": optim.SGD,
-    "adam": optim.Adam,
-    "adamw": optim.AdamW,
-    "rmsprop": optim.RMSprop,
-    "adagrad": optim.Adagrad,
-    "adadelta": optim.Adadelta,
-    "adamax": optim.Adamax,
-    "nadam": optim.NAdam,
-    "signum": Signum,
-    "ftml": FTML,
-    "ftrl": Ftrl,
-    "dcasgd": DCASGD,
-    "lars": LARS,
-    "lamb": LAMB,
-    "sgld": SGLD,
-    "test": Accumulate,
+KINDS: dict[str, tuple[type[optim.Optimizer], type[optim.Optimizer]]] = {  # in torch's style, and in MXNet's
+    "sgd": (optim.SGD, SGD),
+    "ccsgd": (optim.SGD, SGD),
+    "nag": (optim.SGD, NAG),
+    "lbsgd": (LBSGD, LBSGD),
+    "adam": (optim.Adam, Adam),
+    "adamw": (optim.AdamW, optim.AdamW),
+    "rmsprop": (optim.RMSprop, RMSProp),
+    "adagrad": (optim.Adagrad, AdaGrad),
+    "groupadagrad": (GroupAdaGrad, GroupAdaGrad),
+    "adadelta": (optim.Adadelta, AdaDelta),
+    "adamax": (optim.Adamax, Adamax),
+    "nadam": (optim.NAdam, Nadam),
+    "signum": (Signum, Signum),
+    "ftml": (FTML, FTML),
+    "ftrl": (Ftrl, Ftrl),
+    "dcasgd": (DCASGD, DCASGD),
+    "lars": (LARS, LARS),
+    "lamb": (LAMB, LAMB),
+    "sgld": (SGLD, SGLD),
+    "test": (Accumulate, Accumulate),
 }
 OTHER_WAYS = ("test", "sgld", "ftrl")  # these move against the gradient, add noise, or move as their state says
+STYLED = [(name, style) for name in NAMES for style in OPTIMIZER_STYLES]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_name_takes_a_step(name: str) -> None:
+def decay_of(name: str) -> float:
+    return 0.0 if name == "groupadagrad" else 0.01
+
+
+@pytest.mark.parametrize(("name", "style"), STYLED)
+def test_every_name_takes_a_step(name: str, style: str) -> None:
     model = nn.Linear(3, 2)
     before = model.weight.detach().clone()
-    optimizer = make_optimizer(name.upper(), model, lr=0.1, momentum=0.9, weight_decay=0.01)
-    assert type(optimizer) is KINDS[name]
+    optimizer = make_optimizer(name.upper(), model, lr=0.1, momentum=0.9, weight_decay=decay_of(name), style=style)
+    assert type(optimizer) is KINDS[name][OPTIMIZER_STYLES.index(style)]
     model(torch.ones(4, 3)).sum().backward()
     optimizer.step()
     if name in OTHER_WAYS:
@@ -110,20 +138,21 @@ def test_every_name_takes_a_step(name: str) -> None:
 def test_the_names_of_all_optimizers() -> None:
     """MXNet has all of them except adamw."""
     registered = """sgd signum ftml lars lbsgd lamb dcasgd nag sgld adam adagrad rmsprop adadelta ftrl adamax nadam test
-        ccsgd"""
+        ccsgd groupadagrad"""
     assert set(NAMES) == set(KINDS) == {*registered.split(), "adamw"}
+    assert NAMES == OPTIMIZERS
 
 
 @pytest.mark.parametrize(
     ("name", "momentum", "nesterov"),
-    [("sgd", 0.8, False), ("ccsgd", 0.8, False), ("lbsgd", 0.8, False), ("nag", 0.8, True), ("nag", 0.0, False)],
+    [("sgd", 0.8, False), ("ccsgd", 0.8, False), ("nag", 0.8, True), ("nag", 0.0, False)],
 )
 def test_momentum(name: str, momentum: float, nesterov: bool) -> None:
     optimizer = make_optimizer(name, nn.Linear(1, 1), lr=0.1, momentum=momentum, weight_decay=0.0)
     assert (optimizer.defaults["momentum"], optimizer.defaults["nesterov"]) == (momentum, nesterov)
 
 
-@pytest.mark.parametrize(("name", "momentum"), [("rmsprop", 0), ("lars", 0), ("signum", 0.8), ("dcasgd", 0.8)])
+@pytest.mark.parametrize(("name", "momentum"), [("rmsprop", 0), ("lars", 0), ("signum", 0.8), ("lbsgd", 0.8)])
 def test_momentum_is_passed_only_to_the_optimizers_of_mxnets_scripts(name: str, momentum: float) -> None:
     """MXNet's scripts do the same."""
     made = make_optimizer(name, nn.Linear(1, 1), lr=0.1, momentum=0.8, weight_decay=0)
@@ -143,8 +172,9 @@ def test_lars_excludes_norms_and_biases(weight_decay: float) -> None:
 def test_lbsgd_with_lars_uses_the_norm_of_the_summed_gradient() -> None:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 3.0)
-    made = make_optimizer("lbsgd", model, lr=0.1, weight_decay=0.0, warmup_strategy="lars", batch_size=8)
-    assert type(made) is LBSGD
+    large_batch = LargeBatch(batch_size=8, warmup_strategy="lars")
+    made = make_optimizer("lbsgd", model, lr=0.1, weight_decay=0.0, large_batch=large_batch)
+    assert type(made) is LBSGDByNorm
     model(torch.full((1, 1), 0.5)).backward()
     made.step()
     assert float(model.weight.detach()) == pytest.approx(3.0 - 0.1 * (3.0 / (8 * 0.5)) * 0.5)
@@ -194,27 +224,47 @@ def test_gsps_gamma_does_not_rescale_the_weights_of_ftrl() -> None:
     assert torch.equal(weights, before)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_servers_run_the_listed_optimizers_and_no_others(name: str) -> None:
+@pytest.mark.parametrize(("name", "style"), STYLED)
+def test_servers_run_the_listed_optimizers_and_no_others(name: str, style: str) -> None:
     model = nn.Linear(2, 2)
-    optimizer = make_optimizer(name, model, lr=0.1, momentum=0.9, weight_decay=0.01)
+    optimizer = make_optimizer(name, model, lr=0.1, momentum=0.9, weight_decay=decay_of(name), style=style)
     names = {id(parameter): key for key, parameter in model.named_parameters()}
-    if name in ("adadelta", "adamax", "nadam", "sgld"):
-        with pytest.raises(UsageError, match=f"servers cannot run the optimizer '{name}'; use one of adagrad, adam, "):
-            check_on_servers(name, 1)
+    torchs = name in ("adadelta", "adamax", "nadam") and style == "torch"
+    if torchs or name == "sgld":
+        message = rf"servers cannot run the optimizer '{name}'; use one of .*adagrad, adam, .*"
+        with pytest.raises(UsageError, match=message + ("or --optimizer-style mxnet" if torchs else "test$")):
+            check_on_servers(name, 1, style)
         with pytest.raises(UsageError, match="cannot run on the servers"):
             spec_of(optimizer, names)
         return
-    check_on_servers(name, 1)
+    check_on_servers(name, 1, style)
     spec = spec_of(optimizer, names)
     model(torch.ones(1, 2)).sum().backward()
-    weights, gradient = model.weight.detach().clone().flatten(), model.weight.grad
+    weights, gradient = model.weight.detach().clone(), model.weight.grad
     assert gradient is not None
     kernel = kernel_for(spec.name, spec.groups[0])
     states = [torch.full_like(weights, fill) for fill in kernel.state_fills()]
-    kernel.update(weights, gradient.flatten(), states, 1, 0.1, 1, 1.0)
+    kernel.update(weights, gradient, states, 1, 0.1, 1, 1.0)
     optimizer.step()
-    assert torch.equal(weights, model.weight.detach().flatten())
+    if (name, style) in (("sgd", "mxnet"), ("ccsgd", "mxnet")):  # the fused kernel has a scalar tail here
+        torch.testing.assert_close(weights, model.weight.detach())
+    else:
+        assert torch.equal(weights, model.weight.detach())
+
+
+def test_gradients_are_clipped_in_mxnets_style_only() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = make_optimizer("sgd", model, lr=1.0, weight_decay=0, style="mxnet", clip_gradient=0.25)
+    before = float(model.bias.detach())
+    model(torch.ones(2, 1)).sum().backward()
+    optimizer.step()
+    assert float(model.bias.detach()) == pytest.approx(before - 0.25)
+    message = "--clip-gradient 0.5: torch's adam does not clip gradients; give --optimizer-style mxnet, too"
+    with pytest.raises(UsageError, match=re.escape(message)):
+        check_optimizer("adam", "torch", 0.5)
+    with pytest.raises(UsageError, match=r"torch's adamw does not clip gradients$"):
+        check_optimizer("adamw", "mxnet", 0.5)
+    check_optimizer("lamb", "torch", 0.5)
 
 
 def test_an_unknown_optimizer_is_rejected_with_the_nearest_name() -> None:
@@ -226,11 +276,11 @@ def test_an_unknown_optimizer_is_rejected_with_the_nearest_name() -> None:
 
 @pytest.mark.parametrize(("name", "strategy"), [("LARS", "linear"), ("lamb", "linear"), ("lbsgd", "lars")])
 def test_optimizers_that_need_norms_are_rejected_with_several_servers(name: str, strategy: str) -> None:
-    message = f"the optimizer '{name}' needs the norm of whole parameters, but 2 servers split them: start the job"
+    message = f"the optimizer '{name}' needs whole parameters, but 2 servers split them: start the job"
     with pytest.raises(UsageError, match=message):
-        check_on_servers(name, 2, strategy)
-    check_on_servers(name, 1, strategy)
-    check_on_servers("lbsgd", 2, "linear")
+        check_on_servers(name, 2, "torch", strategy)
+    check_on_servers(name, 1, "torch", strategy)
+    check_on_servers("lbsgd", 2)
 
 
 def test_invalid_numbers_are_usage_errors() -> None:

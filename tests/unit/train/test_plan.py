@@ -14,9 +14,11 @@ from echelon.train.flags.arguments import options_from
 from echelon.train.flags.check import check_flags
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import (
+    LargeBatch,
     ProcessRank,
     device_batch,
     epoch_size,
+    large_batch_for,
     sampling_for,
     schedule_for,
     sharding_for,
@@ -96,13 +98,16 @@ def test_the_devices_of_a_worker_divide_its_share(tmp_path: pytest.TempPathFacto
     assert sorted(np.concatenate(parts)) == list(range(1000))
 
 
-def test_lbsgds_warm_up_is_a_schedule_unless_it_uses_norms() -> None:
-    """With norms, the flags of the schedule have no effect, as in MXNet."""
-    options = TrainOptions(optimizer="LBSGD", lr=0.1, batch_size=8, macrobatch_size=32, warmup_epochs=1.0)
-    by_norm = replace(options, warmup_strategy="lars")
-    rates = [schedule_for(chosen, ProcessRank(0, 2), 10, 0).rate(11) for chosen in (options, by_norm)]
-    assert rates == pytest.approx([0.2, 0.1])
-    assert {schedule_for(by_norm, ProcessRank(0, 2), 10, 0).rate(update) for update in (1, 5, 30)} == {0.1}
+def test_lbsgd_has_its_own_warm_up_and_macrobatch() -> None:
+    """The rate of the schedule is the one that MXNet logs. A macrobatch is rounded up to whole steps of all workers."""
+    options = TrainOptions(optimizer="LBSGD", lr=0.1, batch_size=8, macrobatch_size=50, warmup_epochs=2.0)
+    made = schedule_for(options, ProcessRank(0, 2), 10, 0)
+    assert {made.rate(update) for update in (1, 5, 30)} == {0.1}
+    found = large_batch_for(replace(options, num_examples=100, kv_store="dist_sync"), 1000, 2)
+    assert found == LargeBatch(4, 16, 100 / 16, 2.0, "linear")
+    alone = large_batch_for(replace(options, macrobatch_size=0, warmup_epochs=None), 1000, 1)
+    assert (alone.batch_scale, alone.warmup_epochs, alone.updates_per_epoch) == (1, 5.0, 125.0)
+    assert large_batch_for(replace(options, kv_store="dist_async"), 1000, 2).batch_size == 8
 
 
 def test_the_warm_up_by_norms_needs_lbsgd_and_whole_parameters() -> None:
@@ -112,7 +117,7 @@ def test_the_warm_up_by_norms_needs_lbsgd_and_whole_parameters() -> None:
         check_flags(given, options_from(given, "digits"), Job(num_workers=2, num_servers=num_servers))
 
     check("LBSGD", 1)
-    with pytest.raises(UsageError, match="'LBSGD' needs the norm of whole parameters, but 2 servers split them"):
+    with pytest.raises(UsageError, match="'LBSGD' needs whole parameters, but 2 servers split them"):
         check("LBSGD", 2)
     with pytest.raises(UsageError, match="--warmup-strategy 'lars': use one of linear"):
         check("sgd", 1)

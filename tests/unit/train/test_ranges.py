@@ -19,8 +19,9 @@ AUGMENT = {field.name for field in dataclasses.fields(AugmentConfig)}
 SWITCHES = {"test_io", "benchmark", "data_allocator", "push_factors", "use_imagenet_data_augmentation"}
 ANY_WHOLE_NUMBER = {*SWITCHES, "save_period"}  # MXNet treats less than 1 as 1 there
 FROM_ONE = {"batch_size", "num_epochs", "num_layers", "num_classes", "num_examples", "disp_batches", "data_nthreads"}
+ABOVE_ZERO = FROM_ONE | {"clip_gradient"}
 BELOW_ZERO = {"seed"}
-HUGE_FLOATS = {"lr", "lr_factor", "wd", "warmup_epochs", "gc_threshold", "mixup"}
+HUGE_FLOATS = {"lr", "lr_factor", "wd", "warmup_epochs", "gc_threshold", "mixup", "clip_gradient"}
 
 
 def numeric(kind: type, *, augment: bool = False) -> list[str]:
@@ -48,7 +49,7 @@ def error_for(name: str, value: float) -> str:
 @pytest.mark.parametrize("name", [*WHOLE, *FLOATS])
 def test_zero_and_negative_numbers(name: str) -> None:
     kind = float if name in FLOATS else int
-    assert bool(error_for(name, kind(0))) == (name in FROM_ONE)
+    assert bool(error_for(name, kind(0))) == (name in ABOVE_ZERO)
     assert bool(error_for(name, kind(-1))) == (name not in BELOW_ZERO)
 
 

@@ -113,30 +113,11 @@ def test_warm_up_by_strategy(strategy: str, quarter: float, last: float) -> None
     assert made.rate(100) == 1.0
 
 
-@pytest.mark.parametrize(
-    ("strategy", "quarter"), [("linear", 1.75), ("power2", 1.1875), ("sqrt", 2.5), ("constant", 1.0)]
-)
-def test_the_large_batch_warm_up_multiplies_the_schedule(strategy: str, quarter: float) -> None:
-    made = schedule(lr=1.0, step_epochs="5", warmup_epochs=4, warmup_strategy=strategy, warmup_scale=4)
-    assert made.rate(10) == pytest.approx(quarter)
-    assert [made.rate(update) for update in (40, 50, 51)] == pytest.approx([4.0, 4.0, 0.4])
-
-
-def test_the_large_batch_warm_up_does_not_delay_the_decay() -> None:
-    flags = {"step_epochs": "pow2", "num_epochs": 100}
-    scaled, plain = schedule(warmup_epochs=5, warmup_scale=8, **flags), schedule(**flags)
-    assert [scaled.rate(update) for update in (50, 400)] == [8 * plain.rate(update) for update in (50, 400)]
-
-
 def test_a_step_inside_the_warm_up_waits_for_its_end() -> None:
     made = schedule(step_epochs="1,3", warmup_epochs=2)
     assert [made.rate(update) for update in (15, 19, 20, 30, 31)] == pytest.approx([0.075, 0.095, 0.01, 0.01, 0.001])
     assert [update for update in range(1, 50) if made.changes(update)] == [20, 31]
     assert made.adjustment(1) is None  # no step yet
-    inside = schedule(
-        step_epochs="1,3", warmup_epochs=2, warmup_scale=4
-    )  # this kind of warm-up does not delay the step
-    assert [update for update in range(1, 50) if inside.changes(update)] == [11, 31]
 
 
 def test_a_run_shorter_than_its_warm_up() -> None:
@@ -190,17 +171,17 @@ FLAGS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
 
 
 @settings(deadline=None, max_examples=60)
-@given(FLAGS, st.sampled_from([1.0, 4.0]))
-def test_rates_rise_in_the_warm_up_and_never_after(flags: dict[str, Any], scale: float) -> None:
-    made = make_schedule(**flags, warmup_scale=scale)
+@given(FLAGS)
+def test_rates_rise_in_the_warm_up_and_never_after(flags: dict[str, Any]) -> None:
+    made = make_schedule(**flags)
     updates = range(flags["num_epochs"] * flags["epoch_size"] + 3)
     warm = flags["warmup_epochs"] * flags["epoch_size"]
     for one, other in pairwise(updates):
         if one >= warm:
             assert made.rate(other) <= made.rate(one)
-        elif other < warm and scale == 1:
+        elif other < warm:
             assert made.rate(other) >= made.rate(one)
-    assert all(0 <= made.rate(update) <= scale * flags["lr"] * (1 + 1e-12) for update in updates)
+    assert all(0 <= made.rate(update) <= flags["lr"] * (1 + 1e-12) for update in updates)
 
 
 @settings(deadline=None, max_examples=60)
@@ -260,7 +241,6 @@ def test_mxnets_shifted_steps_give_the_same_rates(flags: dict[str, Any], begin: 
         ({"factor": -0.5}, "--lr-factor -0.5: give a number of 0 or more"),
         ({"warmup_epochs": -1}, "--warmup-epochs -1: give a number of 0 or more"),
         ({"epoch_size": 0}, "updates per epoch: 0: give a number of 1 or more"),
-        ({"warmup_scale": 0.5}, "scale of the warm-up: 0.5: give a number of 1 or more"),
         ({"kind": "cosinus"}, "--lr-schedule 'cosinus': use one of step, poly, cosine, constant"),
         ({"warmup_strategy": "lars"}, "--warmup-strategy 'lars': use one of linear, constant, power2, sqrt"),
     ],

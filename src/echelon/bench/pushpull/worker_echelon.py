@@ -35,7 +35,7 @@ class Model:
         self._names = [str(index) for index in range(len(tensors))]
         self._weights = [torch.ones(shape) for shape in tensors]
         store.init(self._names, self._weights)
-        store.set_optimizer("sgd", **SETTINGS)
+        store.set_optimizer("sgd", style="torch", **SETTINGS)
         self._slots = store.slots(self._names)
         self._gradients = self._fresh if copy else [store.views(name)[1] for name in self._names]
         if not copy:

@@ -10,10 +10,9 @@ from torch import Tensor
 from echelon.cluster.messages import GetStates, OptimizerSpec, PutStates, States
 from echelon.cluster.placement import Layout, Slot
 from echelon.kvstore.servers.client import Client
-from echelon.kvstore.state_files import by_key, check_fit, state_names
+from echelon.kvstore.state_files import by_key, check_fit, counts_updates, state_names
 from echelon.server.memory import master_dtype
 
-_UNCOUNTED = "sgd"  # torch's SGD stores no step count; the servers only need to know whether a step is the first one
 _STEP_OF_UNCOUNTED = 1  # any count above 0: the step is not the first one
 
 
@@ -32,7 +31,7 @@ def gather(client: Client, layout: Layout, spec: OptimizerSpec) -> dict[str, Ten
         for key, step in answer.steps.items():
             slot = layout.slots[key]
             names = state_names(spec, str(slot.spec.name)) if step else []
-            if step and spec.name != _UNCOUNTED and names:
+            if step and counts_updates(spec) and names:
                 found[f"{slot.spec.name}/step"] = torch.tensor(float(step))
             for piece in layout.pieces(slot, ticket.server):
                 stop = min(piece.stop, slot.start + slot.length)

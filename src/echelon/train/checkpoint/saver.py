@@ -34,6 +34,7 @@ from echelon.train.checkpoint.names import (
     path_for,
     prune,
 )
+from echelon.train.recipe.optimizers import has_two_formulas
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import ProcessRank
 from echelon.train.step.average import MovingAverage
@@ -262,11 +263,16 @@ def _check_network_and_optimizer(
         "num_classes": num_classes,
         "network options": _listed(options.network_options),
         "optimizer": options.optimizer.lower(),
+        "optimizer style": options.optimizer_style,
     }
+    saved = metadata.get("options", {})
     there = {name: metadata.get(name) for name in here} | {
         "network options": _listed(metadata.get("network_options", options.network_options)),
-        "optimizer": metadata.get("options", {}).get("optimizer", options.optimizer).lower(),
+        "optimizer": saved.get("optimizer", options.optimizer).lower(),
+        "optimizer style": saved.get("optimizer_style", "torch"),
     }
+    if not has_two_formulas(options.optimizer):
+        del here["optimizer style"]
     if pairs := _differences(there, here):
         raise UsageError(f"{path} belongs to another run: {pairs}. Give the same flags, or another prefix")
 

@@ -9,7 +9,7 @@ from echelon.errors import UsageError
 from echelon.launch.devices import parse_devices
 from echelon.train.flags.parser import Add, Parser, was_given
 from echelon.train.flags.stores import store_lines
-from echelon.train.recipe.options import DTYPES, ENGINES, TrainOptions
+from echelon.train.recipe.options import DTYPES, ENGINES, OPTIMIZER_STYLES, OPTIMIZERS, TrainOptions
 from echelon.train.recipe.pace import Pace, parse_slow, parse_stall
 
 OTHER_NAMES = {  # what these flags are called in other programs
@@ -63,7 +63,7 @@ def _add_mxnet_arguments(add: Add, defaults: TrainOptions) -> None:
         default=defaults.initializer,
         help="default, xavier, msra, orthogonal, normal, uniform, …",
     )
-    add("--optimizer", default=defaults.optimizer, help="one of MXNet's, such as sgd, nag, adam and lars; or adamw")
+    add("--optimizer", default=defaults.optimizer, help=f"one of {', '.join(OPTIMIZERS)}")
     add("--mom", type=float, default=defaults.momentum, help="momentum")
     add("--wd", type=float, default=defaults.weight_decay, help="weight decay")
     add(
@@ -87,7 +87,7 @@ def _add_mxnet_arguments(add: Add, defaults: TrainOptions) -> None:
         "--macrobatch-size",
         type=int,
         default=0,
-        help="lbsgd: the batch size whose learning rate the warm-up reaches",
+        help="lbsgd: sum the gradients of this many samples before each step (rounded up to whole batches)",
     )
     add("--warmup-epochs", type=float, unset="0; lbsgd: 5", help="epochs of warm-up")
     add("--warmup-strategy", default=defaults.warmup_strategy, help="linear, power2, sqrt, constant; lbsgd: lars")
@@ -103,6 +103,19 @@ def _add_mxnet_arguments(add: Add, defaults: TrainOptions) -> None:
 
 def _add_own_arguments(own: Add, defaults: TrainOptions) -> None:
     own("--devices", unset="those of --gpus", help="devices by name: cpu:4 (four CPU processes), cuda:0,cuda:1")
+    own(
+        "--optimizer-style",
+        choices=OPTIMIZER_STYLES,
+        default=defaults.optimizer_style,
+        help="whose formulas and defaults the optimizers have that both torch and MXNet have",
+    )
+    own(
+        "--clip-gradient",
+        type=float,
+        metavar="X",
+        unset="no limit",
+        help="limit every element of the gradient to -X … X",
+    )
     own("--lr-schedule", default=defaults.lr_schedule, help="step, poly, cosine or constant")
     own("--label-smoothing", type=float, default=0.0, help="between 0 and 1")
     own("--mixup", type=float, default=0.0, metavar="ALPHA", help="blend pairs of images (mixup)")

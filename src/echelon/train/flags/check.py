@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _COUNT = 2**31 - 1  # more would not fit into 32-bit indices
 _LONG = 2**63 - 1
 _FINITE = sys.float_info.max
+_SMALLEST = sys.float_info.min
 
 # The valid numbers of each flag; NaN is never valid. `AugmentConfig` has the ranges of the augmentation flags; switches
 # such as `--benchmark 1` accept any whole number.
@@ -57,6 +58,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "lr_factor": (0, _FINITE),
     "mom": (0, 1),
     "wd": (0, _FINITE),
+    "clip_gradient": (_SMALLEST, _FINITE),
     "warmup_epochs": (0, _FINITE),
     "gc_threshold": (0, _FINITE),
     "label_smoothing": (0, 1),
@@ -188,9 +190,9 @@ def _check_data(options: TrainOptions) -> None:
 def _check_optimizer(options: TrainOptions, job: Job) -> None:
     from echelon.train.recipe.optimizers import check_on_servers, check_optimizer
 
-    check_optimizer(options.optimizer)
+    check_optimizer(options.optimizer, options.optimizer_style, options.clip_gradient)
     if job.num_servers and not store_kind(options.kv_store).collective:
-        check_on_servers(options.optimizer, job.num_servers, options.warmup_strategy)
+        check_on_servers(options.optimizer, job.num_servers, options.optimizer_style, options.warmup_strategy)
 
 
 def _check_validation(options: TrainOptions, *, has_validation: bool) -> None:
@@ -207,6 +209,8 @@ def _check_validation(options: TrainOptions, *, has_validation: bool) -> None:
 
 
 def _allowed(low: float, high: float, value: float) -> str:
+    if low == _SMALLEST:
+        return "above 0, and finite"
     if high == _FINITE:
         return f"{low} or more, and finite"
     if high in (_COUNT, _LONG) and low >= 0:
@@ -244,9 +248,7 @@ def _steps(given: Namespace) -> str | None:
 def _macrobatch(given: Namespace) -> str | None:
     if not given.macrobatch_size:
         return None
-    if given.optimizer.lower() != "lbsgd":
-        return f"only --optimizer lbsgd uses it, not {given.optimizer}"
-    return "--warmup-strategy lars scales by the norms of the weights" if given.warmup_strategy == "lars" else None
+    return None if given.optimizer.lower() == "lbsgd" else f"only --optimizer lbsgd uses it, not {given.optimizer}"
 
 
 def _area(name: str) -> Callable[[Namespace], str | None]:

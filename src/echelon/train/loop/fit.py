@@ -11,7 +11,6 @@ from torch import nn
 from echelon.environment import Job
 from echelon.kvstore import create
 from echelon.observe.events import append_event
-from echelon.schemes.stores import store_kind
 from echelon.train import log_lines
 from echelon.train.flags.check import check_with_data
 from echelon.train.loop.inputs import open_data, read_only
@@ -20,7 +19,7 @@ from echelon.train.loop.reporting import TrainingProgress
 from echelon.train.loop.run import Run
 from echelon.train.recipe.optimizers import make_optimizer
 from echelon.train.recipe.options import TrainOptions
-from echelon.train.recipe.plan import worker_batch
+from echelon.train.recipe.plan import large_batch_for, worker_batch
 from echelon.train.trainer.base import Trainer
 
 log = logging.getLogger(__name__)
@@ -45,20 +44,22 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
     prepare_device(device)
     torch.manual_seed(options.seed)
     model = make_network(options, dataset.num_classes, dataset.image_shape, device)
-    trainer = _make_trainer(options, model, device, job.num_workers)
+    trainer = _make_trainer(options, model, device, len(dataset.train), job.num_workers)
     return Run(options, dataset, trainer, device, run_dir, job.device_index, progress).run()
 
 
-def _make_trainer(options: TrainOptions, model: nn.Module, device: torch.device, num_workers: int) -> Trainer:
-    kind = store_kind(options.kv_store)
+def _make_trainer(
+    options: TrainOptions, model: nn.Module, device: torch.device, num_samples: int, num_workers: int
+) -> Trainer:
     optimizer = make_optimizer(
         options.optimizer,
         model,
         lr=options.lr,
         momentum=options.momentum,
         weight_decay=options.weight_decay,
-        warmup_strategy=options.warmup_strategy,
-        batch_size=options.batch_size * (num_workers if kind.lock_step and kind.spans_workers else 1),
+        style=options.optimizer_style,
+        clip_gradient=options.clip_gradient,
+        large_batch=large_batch_for(options, num_samples, num_workers),
         seed=options.seed,
     )
     kvstore = create(

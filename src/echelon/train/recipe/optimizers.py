@@ -1,17 +1,18 @@
-"""MXNet's optimizers by name, as torch optimizers, with MXNet's rule for weight decay.
+"""Optimizers by name, in torch's or MXNet's style, with MXNet's rule for weight decay.
+
+Several names stand for two formulas (`--optimizer-style`). "torch" means those of torch.optim, with its defaults.
+"mxnet" means those of `echelon.optim`, which give the weights of a run under MXNet; it is the default of the scripts
+with MXNet's flags. Optimizers that only one of the two has are the same in both styles.
 
 Weight decay applies to weights (two or more dimensions) and to the gammas of normalization layers, but not to biases,
 betas and other one-dimensional parameters. Settings other than learning rate, momentum and weight decay have their
-defaults: torch's for the optimizers of torch.optim, MXNet's for those of echelon.optim.
-
-Two things differ from MXNet. The momentum of sgd and nag accumulates gradients, as in torch, and not steps, so a change
-of the learning rate affects it at once. lbsgd is plain SGD, because the schedule does its large-batch warm-up
-(`schedules.make_schedule(warmup_scale=...)`), except with the strategy `lars`.
+defaults.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn, optim
@@ -19,16 +20,16 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.errors import UsageError, unknown_name
 from echelon.kvstore.optimizer_spec import runs_on_servers
-from echelon.optim import DCASGD, FTML, LAMB, LARS, LBSGD, SGLD, Accumulate, Ftrl, Rule, Signum
-from echelon.train.recipe.schedules import warms_up_by_norm
+from echelon.optim import LBSGDByNorm, Rule, create
+from echelon.optim.create import MXNET
+from echelon.train.recipe.plan import LargeBatch
 
 Group = dict[str, Any]
 
-_CLASSES: dict[str, type[optim.Optimizer]] = {
+_TORCH: dict[str, type[optim.Optimizer]] = {
     "sgd": optim.SGD,
     "ccsgd": optim.SGD,
     "nag": optim.SGD,
-    "lbsgd": optim.SGD,
     "adam": optim.Adam,
     "adamw": optim.AdamW,
     "rmsprop": optim.RMSprop,
@@ -36,16 +37,8 @@ _CLASSES: dict[str, type[optim.Optimizer]] = {
     "adadelta": optim.Adadelta,
     "adamax": optim.Adamax,
     "nadam": optim.NAdam,
-    "signum": Signum,
-    "ftml": FTML,
-    "ftrl": Ftrl,
-    "dcasgd": DCASGD,
-    "lars": LARS,
-    "lamb": LAMB,
-    "sgld": SGLD,
-    "test": Accumulate,
 }
-NAMES = tuple(_CLASSES)
+NAMES = tuple(dict.fromkeys([*_TORCH, *MXNET]))
 MOMENTUM = frozenset({"sgd", "ccsgd", "nag", "lbsgd", "dcasgd", "signum"})  # MXNet's scripts pass it to no other
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -57,28 +50,31 @@ def make_optimizer(
     lr: float,
     momentum: float = 0.9,
     weight_decay: float = 0.0001,
-    warmup_strategy: str = "linear",
-    batch_size: int = 1,
+    style: str = "torch",
+    clip_gradient: float | None = None,
+    large_batch: LargeBatch | None = None,
     seed: int = 0,
 ) -> optim.Optimizer:
     """Make the optimizer of that name, in any case, for the model's trainable parameters.
 
-    lbsgd uses `warmup_strategy` and `batch_size` (of all workers), sgld uses `seed` for its noise.
+    lbsgd uses `large_batch`, sgld uses `seed` for its noise.
     """
-    check_optimizer(name)
+    check_optimizer(name, style, clip_gradient)
     if not weight_decay >= 0:
         raise UsageError(f"--wd {weight_decay}: weight decay must be 0 or more")
-    known = name.lower()
+    known, kind = name.lower(), _class_of(name, style)
     settings: dict[str, Any] = {"lr": lr}
-    make: Callable[..., optim.Optimizer] = _CLASSES[known]
+    make: Callable[..., optim.Optimizer] = kind
     if known in MOMENTUM:
         settings["momentum"] = momentum
-    if known == "nag":
+    if known == "nag" and kind is optim.SGD:
         settings["nesterov"] = momentum > 0  # without momentum it is plain SGD, and torch rejects the combination
-    if warms_up_by_norm(name, warmup_strategy):
-        make, settings["batch_size"] = LBSGD, batch_size
     if known == "sgld":
         settings["seed"] = seed
+    if clip_gradient is not None:
+        settings["clip_gradient"] = clip_gradient
+    if known == "lbsgd":
+        make, settings = _make_lbsgd, settings | asdict(large_batch or LargeBatch())
     groups = _lars_groups if known == "lars" else _groups
     try:
         return make(groups(model, weight_decay), **settings)
@@ -86,23 +82,45 @@ def make_optimizer(
         raise UsageError(f"optimizer {name!r} with {_shown(settings)}: {error}") from error
 
 
-def check_optimizer(name: str) -> None:
-    """Raise UsageError for an unknown optimizer."""
-    if name.lower() not in _CLASSES:
+def check_optimizer(name: str, style: str = "torch", clip_gradient: float | None = None) -> None:
+    """Raise UsageError for an unknown optimizer, or one that cannot clip gradients."""
+    if name.lower() not in NAMES:
         raise unknown_name("optimizer", name, NAMES)
+    if clip_gradient is not None and not issubclass(_class_of(name, style), Rule):
+        other = "; give --optimizer-style mxnet, too" if name.lower() in MXNET else ""
+        raise UsageError(f"--clip-gradient {clip_gradient:g}: torch's {name} does not clip gradients{other}")
 
 
-def check_on_servers(name: str, num_servers: int, warmup_strategy: str = "linear") -> None:
+def check_on_servers(name: str, num_servers: int, style: str = "torch", warmup_strategy: str = "linear") -> None:
     """Raise UsageError if this many servers cannot run the optimizer."""
-    kind = LBSGD if warms_up_by_norm(name, warmup_strategy) else _CLASSES[name.lower()]
+    kind = _class_of(name, style)
+    if name.lower() == "lbsgd" and warmup_strategy == "lars":
+        kind = LBSGDByNorm
     if num_servers > 1 and issubclass(kind, Rule) and kind.whole and runs_on_servers(kind):
         raise UsageError(
-            f"the optimizer {name!r} needs the norm of whole parameters, but {num_servers} servers split them: start "
-            "the job with one server (-s 1), or use a --kv-store without servers, such as dist_device_sync"
+            f"the optimizer {name!r} needs whole parameters, but {num_servers} servers split them: start the job with "
+            "one server (-s 1), or use a --kv-store without servers, such as dist_device_sync"
         )
     if not runs_on_servers(kind):
-        possible = sorted(other for other in NAMES if runs_on_servers(_CLASSES[other]))
-        raise UsageError(f"servers cannot run the optimizer {name!r}; use one of {', '.join(possible)}")
+        possible = sorted(other for other in NAMES if runs_on_servers(_class_of(other, style)))
+        own = ", or --optimizer-style mxnet" if runs_on_servers(_class_of(name, "mxnet")) else ""
+        raise UsageError(f"servers cannot run the optimizer {name!r}; use one of {', '.join(possible)}{own}")
+
+
+def has_two_formulas(name: str) -> bool:
+    """Return whether an optimizer depends on `--optimizer-style`."""
+    return name.lower() in _TORCH and name.lower() in MXNET
+
+
+def _class_of(name: str, style: str) -> type[optim.Optimizer]:
+    first, second = (MXNET, _TORCH) if style == "mxnet" else (_TORCH, MXNET)
+    known = name.lower()
+    return first[known] if known in first else second[known]
+
+
+def _make_lbsgd(groups: list[Group], *, lr: float, batch_size: int, **settings: Any) -> Rule:
+    by_norm = {"batch_size": batch_size} if settings["warmup_strategy"] == "lars" else {}
+    return create("lbsgd", groups, learning_rate=lr, **settings, **by_norm)
 
 
 def decays(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:

@@ -8,6 +8,11 @@ from typing import Any
 from echelon.train.recipe.pace import Pace
 
 ENGINES = ("auto", "eager", "compile", "graph")
+OPTIMIZERS = (  # the names of `recipe.optimizers.NAMES`, which cannot be imported without torch
+    *("sgd", "ccsgd", "nag", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "adamax", "nadam", "lbsgd"),
+    *("groupadagrad", "signum", "ftml", "ftrl", "dcasgd", "lars", "lamb", "sgld", "test"),
+)
+OPTIMIZER_STYLES = ("torch", "mxnet")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -47,12 +52,14 @@ class TrainOptions:
     batch_size: int = 32  # per worker, over all its devices
     num_epochs: int = 10
     optimizer: str = "sgd"
+    optimizer_style: str = "torch"
     lr: float = 0.05
     lr_factor: float = 0.1
     lr_step_epochs: str = ""
     lr_schedule: str = "step"
     momentum: float = 0.9
     weight_decay: float = 1e-4
+    clip_gradient: float | None = None
     macrobatch_size: int = 0
     warmup_epochs: float | None = None
     warmup_strategy: str = "linear"

@@ -9,8 +9,20 @@ from pathlib import Path
 from echelon.cluster.shares import parse_shares, read_text
 from echelon.data.loading.order import ByFraction, ByPart, Sampling, Sharding, State
 from echelon.errors import UsageError
+from echelon.schemes.stores import store_kind
 from echelon.train.recipe.options import TrainOptions
-from echelon.train.recipe.schedules import Schedule, make_schedule, warms_up_by_norm
+from echelon.train.recipe.schedules import Schedule, make_schedule
+
+
+@dataclass(frozen=True, slots=True)
+class LargeBatch:
+    """The settings of lbsgd, under MXNet's names. `batch_size` is what a gradient is the mean of."""
+
+    batch_scale: int = 1
+    batch_size: int = 1
+    updates_per_epoch: float = 32
+    warmup_epochs: float = 5
+    warmup_strategy: str = "linear"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +136,9 @@ def state_at(sampling: Sampling, epoch: int, samples_done: int, size: int) -> St
 
 
 def schedule_for(options: TrainOptions, place: ProcessRank, batches_per_epoch: int, begin_epoch: int) -> Schedule:
-    """Return the learning rate schedule of a process. lbsgd warms up to the learning rate of its macrobatch."""
-    scale = 1.0
-    by_norm = warms_up_by_norm(options.optimizer, options.warmup_strategy)
-    if options.optimizer.lower() == "lbsgd" and not by_norm:
-        total = options.batch_size * place.num_workers
-        scale = max(1.0, math.ceil(max(options.macrobatch_size, total) / total))
-    warmup = options.warmup_epochs if options.warmup_epochs is not None else 5.0 if scale > 1 else 0.0
+    """Return the learning rate schedule of a process. lbsgd does its own warm-up; lars is one of its strategies."""
+    is_lbsgd = options.optimizer.lower() == "lbsgd"
+    by_norm = is_lbsgd and options.warmup_strategy == "lars"
     return make_schedule(
         lr=options.lr,
         factor=options.lr_factor,
@@ -139,7 +147,19 @@ def schedule_for(options: TrainOptions, place: ProcessRank, batches_per_epoch: i
         epoch_size=batches_per_epoch,
         num_epochs=options.num_epochs,
         begin_epoch=begin_epoch,
-        warmup_epochs=0.0 if by_norm else warmup,
+        warmup_epochs=0.0 if is_lbsgd else options.warmup_epochs or 0.0,
         warmup_strategy="linear" if by_norm else options.warmup_strategy,
-        warmup_scale=scale,
+    )
+
+
+def large_batch_for(options: TrainOptions, num_samples: int, num_workers: int) -> LargeBatch:
+    """Return lbsgd's settings, by MXNet's arithmetic: a macrobatch is a whole number of batches of all workers."""
+    total = options.batch_size * num_workers
+    in_lock_step = store_kind(options.kv_store).lock_step
+    return LargeBatch(
+        batch_scale=math.ceil(max(options.macrobatch_size, total) / total),
+        batch_size=total if in_lock_step else options.batch_size,
+        updates_per_epoch=max(1.0, min(options.num_examples or num_samples, num_samples) / total),
+        warmup_epochs=5.0 if options.warmup_epochs is None else options.warmup_epochs,
+        warmup_strategy=options.warmup_strategy,
     )

@@ -5,8 +5,7 @@ starts at 1 again and shifts its steps; the rates are the same). Nothing here ha
 its continuation, agree without communication. The rate equals MXNet's at every update: the first update with a lower
 rate is the one after `epoch_size * step`, and the last update of poly has rate 0.
 
-There are two kinds of warm-up. The usual one goes from `warmup_begin_lr` to `lr`, and decay starts after it. With
-`warmup_scale` above 1 it is lbsgd's: a factor on the schedule's rate, which grows from 1 to the scale and stays there.
+Warm-up goes from `warmup_begin_lr` to `lr`, and decay starts after it. lbsgd does its own (`echelon.optim.LBSGD`).
 """
 
 from __future__ import annotations
@@ -67,24 +66,14 @@ class Warmup:
 
     updates: float
     begin_lr: float
-    scale: float
     shape: Callable[[float], float]
-
-    @property
-    def multiplies(self) -> bool:
-        return self.scale > 1
 
     def replaces(self, update: float) -> bool:
         """Return whether the warm-up alone determines the rate of this update."""
-        return update < self.updates and not self.multiplies
+        return update < self.updates
 
     def rate(self, lr: float, update: int) -> float:
         return self.begin_lr + (lr - self.begin_lr) * self.shape(update / self.updates)
-
-    def multiplier(self, update: int) -> float:
-        if not self.multiplies or update >= self.updates:
-            return self.scale
-        return 1 + (self.scale - 1) * self.shape(update / self.updates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +92,8 @@ class Schedule:
         if self.warmup.replaces(update):
             return self.warmup.rate(self.lr, update)
         if self.curve is not None:
-            return self.curve.rate(self.lr, update) * self.warmup.multiplier(update)
-        return self.steps.rate(self.lr, self._passed(update)) * self.warmup.multiplier(update)
+            return self.curve.rate(self.lr, update)
+        return self.steps.rate(self.lr, self._passed(update))
 
     def changes(self, update: int) -> str | None:
         """Return MXNet's line if this is the first update after a step. `adjustment` covers steps before the start."""
@@ -138,7 +127,6 @@ def make_schedule(
     warmup_epochs: float = 0,
     warmup_strategy: str = "linear",
     warmup_begin_lr: float = 0.0,
-    warmup_scale: float = 1.0,
     final_lr: float = 0.0,
 ) -> Schedule:
     """Make the schedule that the flags describe; `epoch_size` is in updates of one worker.
@@ -151,22 +139,15 @@ def make_schedule(
     _check_name("--warmup-strategy", warmup_strategy, WARMUPS)
     for what, value in (("--lr", lr), ("--lr-factor", factor), ("--warmup-epochs", warmup_epochs)):
         _check_least(what, value, 0)
-    for what, value in (("updates per epoch:", epoch_size), ("scale of the warm-up:", warmup_scale)):
-        _check_least(what, value, 1)
-    warmup = Warmup(warmup_epochs * epoch_size, warmup_begin_lr, warmup_scale, WARMUPS[warmup_strategy])
+    _check_least("updates per epoch:", epoch_size, 1)
+    warmup = Warmup(warmup_epochs * epoch_size, warmup_begin_lr, WARMUPS[warmup_strategy])
     steps, shape = Steps(), _shape(kind, factor, step_epochs)
     if kind == "step" and shape is None and factor < 1:
         steps = Steps(factor, tuple(epoch_size * epoch for epoch in _epochs(step_epochs)))
     curve = None
     if shape is not None:
-        begin = 0.0 if warmup.multiplies else warmup.updates
-        curve = Curve(begin, num_epochs * epoch_size, final_lr, shape)
+        curve = Curve(warmup.updates, num_epochs * epoch_size, final_lr, shape)
     return Schedule(lr, epoch_size, begin_epoch, warmup, steps, curve)
-
-
-def warms_up_by_norm(optimizer: str, warmup_strategy: str) -> bool:
-    """Return whether the warm-up is lbsgd's `lars`: not a schedule, but a rate per parameter that uses its norm."""
-    return optimizer.lower() == "lbsgd" and warmup_strategy == "lars"
 
 
 def _shape(kind: str, factor: float, step_epochs: str) -> Callable[[float], float] | None:

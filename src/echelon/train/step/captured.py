@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from echelon.data.loading.loader import Batches
+from echelon.optim import Rule
 from echelon.train.step.average import MovingAverage
 from echelon.train.step.eager import Batch, ForwardPass
 from echelon.train.step.forward import Compiler, Forward, WholeForward
@@ -170,9 +171,14 @@ def make_capturable(optimizer: Optimizer, device: torch.device, scaler: LossScal
 def why_not_capturable(optimizer: Optimizer, half: torch.dtype | None) -> str | None:
     """Return why a step with this optimizer cannot be captured, or None if it can."""
     name = type(optimizer).__name__
-    if not isinstance(optimizer, FUSED) and "capturable" not in optimizer.param_groups[0]:
+    if isinstance(optimizer, Rule):
+        capturable, skips_overflow = optimizer.capturable, optimizer.skips_overflow
+    else:
+        skips_overflow = isinstance(optimizer, FUSED)
+        capturable = skips_overflow or "capturable" in optimizer.param_groups[0]
+    if not capturable:
         return f"{name} runs host code between its kernels"
-    if half is torch.float16 and not isinstance(optimizer, FUSED):
+    if half is torch.float16 and not skips_overflow:
         return f"with float16, {name} reads on the host whether gradients overflowed"
     return None
 

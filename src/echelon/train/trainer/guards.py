@@ -17,7 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.errors import UsageError
 
-_FIXED = ("momentum", "betas", "weight_decay", "alpha", "eps", "dampening", "nesterov", "lr_decay")
+_FIXED = (
+    *("momentum", "betas", "weight_decay", "alpha", "eps", "dampening", "nesterov", "lr_decay"),
+    *("rescale_grad", "clip_gradient", "batch_scale"),
+)
 
 
 class WatchedGradients:

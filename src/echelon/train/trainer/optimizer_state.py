@@ -18,10 +18,11 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Opti
 from echelon.errors import UsageError
 from echelon.kvstore.collective.process_group import ProcessGroup, Reduction
 from echelon.kvstore.state_files import SCALARS, by_key
-from echelon.optim import DCASGD, FTML, Accumulate, Ftrl, Signum
+from echelon.optim import RULES
 from echelon.train.trainer.flat_buckets import FlatBucket, flat_weights, shard_of
 
-ELEMENTWISE = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam, Signum, FTML, Ftrl, DCASGD, Accumulate)
+_TORCH = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam)
+ELEMENTWISE = (*_TORCH, *(rule for rule in RULES.values() if not rule.whole))
 State = dict[str, Tensor]
 
 
@@ -130,7 +131,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
     if type(optimizer) not in ELEMENTWISE:
         raise UsageError(
             f"{type(optimizer).__name__} cannot run on shards of tensors, which nccl uses; use nccl_allreduce, or "
-            f"one of {', '.join(kind.__name__ for kind in ELEMENTWISE)}"
+            f"one of {', '.join(dict.fromkeys(kind.__name__ for kind in ELEMENTWISE))}"
         )
 
 
