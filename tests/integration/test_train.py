@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from echelon.cli.train import once
 from echelon.train.checkpoint.format import load
 from echelon.train.loop.evaluate import predict
 from echelon.train.predict import Predictor
+from jobs import until
 
 NUM_TRAIN = 1437
 EPOCHS = 4
@@ -257,6 +260,36 @@ def test_a_job_that_fails_before_its_first_step_shows_the_error_and_deletes_the_
     assert "runs/" not in run.out
     assert re.fullmatch(r"echelon: worker [01] \(pid \d+\) exited with status 1\n", run.err)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("job", "number"), [("", signal.SIGINT), ("-n 2 -s 1 --kv-store dist_async", signal.SIGTERM)])
+def test_an_interrupted_run_leaves_its_checkpoint_curves_and_summary(tmp_path: Path, job: str, number: int) -> None:
+    flags = f"--num-epochs 1000 --pace 0.02 {job}".split()
+    command = [sys.executable, "-m", "echelon.cli.main", "train", *flags]
+    run = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    directory = tmp_path / "runs" / "latest"
+    try:
+        until(lambda: _num_events(directory, "progress") >= 2, "training", 60)
+        run.send_signal(number)
+        out, err = run.communicate(timeout=60)
+    finally:
+        run.kill()
+        run.wait()
+    assert run.returncode == 128 + number
+    name = signal.Signals(number).name
+    assert err.strip() == f"echelon: stopped by {name}"
+    assert "Traceback" not in out
+    assert f"runs/{directory.readlink()}" in out.replace("\n", ""), "the name of the folder is printed"
+    assert {"checkpoint.safetensors", "curves.png", "events.jsonl", "summary.json"} <= set(os.listdir(directory))
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["exit_status"] == 128 + number
+    assert summary["samples"] > 0
+    assert len(Predictor.load(directory)(load_float_digits()[1][0][:2])) == 2
+
+
+def _num_events(directory: Path, kind: str) -> int:
+    path = directory / "events.jsonl"
+    return path.read_text().count(f'"event":"{kind}"') if path.exists() else 0
 
 
 def test_an_error_of_several_workers_is_shown_once() -> None:

@@ -37,6 +37,7 @@ def check(parser: argparse.ArgumentParser, arguments: str, job: Job | None = Non
         ("--label-smoothing -1", "--label-smoothing must be between 0 and 1, not -1"),
         ("--num-examples -5", "--num-examples must be 1 or more, not -5"),
         ("--num-examples 0", "--num-examples must be 1 or more, not 0"),
+        ("--num-val-examples 0", "--num-val-examples must be 1 or more, not 0"),
         ("--num-classes 0", "--num-classes must be 1 or more, not 0"),
         ("--pace -1", "--pace must be between 0 and 86400, not -1"),
         ("--ema-epochs nan", "--ema-epochs must be between 0 and 10000, not nan"),
@@ -133,6 +134,10 @@ def test_most_mistakes_are_reported_without_importing_torch(arguments: str) -> N
         (
             TrainOptions(benchmark=True, target_accuracy=1.0, eval_every=40),
             "--target-accuracy 1 and --eval-every 40 need validation data, but --benchmark 1 has none: leave them out",
+        ),
+        (
+            TrainOptions(benchmark=True, num_val_examples=100),
+            "--num-val-examples 100 needs validation data, but --benchmark 1 has none: leave it out",
         ),
     ],
 )

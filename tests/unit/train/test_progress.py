@@ -10,7 +10,8 @@ import os
 import pytest
 from rich.console import Console
 
-from echelon.train.loop.reporting import TrainingProgress
+from echelon.train.loop.reporting import Reporter, TrainingProgress
+from echelon.train.recipe.options import TrainOptions
 
 LINE = "INFO:root:Epoch[0] Batch [0-20]\tSpeed: 12.50 samples/sec\taccuracy=0.500000 [not markup]"
 
@@ -37,6 +38,31 @@ def test_on_a_terminal_the_bar_is_below_the_log() -> None:
     assert "epoch 1 of 2" in text
     assert "epoch 2 of 2" in text
     assert "Speed: 12.50 samples/sec" in text
+
+
+def test_a_validation_has_the_bar_until_the_next_step() -> None:
+    out = io.StringIO()
+    with TrainingProgress(Console(file=out, force_terminal=True, width=100)) as progress:
+        progress.step(0, 2, 3, 3)
+        progress.validating(0, 1000)
+        progress.validating(500, 1000)
+        progress.step(1, 2, 1, 3)
+    text = out.getvalue()
+    assert text.index("epoch 1 of 2") < text.index("validation")
+    assert text.rindex("validation") < text.rindex("epoch 2 of 2")
+
+
+def test_a_long_validation_is_logged_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    reporter = Reporter(TrainOptions(), None, logs=True, is_rank_0=True)
+    for done in range(0, 5001, 500):  # one batch every four seconds
+        reporter.validating(done, 5000)
+        now += 4.0
+    assert caplog.messages == [f"validated {done} of 5000 samples" for done in (1500, 3000, 4500)]
 
 
 def test_without_a_terminal_only_the_log_is_printed() -> None:

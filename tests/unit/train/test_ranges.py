@@ -18,7 +18,8 @@ AUGMENT = {field.name for field in dataclasses.fields(AugmentConfig)}
 
 SWITCHES = {"test_io", "benchmark", "data_allocator", "push_factors", "use_imagenet_data_augmentation"}
 ANY_WHOLE_NUMBER = {*SWITCHES, "save_period"}  # MXNet treats less than 1 as 1 there
-FROM_ONE = {"batch_size", "num_epochs", "num_layers", "num_classes", "num_examples", "disp_batches", "data_nthreads"}
+SIZES = {"batch_size", "num_epochs", "num_layers", "num_classes", "num_examples", "num_val_examples"}
+FROM_ONE = SIZES | {"disp_batches", "data_nthreads"}
 ABOVE_ZERO = FROM_ONE | {"clip_gradient"}
 BELOW_ZERO = {"seed"}
 HUGE_FLOATS = {"lr", "lr_factor", "wd", "warmup_epochs", "gc_threshold", "mixup", "clip_gradient"}

@@ -36,6 +36,15 @@ def test_a_signal_while_compiling_passes_handlers_of_exceptions(number: signal.S
         compile_something()
 
 
+def test_a_signal_before_work_that_can_be_left_at_once_ends_it_at_its_start() -> None:
+    stopping = StopSignals()
+    with stopping.recorded():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted, match="SIGTERM"), stopping.at_once():
+            raise AssertionError("the work began")
+        os.kill(os.getpid(), signal.SIGTERM)  # recorded only: the work was left
+
+
 def test_a_second_ctrl_c_raises_at_once_and_a_second_sigterm_does_not() -> None:
     stopping = StopSignals()
     with stopping.recorded():

@@ -81,6 +81,22 @@ class ByFraction:
         return f"its share {self.start:g} ... {self.end:g}"
 
 
+@dataclass(frozen=True, slots=True)
+class RandomPart:
+    """`count` positions at random, always the same ones: a part of the data that has all classes, even if sorted."""
+
+    count: int
+
+    def positions(self, num_samples: int) -> Indices:
+        """See Sharding."""
+        if self.count >= num_samples:
+            return np.arange(num_samples, dtype=np.int64)
+        return np.sort(permutation(0, 0, num_samples)[: self.count])
+
+    def __str__(self) -> str:
+        return f"a random part of {self.count}"
+
+
 def _border(num_samples: int, fraction: float) -> int:
     return int(num_samples * round(fraction, _FRACTION_DIGITS) + 0.5)
 

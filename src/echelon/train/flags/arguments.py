@@ -142,6 +142,12 @@ def _add_own_arguments(own: Add, defaults: TrainOptions) -> None:
     own("--save-batches", type=int, default=0, help="also save a checkpoint every N batches; 0: only after epochs")
     own("--tensorboard", metavar="DIR", help="write curves for TensorBoard")
     own("--eval-every", type=int, default=0, help="also validate every N steps of rank 0; 0: only after epochs")
+    own(
+        "--num-val-examples",
+        type=int,
+        metavar="N",
+        help="validate on N examples, always the same random ones (default: all)",
+    )
     own("--target-accuracy", type=float, help="stop when the validation accuracy reaches this")
     own("--average-buffers", action="store_true", help="average the BatchNorm statistics of all workers at the end")
     own("--check-finite", action="store_true", help="raise an error for NaN and infinity in gradients")

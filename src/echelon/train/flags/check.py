@@ -44,6 +44,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_layers": (1, _COUNT),
     "num_classes": (1, _COUNT),
     "num_examples": (1, _LONG),
+    "num_val_examples": (1, _LONG),
     "disp_batches": (1, _COUNT),
     "data_nthreads": (1, 1024),
     "eval_every": (0, _COUNT),
@@ -201,6 +202,8 @@ def _check_validation(options: TrainOptions, *, has_validation: bool) -> None:
         given.append(f"--target-accuracy {options.target_accuracy:g}")
     if options.eval_every:
         given.append(f"--eval-every {options.eval_every}")
+    if options.num_val_examples is not None:
+        given.append(f"--num-val-examples {options.num_val_examples}")
     if has_validation or not given:
         return
     need, them = ("need", "them") if len(given) > 1 else ("needs", "it")

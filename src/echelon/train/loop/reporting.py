@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Mapping
 from typing import Self
 
@@ -21,6 +22,8 @@ from echelon.train.recipe.options import TrainOptions
 
 log = logging.getLogger(__name__)
 
+VALIDATION_LINE_S = 10.0
+
 
 class Reporter:
     """Reports the progress of one process. Only device 0 of a worker logs, and only rank 0 writes curves."""
@@ -32,6 +35,7 @@ class Reporter:
         self._progress = progress
         self._logs = logs
         self._curves = ScalarWriter(options.tensorboard if is_rank_0 else None)
+        self._validation_line_s = 0.0
 
     def info(self, line: str) -> None:
         """Log a line."""
@@ -61,6 +65,17 @@ class Reporter:
             self.info(log_lines.validation_line(epoch, name, value, batch))
             if batch is None:
                 self._curves.write(f"validation/{name}", value, epoch + 1)
+
+    def validating(self, done: int, total: int) -> None:
+        """Show the progress of a validation: in the bar, and as a line at most every few seconds."""
+        now = time.monotonic()
+        if not done:
+            self._validation_line_s = now
+        elif done < total and now - self._validation_line_s >= VALIDATION_LINE_S:
+            self._validation_line_s = now
+            self.info(f"validated {done} of {total} samples")
+        if self._progress is not None:
+            self._progress.validating(done, total)
 
     def close(self) -> None:
         """Flush the curves."""
@@ -131,6 +146,15 @@ class TrainingProgress:
         if epoch != self._epoch:
             self._epoch = epoch
             self._bar.reset(self._task, total=per_epoch, description=f"epoch {epoch + 1} of {num_epochs}")
+        self._bar.update(self._task, completed=done)
+
+    def validating(self, done: int, total: int) -> None:
+        """Show that `done` of `total` samples are validated. The next step shows its epoch again."""
+        if self._bar is None or self._task is None:
+            return
+        if not done:
+            self._bar.reset(self._task, total=total, description="validation")
+            self._epoch = -1
         self._bar.update(self._task, completed=done)
 
 

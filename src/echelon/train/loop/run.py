@@ -90,6 +90,7 @@ class Run:
         self._lr: float | None = None
         self._measured: dict[str, float] = {}  # by the last evaluation
         self._reached_target = False
+        self._reported_stop = False
 
     @property
     def _has_fixed_steps(self) -> bool:
@@ -138,7 +139,8 @@ class Run:
                 self._report.close()
                 return EXIT_STATUS[str(signal)]
             self._finish()
-        return EXIT_STATUS.get(self._kvstore.halted or "", 0)
+        reason = self._kvstore.halted if self._was_interrupted else self._stop.requested  # a signal after training
+        return EXIT_STATUS.get(reason or "", 0)
 
     def _log_settings(self, first_epoch: int) -> None:
         if self._has_fixed_steps and self._place.size > 1:
@@ -219,8 +221,7 @@ class Run:
     def _stops_after(self, epoch: int, done: int) -> bool:
         """Evaluate and save if due after `done` steps of an epoch; returns whether training stops here."""
         options = self._options
-        if self._stop.requested is not None and not self._kvstore.halted:
-            self._kvstore.halt(self._stop.requested)
+        self._request_halt()
         if done == self._per_epoch:
             return False  # `_end_epoch` evaluates and saves
         due = options.eval_every and self._num_steps(epoch, done) % options.eval_every == 0
@@ -241,7 +242,7 @@ class Run:
         saves = is_last or (epoch + 1) % self._options.save_period == 0
         if saves:
             self._saver.save(self._position, means)
-        if self._kvstore.halted not in EXIT_STATUS:
+        if not self._was_interrupted:
             self._evaluate(epoch, self._per_epoch)
         if self._kvstore.halted and not saves:
             self._saver.save(self._position, means)
@@ -262,9 +263,14 @@ class Run:
         self._trainer.sync()
         if self._validation is None or self._reached_target:
             return
-        self._measured = measured = self._validation.measure(self._trainer.model)
+        epochs = round(epoch + done / self._per_epoch, 3)
+        measured = self._measure(self._validation, epochs)
+        if measured is None:
+            self._request_halt()
+            return
+        self._measured = measured
         seconds = round(time.monotonic() - self._start_s, 6)
-        accuracy, epochs = measured["accuracy"], round(epoch + done / self._per_epoch, 3)
+        accuracy = measured["accuracy"]
         self._kvstore.events.write(
             "validation", epoch=epochs, accuracy=accuracy, loss=measured["cross-entropy"], seconds=seconds
         )
@@ -276,37 +282,69 @@ class Run:
             steps = self._num_steps(epoch, done)
             self._kvstore.halt(f"target accuracy {target:g} reached: {accuracy:.4f} after {steps} steps")
 
+    def _measure(self, validation: Validation, epochs: float) -> dict[str, float] | None:
+        """Measure the validation data after some epochs. A signal ends it at once; then the result is None."""
+
+        def report(done: int, total: int) -> None:
+            self._kvstore.events.write("validation", epoch=epochs, done=done, total=total)
+            self._report.validating(done, total)
+
+        try:
+            return validation.measure(self._trainer.model, self._stop, report)
+        except Interrupted as signal:
+            self._report.info(f"validation stopped: {signal}")
+            return None
+
+    def _request_halt(self) -> None:
+        """Ask all workers to stop if a signal asked this one."""
+        if self._stop.requested is not None and not self._kvstore.halted:
+            self._kvstore.halt(self._stop.requested)
+
     # --- the end
 
     def _finish(self) -> None:
         """Wait for the other workers, then evaluate and save the final weights."""
         self._trainer.sync()
-        if self._kvstore.halted:
-            self._report.info(f"training stopped: {self._kvstore.halted}")
+        self._report_stop()
         self._trainer.average_buffers()
         self._kvstore.retire()
         seconds = time.monotonic() - self._start_s
         self._kvstore.events.write("done", seconds=round(seconds, 6), **self._trainer.progress())
         self._kvstore.barrier()
-        if self._kvstore.halted not in EXIT_STATUS:
-            self._trainer.refresh()  # the weights now include the pushes of all workers
-            if self._run_dir is not None:
-                self._save_result(self._run_dir)
+        self._report_stop()  # the request of another worker may have arrived with the barrier
+        self._trainer.refresh()  # the weights now include the pushes of all workers
+        if self._run_dir is not None:
+            self._save_result(self._run_dir)
         self._report.close()
         self._step.close()
         self._trainer.close()
 
+    @property
+    def _was_interrupted(self) -> bool:
+        """Whether a signal to any worker stopped the training."""
+        return self._kvstore.halted in EXIT_STATUS
+
+    def _report_stop(self) -> None:
+        """Log once why training stopped before its last epoch was complete."""
+        if self._kvstore.halted and not self._reported_stop:
+            self._reported_stop = True
+            self._report.info(f"training stopped: {self._kvstore.halted}")
+
     def _save_result(self, run_dir: str) -> None:
-        """Evaluate the final weights and save them in the run directory. All processes call it; rank 0 writes."""
+        """Save the final weights in the run directory, and evaluate them. All processes call it; rank 0 writes.
+
+        They are saved before the validation, which may take minutes, and again with its result.
+        """
         optimizer = self._saver.optimizer_state()
         if not self._is_rank_0:
             return
-        measured: dict[str, float] = {}
-        if self._validation is not None:
-            measured = self._validation.measure(self._trainer.model)
+        path = self._saver.save_result(run_dir, self._position, self._measured, optimizer)
+        if self._validation is not None and not self._was_interrupted:
             epochs = round(self._position.epoch + self._position.batch / self._per_epoch, 3)
-            self._kvstore.events.write(
-                "final", epoch=epochs, accuracy=measured["accuracy"], loss=measured["cross-entropy"]
-            )
-        path = self._saver.save_result(run_dir, self._position, measured, optimizer)
+            measured = self._measure(self._validation, epochs)
+            if measured is not None:
+                self._saver.save_result(run_dir, self._position, measured, optimizer)
+                self._kvstore.events.write(
+                    "final", epoch=epochs, accuracy=measured["accuracy"], loss=measured["cross-entropy"]
+                )
         self._kvstore.events.write("checkpoint", file=path.name)

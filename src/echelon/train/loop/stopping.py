@@ -1,5 +1,7 @@
 """How a run is stopped from outside: SIGTERM and Ctrl-C are recorded, and the loop checks for them after every step.
 
+Validation and compiling have nothing to save, so a signal ends them at once.
+
 The signal often goes to the whole process group and also ends processes that a step needs, such as a compiler or a
 decoder. An error that such a step raises is not shown; the run stops as requested.
 """
@@ -53,9 +55,14 @@ class StopSignals:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Raise `Interrupted` immediately on a signal inside this context: for a long step with nothing to save."""
+        """Raise `Interrupted` immediately on a signal inside this context, and at its start after an earlier signal.
+
+        For long work with nothing to save: compiling a step, or a batch of validation.
+        """
         self._at_once = True
         try:
+            if self.requested is not None:
+                raise Interrupted(self.requested)
             yield
         finally:
             self._at_once = False
@@ -65,4 +72,5 @@ class StopSignals:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
         if self._at_once:
+            self._at_once = False  # the exception may prevent `at_once` from doing so
             raise Interrupted(self.requested)

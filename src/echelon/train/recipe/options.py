@@ -30,6 +30,7 @@ class TrainOptions:
     image_shape: tuple[int, int, int] | None = None
     num_classes: int | None = None
     num_examples: int | None = None  # per epoch, over all workers; None: all samples of the data
+    num_val_examples: int | None = None  # None: all samples of the validation data
     data_nthreads: int = 4
     skip_bad_records: bool = False
     benchmark: bool = False
