@@ -44,6 +44,7 @@ class Job:
     device_port: int | None = None  # for the rendezvous of this worker's devices, on its own machine
     device_fd: int | None = None
     rendezvous_port: int | None = None  # where worker 0 listens for stores without servers in a job that has servers
+    local_workers: int | None = None  # workers on this machine, if the launcher chose OMP_NUM_THREADS for them
     rendezvous_hosted: bool = False  # torchrun already hosts a store at the scheduler's address
 
     @classmethod
@@ -118,6 +119,26 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **variables}
 
 
+def user_threads() -> int | None:
+    """Return OMP_NUM_THREADS, or None if it is not set."""
+    text = os.environ.get("OMP_NUM_THREADS")
+    return _positive("OMP_NUM_THREADS", text.partition(",")[0].strip()) if text else None
+
+
+def sleeping_threads() -> dict[str, str]:
+    """Return the variable that lets waiting OpenMP threads sleep, unless the user has chosen otherwise.
+
+    By default they wait in a loop for some milliseconds, which takes the cores from threads with work on a busy
+    machine. OpenMP reads the variable once, when torch is imported.
+    """
+    return {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY") or "PASSIVE"}
+
+
+def let_threads_sleep() -> None:
+    """Set that variable in this process, before it imports torch."""
+    os.environ.update(sleeping_threads())
+
+
 def use_compile_cache() -> str:
     """Let torch keep compiled kernels in the user's cache, unless a folder is configured. Return the folder."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "echelon" / "inductor"
@@ -187,6 +208,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # the variable
     "num_devices": ("ECHELON_NUM_DEVICES", _positive),
     "device_port": ("ECHELON_DEVICE_PORT", lambda name, text: _port(name, text) or None),
     "device_fd": ("ECHELON_DEVICE_FD", _number),
+    "local_workers": ("ECHELON_LOCAL_WORKERS", _positive),
     "rendezvous_port": ("ECHELON_RENDEZVOUS_PORT", lambda name, text: _port(name, text) or None),
     "rendezvous_hosted": ("TORCHELASTIC_USE_AGENT_STORE", lambda name, text: text == "True"),
 }

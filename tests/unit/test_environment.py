@@ -31,6 +31,7 @@ LAUNCHED = {  # the variables of seed 002's nodes, and those that an Echelon lau
     "ECHELON_NUM_DEVICES": "2",
     "ECHELON_DEVICE_PORT": "9092",
     "ECHELON_DEVICE_FD": "12",
+    "ECHELON_LOCAL_WORKERS": "3",
     "ECHELON_RENDEZVOUS_PORT": "9093",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
@@ -56,6 +57,7 @@ JOB = Job(
     num_devices=2,
     device_port=9092,
     device_fd=12,
+    local_workers=3,
     rendezvous_port=9093,
     rendezvous_hosted=True,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
-from echelon.environment import Job, variable
+from echelon.environment import Job, sleeping_threads, user_threads
 from echelon.errors import UsageError
 from echelon.launch.processes import listen_on_loopback
 from echelon.launch.supervise import Command, OnLine, Supervisor
@@ -81,7 +81,7 @@ def _command(command: Sequence[str], job: Job, index: int, num_devices: int, lis
         "ECHELON_DEVICE_INDEX": str(index),
         "ECHELON_NUM_DEVICES": str(num_devices),
         "ECHELON_DEVICE_PORT": str(listener.getsockname()[1]),
-        **library_variables(job, num_devices, one_machine=job.num_workers == 1),
+        **library_variables(job, job.local_workers or 1, num_devices=num_devices, one_machine=job.num_workers == 1),
     }
     fds: list[int] = []
     if index == 0:
@@ -92,12 +92,16 @@ def _command(command: Sequence[str], job: Job, index: int, num_devices: int, lis
     return Command(name, command, environment, essential=False, pass_fds=tuple(fds), needed=True, shown=shown)
 
 
-def library_variables(job: Job, num_processes: int, *, one_machine: bool) -> dict[str, str]:
-    """Return variables for torch, Gloo and NCCL: threads per process, and the network interface between processes."""
-    variables: dict[str, str] = {}
-    if variable("OMP_NUM_THREADS") is None:
-        # The processes share this machine's cores; by default torch starts one thread per core in each of them.
-        variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // num_processes))
+def library_variables(job: Job, num_workers: int, *, num_devices: int = 1, one_machine: bool) -> dict[str, str]:
+    """Return variables for torch, Gloo and NCCL: threads per process, and the network interface between processes.
+
+    `num_workers` workers with `num_devices` processes each share this machine's cores. By default torch starts one
+    thread per core in each process.
+    """
+    variables = sleeping_threads()
+    if user_threads() is None or job.local_workers is not None:  # not the user's, but a launcher's for whole workers
+        variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // (num_workers * num_devices)))
+        variables["ECHELON_LOCAL_WORKERS"] = str(num_workers)
     interface = job.interface or ("lo" if one_machine else None)
     if interface is not None:
         variables["GLOO_SOCKET_IFNAME"] = interface

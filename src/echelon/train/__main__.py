@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> int:
         return run_devices([sys.executable, "-m", "echelon.train", *arguments], len(options.devices))
     from echelon.train.loop.fit import fit  # imports torch, which takes seconds
 
-    return fit(options, job.run_dir)
+    return fit(options, job.run_dir, owns_process=True)
 
 
 def _options(arguments: list[str]) -> TrainOptions:

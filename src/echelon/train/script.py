@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from echelon.environment import Job
+from echelon.environment import Job, let_threads_sleep
 from echelon.errors import EchelonError
 from echelon.train.flags.arguments import add_arguments, options_from
 from echelon.train.flags.check import check_flags, warn_about_effects
@@ -45,6 +45,7 @@ def run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str] | N
 
 
 def _run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str]) -> int:
+    let_threads_sleep()  # before torch is imported
     job = Job.from_environment()
     if job.role != "worker":
         from echelon.kvstore.create import serve_and_exit
@@ -69,4 +70,4 @@ def _run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str]) -
         warn_about_effects(given)
         if reason and job.rank in (0, None):
             logging.info(reason)
-        return fit(options, job.run_dir, progress)
+        return fit(options, job.run_dir, progress, owns_process=True)

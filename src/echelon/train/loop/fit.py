@@ -17,6 +17,7 @@ from echelon.train.loop.inputs import open_data, read_only
 from echelon.train.loop.network import make_network, prepare_device
 from echelon.train.loop.reporting import TrainingProgress
 from echelon.train.loop.run import Run
+from echelon.train.loop.threads import set_threads
 from echelon.train.recipe.optimizers import make_optimizer
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import large_batch_for, worker_batch
@@ -25,8 +26,17 @@ from echelon.train.trainer.base import Trainer
 log = logging.getLogger(__name__)
 
 
-def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingProgress | None = None) -> int:
-    """Train as one process of the job that the environment describes; returns the exit status."""
+def fit(
+    options: TrainOptions,
+    run_dir: str | None = None,
+    progress: TrainingProgress | None = None,
+    *,
+    owns_process: bool = False,
+) -> int:
+    """Train as one process of the job that the environment describes; returns the exit status.
+
+    `owns_process`: this process does nothing else, so the run also sets the number of torch's threads.
+    """
     job = Job.from_environment()
     device = torch.device(options.devices[job.device_index])
     if job.device_index == 0:
@@ -44,6 +54,8 @@ def fit(options: TrainOptions, run_dir: str | None = None, progress: TrainingPro
     prepare_device(device)
     torch.manual_seed(options.seed)
     model = make_network(options, dataset.num_classes, dataset.image_shape, device)
+    if owns_process:
+        set_threads(options, job, dataset, model, device)
     trainer = _make_trainer(options, model, device, len(dataset.train), job.num_workers)
     return Run(options, dataset, trainer, device, run_dir, job.device_index, progress).run()
 
