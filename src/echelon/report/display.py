@@ -50,8 +50,6 @@ class Display:
         self.state.take(self._reader.poll())
         if self._live is not None:
             self._live.stop()
-        else:
-            self._plain.news(self.state)
         if self.state.has_trained:
             cells = table_cells(self.state, self._info, self._console.width, at_end=True)
             self._console.print(_line(self._info.title, "bold"), render_table(cells), sep="\n")
@@ -73,14 +71,16 @@ class Display:
 
 
 class _PlainLines:
-    """Lines for a pipe or a file: what happens at the start, then the progress at growing intervals."""
+    """Lines for a pipe or a file: what happens at the start, then the progress at growing intervals.
+
+    News are not repeated: the processes print them.
+    """
 
     def __init__(self, console: Console, info: JobInfo) -> None:
         self._console = console
         self._info = info
         self._phase = ""
         self._began = self._last = time.time()
-        self._num_news = 0
 
     def start(self) -> None:
         self._print(self._info.title)
@@ -88,7 +88,6 @@ class _PlainLines:
         self._phase = lines.phase_of_start(self._info, RunState())
 
     def update(self, state: RunState, now: float) -> None:
-        self.news(state)
         if state.has_trained:
             if now - self._last >= min(PLAIN_LAST_S, max(PLAIN_FIRST_S, (now - self._began) / 10)):
                 self._last = now
@@ -96,11 +95,6 @@ class _PlainLines:
         elif (phase := lines.phase_of_start(self._info, state)) != self._phase:
             self._phase = phase
             self._print(phase)
-
-    def news(self, state: RunState) -> None:
-        for news in state.news[self._num_news :]:
-            self._print(news.text)
-        self._num_news = len(state.news)
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -20,6 +20,8 @@ def result_lines(result: dict[str, Any], directory: str, width: int, block: str 
     speed = f"{result['samples_per_s']:.0f}  ({result['samples']} samples in {result['seconds']:.1f} s)"
     lines += _entry("samples/s", speed, width)
     lines += _staleness(result, width, block)
+    for warning in result["warnings"]:
+        lines += _entry("warning", warning, width)
     lines.append(f"{'written to':{LABEL}}{directory}/")
     if len(lines[-1]) + len("  (also runs/latest)") <= width:
         lines[-1] += "  (also runs/latest)"

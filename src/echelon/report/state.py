@@ -103,6 +103,7 @@ class RunState:
     began: float | None = None
     ended: float | None = None
     final: Event | None = None
+    warnings: list[str] = field(default_factory=list)
     saved: bool = False
     news: list[News] = field(default_factory=list)
 
@@ -129,6 +130,9 @@ class RunState:
                     self.saved = True
                 case "view":
                     self._leave(event)
+                case "warning":
+                    self.warnings.append(event["text"])
+                    self.news.append(News(event["at"], event["text"]))
                 case "stall":
                     self.news.append(News(event["at"], f"{event['who']} waits: {event['waiting']}"))
 
@@ -211,10 +215,11 @@ class RunState:
 
     @property
     def fraction_done(self) -> float | None:
-        """The part of the steps of all workers that is done; None if not known. Workers that left do not count."""
-        counted = [worker for worker in self.workers.values() if not worker.is_gone]
-        total = sum(worker.num_steps for worker in counted)
-        return min(1.0, sum(worker.clock for worker in counted) / total) if total else None
+        """The part of its steps that the slowest worker has done; None if not known. The run ends when it ends."""
+        parts = [worker.clock / worker.num_steps for worker in self.active if worker.num_steps]
+        if not parts:
+            return 1.0 if self.has_trained and not self.active else None
+        return min(parts)
 
     def seconds_left(self, now: float) -> float | None:
         """Return the expected time until the slowest worker has finished, or None if a worker cannot tell yet."""

@@ -33,6 +33,7 @@ def summary(state: RunState, store: str, options: dict[str, Any], exit_status: i
         "training": state.training.points(),
         "staleness_bound": options.get("staleness"),
         "workers": [_worker(worker, state.began or 0.0) for worker in state.ranked],
+        "warnings": state.warnings,
         "news": [news.text for news in state.news],
         "settings": options,
     }

@@ -12,7 +12,9 @@ from echelon.report.result import MAX_BARS, histogram_lines, result_lines
 def result(**changed: Any) -> dict[str, Any]:
     workers = [{"staleness": {"0": 30, "5": 10}, "rounds_ahead": {"0": 10, "3": 30}}]
     usual = {"accuracy": 0.98611, "accuracy_at_epoch": 16.0, "accuracy_is_final": True, "samples_per_s": 1957.2}
-    return usual | {"samples": 22992, "seconds": 11.75, "staleness_bound": 3, "workers": workers} | changed
+    return (
+        usual | {"samples": 22992, "seconds": 11.75, "staleness_bound": 3, "workers": workers, "warnings": []} | changed
+    )
 
 
 def test_the_lines_at_80_columns() -> None:
@@ -61,6 +63,14 @@ def test_without_a_bound_staleness_has_one_histogram() -> None:
     lines = result_lines(result(staleness_bound=None), "runs/name", 80)
     assert [line for line in lines if line.startswith("staleness")] == [
         "staleness     steps by updates of others between a read and its push"
+    ]
+
+
+def test_warnings_are_repeated_at_the_end() -> None:
+    lines = result_lines(result(warnings=["the loss grows; try a smaller --lr"]), "runs/name", 80)
+    assert lines[-2:] == [
+        "warning       the loss grows; try a smaller --lr",
+        "written to    runs/name/  (also runs/latest)",
     ]
 
 

@@ -139,10 +139,13 @@ def test_news_contain_deaths_and_stalls_but_no_regular_departures() -> None:
         [
             event("view", 1.0, number=2, workers=[0], reason="worker 1 left: done", departure="left"),
             event("stall", 2.0, waiting="server 0 holds key 'w' at clock 3 for worker 1") | {"who": "worker 0"},
+            event("warning", 3.0, text="the loss grows"),
             event("something new", 3.0),
         ]
     )
-    assert summary(state, "s", {}, 0)["news"] == ["worker 0 waits: server 0 holds key 'w' at clock 3 for worker 1"]
+    result = summary(state, "s", {}, 0)
+    assert result["news"] == ["worker 0 waits: server 0 holds key 'w' at clock 3 for worker 1", "the loss grows"]
+    assert result["warnings"] == ["the loss grows"]
 
 
 def test_a_finished_worker_stays_finished() -> None:
