@@ -10,7 +10,7 @@ they would wait for each other forever.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +39,6 @@ class MultiDeviceStore(KVStore):
         super().__init__(name, events, check_finite=check_finite)
         self.group = group
         self.server_store = server_store
-        self.on_retire: Callable[[], None] = lambda: None
         self._halt_requested = False
         self._job_state = ""  # what device 0 has shared, as JSON, and how often it has changed
         self._job_state_number = 0
@@ -118,8 +117,7 @@ class MultiDeviceStore(KVStore):
         self.optimizer_spec = spec
 
     def _retire(self) -> None:
-        """Stop pushing, when all devices of the worker have retired. Until then the Trainer takes part with zeros."""
-        self.on_retire()
+        """Stop pushing, when all devices of the worker have retired: `on_retire` takes part until then."""
         if self.server_store is not None:
             self.server_store.retire()
 

@@ -55,6 +55,7 @@ class KVStore(ABC):
         self.kind = store_kind(name)
         self.events = events
         self.on_closed: Callable[[], None] = lambda: None
+        self.on_retire: Callable[[], None] = lambda: None  # set by Trainers whose workers must take part to the end
         self.optimizer_spec: OptimizerSpec | None = None
         self._specs_by_key: dict[Key, KeySpec] = {}
         self._halted: str | None = None
@@ -163,6 +164,7 @@ class KVStore(ABC):
     def retire(self) -> None:
         """Stop pushing: other workers no longer wait for this one. It may still call `pull` and `barrier`."""
         self._check_open()
+        self.on_retire()
         self._retire()
 
     def barrier(self) -> None:

@@ -8,7 +8,7 @@ changes at the same step on all workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +51,6 @@ class CollectiveStore(KVStore):
         super().__init__(name, events, check_finite=check_finite)
         self.group = group
         self.sharded = self.kind.sharded
-        self.on_retire: Callable[[], None] = lambda: None
         self._values: dict[Key, _Value] = {}
         self._requested_halt: str | None = None
         self._updater: Updater | None = None
@@ -113,8 +112,7 @@ class CollectiveStore(KVStore):
         self._updater, self.optimizer_spec = None, spec
 
     def _retire(self) -> None:
-        """Stop pushing. Until all workers have retired, the Trainer takes part in their collectives with zeros."""
-        self.on_retire()
+        """Stop pushing. Until all workers have retired, the Trainer takes part in their collectives (`on_retire`)."""
 
     def _barrier(self) -> None:
         self.receive_flags(self.group.barrier(self.halt_flag))

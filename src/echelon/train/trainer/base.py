@@ -7,8 +7,9 @@
         trainer.step(len(images))
 
 `Trainer(…)` returns the subclass for the kind of store. With servers (`server`), gradients are pushed and weights come
-back. With collectives (`collective`), gradients are summed and the optimizer runs in this process. A worker of several
-devices (`multi_device`) sums between its devices and pushes the result to servers.
+back; with `update_on_kvstore=False` (`local_update`), gradients come back and the optimizer runs in this process. With
+collectives (`collective`), gradients are summed and the optimizer runs in this process. A worker of several devices
+(`multi_device`) sums between its devices and pushes the result to servers.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from echelon.kvstore import KVStore, create
 from echelon.kvstore.create import store_class
 from echelon.kvstore.state_files import by_key
 from echelon.kvstore.values import is_finite
+from echelon.schemes.stores import store_kind
 from echelon.train.trainer.guards import GuardedOptimizer
 from echelon.train.trainer.optimizer_state import load_state, state_of
 
@@ -53,14 +55,26 @@ class Trainer:
     shards_optimizer = False  # whether each process holds a part of the optimizer's state
 
     _kinds: ClassVar[dict[type[KVStore], type[Trainer]]] = {}
+    _updates_here: ClassVar[bool] = True  # whether the optimizer runs in this process
+    _with_local_update: ClassVar[type[Trainer] | None] = None  # the kind for the same store whose optimizer does
 
-    def __init_subclass__(cls, *, store: type[KVStore] | None = None) -> None:
-        """Register a subclass as the Trainer for a kind of store."""
+    def __init_subclass__(
+        cls, *, store: type[KVStore] | None = None, local_update_of: type[Trainer] | None = None
+    ) -> None:
+        """Register a subclass for a kind of store, or in place of another one with `update_on_kvstore=False`."""
         if store is not None:
             Trainer._kinds[store] = cls
+        if local_update_of is not None:
+            local_update_of._with_local_update = cls
 
     def __new__(
-        cls, model: nn.Module, optimizer: Optimizer, kvstore: str | KVStore = "local", **options: Any
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer,
+        kvstore: str | KVStore = "local",
+        *,
+        update_on_kvstore: bool | None = None,
+        **options: Any,
     ) -> Trainer:
         """Create the registered kind for the store, unless a kind is called by its own name."""
         if cls is not Trainer:
@@ -69,6 +83,8 @@ class Trainer:
         kind = next((kind for store, kind in Trainer._kinds.items() if issubclass(wanted, store)), None)
         if kind is None:
             raise UsageError(f"kvstore must be the name of a store or a KVStore, not {kvstore!r}")
+        if update_on_kvstore is False and not kind._updates_here:
+            kind = kind._kind_with_local_update(kvstore)
         return super().__new__(kind)
 
     def __init__(
@@ -84,7 +100,12 @@ class Trainer:
         average_buffers: bool = False,
         check_finite: bool = False,
         push_factors: bool = False,
+        update_on_kvstore: bool | None = None,
     ) -> None:
+        """`update_on_kvstore`: whether the store runs the optimizer. By default it does if it has servers.
+
+        With False, the servers of `dist_sync` only sum, and each worker runs its optimizer, of any class.
+        """
         self._parameters, self._frozen = _optimized_parameters(model, optimizer)
         self._names = list(self._parameters)
         if isinstance(kvstore, str):
@@ -117,6 +138,21 @@ class Trainer:
         self._hooks.append(self._guarded_optimizer)
         self._batch_size_hook: Hook = model.register_forward_pre_hook(self._make_batch_size_hook(), with_kwargs=True)
         self._hooks.append(self._batch_size_hook)
+
+    @classmethod
+    def _kind_with_local_update(cls, kvstore: str | KVStore) -> type[Trainer]:
+        kind, name = (store_kind(kvstore), kvstore) if isinstance(kvstore, str) else (kvstore.kind, kvstore.type)
+        if not kind.lock_step:
+            raise UsageError(
+                f"update_on_kvstore=False needs workers in lock-step, but those of {name} update the servers' weights "
+                "at their own pace; leave it out, or use dist_sync"
+            )
+        if cls._with_local_update is None:
+            raise UsageError(
+                f"update_on_kvstore=False is not possible with servers and several devices per worker ({name}); use "
+                "dist_device_sync, which sums over all devices without servers and updates in each process"
+            )
+        return cls._with_local_update
 
     # --- the loop
 

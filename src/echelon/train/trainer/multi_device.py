@@ -30,6 +30,7 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
     """Keeps the models of a worker's devices equal, and trains device 0's model with the servers."""
 
     kvstore: MultiDeviceStore
+    _updates_here = False
 
     def _start(self) -> None:
         super()._start()

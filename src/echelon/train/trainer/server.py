@@ -30,13 +30,14 @@ from echelon.train.trainer.server_buckets import Bucket
 
 log = logging.getLogger(__name__)
 
-_BUFFERS = "buffers"
+BUFFERS = "buffers"  # the name of the vectors of buffers
 
 
 class ServerTrainer(Trainer, store=ServerStore):
     """Trains a model whose weights are on servers."""
 
     kvstore: ServerStore
+    _updates_here = False
 
     def _start(self) -> None:
         self._called: set[str] = set()  # parameters whose module was called since the last step
@@ -120,7 +121,7 @@ class ServerTrainer(Trainer, store=ServerStore):
     def average_buffers(self) -> None:
         """Set floating-point buffers (BatchNorm's statistics) to their mean over the workers. All must call it."""
         if self._buffers:
-            unflatten(self.kvstore.gather_vectors(_BUFFERS, flatten(self._buffers).cpu()).mean(0), self._buffers)
+            unflatten(self.kvstore.gather_vectors(BUFFERS, flatten(self._buffers).cpu()).mean(0), self._buffers)
 
     # --- captured steps: no hook runs in a replay, so the caller moves gradients and weights
 
@@ -167,7 +168,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         members = dict(spec.members)
         if self._buffers:
             length = sum(buffer.numel() for buffer in self._buffers)
-            members |= dict.fromkeys(self.kvstore.make_vectors(_BUFFERS, length), NO_OPTIMIZER)
+            members |= dict.fromkeys(self.kvstore.make_vectors(BUFFERS, length), NO_OPTIMIZER)
         self.kvstore.use_optimizer(OptimizerSpec(spec.name, spec.groups, members))
         self._pull()
         for bucket in self._buckets:
