@@ -30,6 +30,7 @@ from echelon.train.checkpoint.names import load_model
 from echelon.train.flags.arguments import parse_numbers
 from echelon.train.flags.check import check_numbers
 from echelon.train.predict import classes_of, model_of, preprocessing_of
+from echelon.train.recipe.options import METRICS
 from echelon.train.step.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--skip-bad-records", action="store_true", help="skip and count records that cannot be read")
     parser.add_argument("--top-k", type=int, default=5, help="also show the top-K accuracy; 0: do not")
+    parser.add_argument(
+        "--metrics",
+        default="",
+        metavar="NAMES",
+        help=f"also show these, separated by commas: {', '.join(METRICS)}",
+    )
     parser.add_argument("--rgb-mean", metavar="R,G,B", help="default: from the checkpoint")
     parser.add_argument("--rgb-std", metavar="R,G,B", help="default: from the checkpoint")
     parser.add_argument("--image-shape", metavar="C,H,W", help="default: from the checkpoint")
@@ -75,11 +82,12 @@ def add_model_flags(parser: argparse.ArgumentParser, default: str | None = None)
 def run(options: argparse.Namespace) -> int:
     """Score the checkpoint that the command line names."""
     check_numbers(vars(options))
-    metrics, device = Metrics(top_k=options.top_k), device_of(options.gpus)
+    metrics, device = Metrics(top_k=options.top_k, others=options.metrics), device_of(options.gpus)
     checkpoint, path = load_model(options.model, options.load_epoch)
     preprocessing = preprocessing_of(with_flags(checkpoint, options), path)
     model = model_of(checkpoint, path).to(device).eval()
     num_classes = count_classes(model, preprocessing.shape, device)
+    metrics.check_classes(num_classes)
     source = source_of(options, num_classes, classes_of(checkpoint, path))
     sampling = Sampling(len(source), options.batch_size, shuffle=False)
     loader = make_loader(
@@ -93,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     with bar(path.name, len(source)) as advance, closing(loader):
         start = time.perf_counter()
         sums = sums_of(model, loader, metrics, num_classes, device, advance)
-        values = metrics.means(sums)
+        values = metrics.values(sums)
         seconds = time.perf_counter() - start
     print(f"Finished with {float(sums[-1]) / seconds:f} images per second")
     for pair in values.items():
@@ -105,7 +113,7 @@ def sums_of(
     model: nn.Module, loader: Batches, metrics: Metrics, num_classes: int, device: torch.device, advance: Advance
 ) -> Tensor:
     """Return the sums of the metrics over an epoch, in float64 because float32 counts exactly only to 16 million."""
-    total = torch.zeros(len(metrics.names) + 1, dtype=torch.float64, device=device)
+    total = torch.zeros(metrics.num_sums, dtype=torch.float64, device=device)
     with torch.inference_mode():
         for images, labels in loader:
             check_labels(labels, num_classes)

@@ -17,6 +17,8 @@ def result_lines(result: dict[str, Any], directory: str, width: int, block: str 
     lines = []
     if result["accuracy"] is not None:
         lines += _entry("accuracy", f"{result['accuracy']:.4f}  {_which_accuracy(result)}", width)
+    for name, value in result["metrics"].items():
+        lines += _entry(f"{name} ", "not defined" if value is None else f"{value:.4f}", width)
     speed = f"{result['samples_per_s']:.0f}  ({result['samples']} samples in {result['seconds']:.1f} s)"
     lines += _entry("samples/s", speed, width)
     lines += _staleness(result, width, block)

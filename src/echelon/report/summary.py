@@ -15,7 +15,7 @@ def summary(state: RunState, store: str, options: dict[str, Any], exit_status: i
     """Return the contents of `summary.json`; `accuracy` is that of the final weights, or None without validation.
 
     If a run was stopped before its final weights were measured, `accuracy` is that of its last validation, and
-    `accuracy_is_final` is false.
+    `accuracy_is_final` is false. `metrics` are those that --top-k, --loss and --metrics added, of the same weights.
     """
     last = state.final or (state.validations[-1] if state.validations else None)
     return {
@@ -23,6 +23,7 @@ def summary(state: RunState, store: str, options: dict[str, Any], exit_status: i
         "accuracy": last["accuracy"] if last else None,
         "accuracy_at_epoch": last.get("epoch") if last else None,
         "accuracy_is_final": state.final is not None,
+        "metrics": last.get("metrics", {}) if last else {},
         "samples_per_s": round(state.samples / state.seconds, 3) if state.seconds else 0.0,
         "seconds": round(state.seconds, 3),
         "samples": state.samples,

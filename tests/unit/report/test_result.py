@@ -11,10 +11,9 @@ from echelon.report.result import MAX_BARS, histogram_lines, result_lines
 
 def result(**changed: Any) -> dict[str, Any]:
     workers = [{"staleness": {"0": 30, "5": 10}, "rounds_ahead": {"0": 10, "3": 30}}]
-    usual = {"accuracy": 0.98611, "accuracy_at_epoch": 16.0, "accuracy_is_final": True, "samples_per_s": 1957.2}
-    return (
-        usual | {"samples": 22992, "seconds": 11.75, "staleness_bound": 3, "workers": workers, "warnings": []} | changed
-    )
+    usual = {"accuracy": 0.98611, "accuracy_at_epoch": 16.0, "accuracy_is_final": True, "metrics": {}}
+    speed = {"samples_per_s": 1957.2, "samples": 22992, "seconds": 11.75}
+    return usual | speed | {"staleness_bound": 3, "workers": workers, "warnings": []} | changed
 
 
 def test_the_lines_at_80_columns() -> None:
@@ -52,6 +51,15 @@ def test_lines_are_folded_in_a_narrow_terminal_and_a_path_is_not() -> None:
 )
 def test_the_accuracy_says_which_one_it_is(changed: dict[str, Any], line: str) -> None:
     assert result_lines(result(**changed), "runs/name", 80)[0] == line
+
+
+def test_added_metrics_follow_the_accuracy() -> None:
+    added = {"f1": 0.87, "top_k_accuracy_5": 0.99, "pearsonr": None}
+    assert result_lines(result(metrics=added), "runs/name", 80)[1:4] == [
+        "f1            0.8700",
+        "top_k_accuracy_5 0.9900",
+        "pearsonr      not defined",
+    ]
 
 
 def test_without_validation_there_is_no_accuracy_and_without_servers_no_staleness() -> None:

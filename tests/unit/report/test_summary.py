@@ -85,11 +85,12 @@ def test_the_summary_of_a_run() -> None:
 
 
 def test_the_final_accuracy_replaces_that_of_validations() -> None:
-    names = ("accuracy", "accuracy_at_epoch", "accuracy_is_final")
+    names = ("accuracy", "accuracy_at_epoch", "accuracy_is_final", "metrics")
     stopped = summary(taken(RUN), "dist_sync", {}, 130)
-    assert tuple(stopped[name] for name in names) == (0.93, 1.0, False)
-    ended = summary(taken([*RUN, event("final", 1007.0, epoch=2, accuracy=0.97)]), "dist_sync", {}, 0)
-    assert tuple(ended[name] for name in names) == (0.97, 2, True)
+    assert tuple(stopped[name] for name in names) == (0.93, 1.0, False, {})
+    final = event("final", 1007.0, epoch=2, accuracy=0.97, metrics={"f1": 0.9})
+    ended = summary(taken([*RUN, final]), "dist_sync", {}, 0)
+    assert tuple(ended[name] for name in names) == (0.97, 2, True, {"f1": 0.9})
 
 
 def test_the_summary_of_a_killed_run_counts_the_time_to_the_last_report() -> None:

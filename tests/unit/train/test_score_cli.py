@@ -93,6 +93,16 @@ def test_the_printed_lines(prefix: Path, record: Path, capsys: pytest.CaptureFix
     assert rest == []
 
 
+def test_more_metrics(prefix: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert score("--model", prefix, "--data-val", record, "--top-k", "0", "--metrics", "perplexity,RMSE") == 0
+    names = [line.split("'")[1] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert names == ["accuracy", "perplexity", "rmse"]
+    assert score("--model", prefix, "--data-val", record, "--metrics", "f1") == 2
+    assert "f1: only for two classes, as in MXNet, but there are 3" in capsys.readouterr().err
+    assert score("--model", prefix, "--data-val", record, "--metrics", "f2") == 2
+    assert "unknown metric 'f2'; did you mean 'f1'?" in capsys.readouterr().err
+
+
 def test_a_file_an_epoch_or_the_newest(prefix: Path, record: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = path_for(prefix, 0, 1), path_for(prefix, 0, 2)
     accuracies = []

@@ -9,7 +9,7 @@ from echelon.errors import UsageError
 from echelon.launch.devices import parse_devices
 from echelon.train.flags.parser import Add, Parser, was_given
 from echelon.train.flags.stores import store_lines
-from echelon.train.recipe.options import DTYPES, ENGINES, OPTIMIZER_STYLES, OPTIMIZERS, TrainOptions
+from echelon.train.recipe.options import DTYPES, ENGINES, METRICS, OPTIMIZER_STYLES, OPTIMIZERS, TrainOptions
 from echelon.train.recipe.pace import Pace, parse_slow, parse_stall
 
 OTHER_NAMES = {  # what these flags are called in other programs
@@ -137,6 +137,7 @@ def _add_own_arguments(own: Add, defaults: TrainOptions) -> None:
     own("--groups", help="groups of dist_gsync: a file, or ranks such as 0,1,2/3")
     own("--data-allocator", type=int, default=0, help="1: read the workers' shares of the data from --data-sharding")
     own("--data-sharding", default=defaults.data_sharding, help="file with the shares of the data")
+    own("--metrics", default="", metavar="NAMES", help=f"also show these, separated by commas: {', '.join(METRICS)}")
     own("--seed", type=int, default=defaults.seed, help="seed of all random numbers")
     own("--resume", choices=("auto", "no"), default="no", help="auto: resume from the newest valid checkpoint")
     own("--save-batches", type=int, default=0, help="also save a checkpoint every N batches; 0: only after epochs")

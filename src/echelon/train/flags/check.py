@@ -85,11 +85,13 @@ def check_flags(given: Namespace, options: TrainOptions, job: Job, *, starts_job
     device_batch(options.batch_size, len(options.devices))
     _check_data(options)  # imports torch, like all that follows
     _check_optimizer(options, job)
+    _check_metrics(options)
 
 
 def check_with_data(options: TrainOptions, dataset: Dataset) -> None:
-    """Raise UsageError if flags need validation data and there is none; warn about a random crop without a choice."""
+    """Raise UsageError for flags that do not suit the data; warn about a random crop without a choice."""
     _check_validation(options, has_validation=dataset.validation is not None)
+    _check_metrics(options, dataset.num_classes)
     augment = dataset.augment
     if augment.random_resized_crop and not augment.resizes_at_random:
         log.warning(
@@ -194,6 +196,14 @@ def _check_optimizer(options: TrainOptions, job: Job) -> None:
     check_optimizer(options.optimizer, options.optimizer_style, options.clip_gradient)
     if job.num_servers and not store_kind(options.kv_store).collective:
         check_on_servers(options.optimizer, job.num_servers, options.optimizer_style, options.warmup_strategy)
+
+
+def _check_metrics(options: TrainOptions, num_classes: int | None = None) -> None:
+    from echelon.train.step.metrics import Metrics
+
+    metrics = Metrics(others=options.metrics)  # raises for an unknown name
+    if num_classes is not None:
+        metrics.check_classes(num_classes)
 
 
 def _check_validation(options: TrainOptions, *, has_validation: bool) -> None:

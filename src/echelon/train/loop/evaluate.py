@@ -60,12 +60,12 @@ class Validation:
                 sums = self._sums(model, stop, on_progress)
         finally:
             model.train()
-        return self._metrics.means(sums)
+        return self._metrics.values(sums)
 
     def _sums(self, model: nn.Module, stop: StopSignals, on_progress: OnProgress) -> Tensor:
         """Return the sums of the metrics. Only loading and the forward pass are left at once if a signal arrives."""
         done, device = 0, self._precision.device
-        total = torch.zeros(len(self._metrics.names) + 1, dtype=torch.float64, device=device)
+        total = torch.zeros(self._metrics.num_sums, dtype=torch.float64, device=device)
         on_progress(done, self._num_samples)
         with stop.instead_of_errors(), self._opened() as batches:
             while True:

@@ -42,7 +42,7 @@ class Measurements:
         new = now if self._written is None else now - self._written
         self._written, self._written_s = now, self._clock()
         if samples := int(new[-1]):
-            means = self._metrics.means(new)
+            means = self._metrics.values(new)
             self._events.write(
                 "training",
                 rank=self._rank,

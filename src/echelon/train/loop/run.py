@@ -60,7 +60,7 @@ class Run:
         self._run_dir = run_dir
         self._place = ProcessRank(kvstore.workers.index(kvstore.rank), len(kvstore.workers), len(options.devices))
         self._is_rank_0 = self._place.rank == 0
-        self._metrics = Metrics(options.top_k, options.loss)
+        self._metrics = Metrics(options.top_k, options.loss, options.metrics)
         self._logged = self._metrics.names
         if kvstore.events.is_open:
             self._metrics = self._metrics.with_cross_entropy()  # for the display and the curves, not for the log
@@ -177,7 +177,7 @@ class Run:
         self._end_epoch(epoch, start_s)
 
     def _logged_means(self, sums: torch.Tensor) -> dict[str, float]:
-        means = self._metrics.means(sums)
+        means = self._metrics.values(sums)
         return {name: means[name] for name in self._logged}
 
     def _run_steps(self, loader: Batches, first: int) -> Iterator[int]:
@@ -252,7 +252,7 @@ class Run:
         """Judge the epoch by its training metrics; by the validation loss if the training loss is not measured."""
         if self._learning is None:
             return
-        means = self._metrics.means(sums)
+        means = self._metrics.values(sums)
         loss = means.get("cross-entropy", self._measured.get("cross-entropy"))
         for text in self._learning.after_epoch(epoch + 1, self._per_epoch, int(sums[-1]), means["accuracy"], loss):
             log.warning(text)
@@ -272,7 +272,12 @@ class Run:
         seconds = round(time.monotonic() - self._start_s, 6)
         accuracy = measured["accuracy"]
         self._kvstore.events.write(
-            "validation", epoch=epochs, accuracy=accuracy, loss=measured["cross-entropy"], seconds=seconds
+            "validation",
+            epoch=epochs,
+            accuracy=accuracy,
+            loss=measured["cross-entropy"],
+            metrics=self._added_metrics(measured),
+            seconds=seconds,
         )
         batch = None if done == self._per_epoch else done
         self._report.validation(epoch, batch, {name: measured[name] for name in self._logged})
@@ -299,6 +304,10 @@ class Run:
         """Ask all workers to stop if a signal asked this one."""
         if self._stop.requested is not None and not self._kvstore.halted:
             self._kvstore.halt(self._stop.requested)
+
+    def _added_metrics(self, measured: dict[str, float]) -> dict[str, float]:
+        """Return what --top-k, --loss and --metrics added to the accuracy."""
+        return {name: measured[name] for name in self._logged if name != "accuracy"}
 
     # --- the end
 
@@ -345,6 +354,10 @@ class Run:
             if measured is not None:
                 self._saver.save_result(run_dir, self._position, measured, optimizer)
                 self._kvstore.events.write(
-                    "final", epoch=epochs, accuracy=measured["accuracy"], loss=measured["cross-entropy"]
+                    "final",
+                    epoch=epochs,
+                    accuracy=measured["accuracy"],
+                    loss=measured["cross-entropy"],
+                    metrics=self._added_metrics(measured),
                 )
         self._kvstore.events.write("checkpoint", file=path.name)

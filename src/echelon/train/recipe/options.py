@@ -13,6 +13,7 @@ OPTIMIZERS = (  # the names of `recipe.optimizers.NAMES`, which cannot be import
     *("groupadagrad", "signum", "ftml", "ftrl", "dcasgd", "lars", "lamb", "sgld", "test"),
 )
 OPTIMIZER_STYLES = ("torch", "mxnet")
+METRICS = ("acc", "ce", "nll_loss", "loss", "perplexity", "f1", "mcc", "pearsonr", "mae", "mse", "rmse")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -74,6 +75,7 @@ class TrainOptions:
     disp_batches: int = 20
     top_k: int = 0
     loss: str = ""
+    metrics: str = ""
     monitor: int = 0
     tensorboard: str | None = None
     model_prefix: str | None = None

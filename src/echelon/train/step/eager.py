@@ -35,7 +35,7 @@ class ForwardPass:
         self.metrics = metrics
         self.batch_size = batch_size
         self._label_smoothing = label_smoothing
-        self.sums = torch.zeros(len(metrics.names) + 1, dtype=torch.float64, device=precision.device)
+        self.sums = torch.zeros(metrics.num_sums, dtype=torch.float64, device=precision.device)
 
     def run(
         self,
