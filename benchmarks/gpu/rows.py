@@ -2,7 +2,7 @@
 
 A row is one command as a user types it. Speed rows measure samples per second and run alone. Accuracy rows measure the
 validation accuracy after some epochs and may run at the same time. Speed rows give the engine, because a short run
-would not choose to compile, while the full command does.
+would not switch to compiled steps, while the full command does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from echelon.errors import unknown_name
 Kind = Literal["speed", "accuracy"]
 KINDS: tuple[Kind, ...] = ("speed", "accuracy")
 STEPS_OF_IMAGENET = 1200  # of about 10,000 in an epoch; gives eleven speed lines of 100 batches
-ENGINE = "--engine compile"  # what the full command chooses
+ENGINE = "--engine compile"  # what the full command switches to
 
 
 @dataclass(frozen=True, slots=True)

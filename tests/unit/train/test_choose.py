@@ -16,7 +16,7 @@ MANY, FEW = COMPILING_PAYS_AFTER, COMPILING_PAYS_AFTER - 1
     ("requested", "device", "obstacle", "steps", "name", "captured"),
     [
         ("auto", "cpu", None, MANY, "eager", False),
-        ("auto", "cuda", None, MANY, "compile", True),
+        ("auto", "cuda", None, MANY, "graph", True),
         ("auto", "cuda", None, FEW, "graph", True),
         ("auto", "cuda", "servers", MANY, "compile", False),
         ("auto", "cuda", "servers", FEW, "eager", False),
@@ -31,6 +31,7 @@ MANY, FEW = COMPILING_PAYS_AFTER, COMPILING_PAYS_AFTER - 1
 def test_the_engine(requested: str, device: str, obstacle: str | None, steps: int, name: str, captured: bool) -> None:
     choice = decide_engine(requested, device, obstacle, steps)
     assert (choice.name, choice.captured) == (name, captured)
+    assert choice.compiles_beside == (requested == "auto" and captured), "captured at once, compiled beside"
     if requested == "graph" and not captured:
         assert ("servers" if device == "cuda" else "the CPU") in choice.reason, "a fallback names its reason"
 

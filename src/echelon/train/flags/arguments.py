@@ -126,7 +126,11 @@ def _add_own_arguments(own: Add, defaults: TrainOptions) -> None:
         metavar="E",
         help="validate the moving average of the weights over E epochs",
     )
-    own("--engine", default=defaults.engine, help=f"how steps are run: {', '.join(ENGINES)}")
+    own(
+        "--engine",
+        default=defaults.engine,
+        help=f"how steps are run: {', '.join(ENGINES)}; auto captures the step on a GPU and compiles it meanwhile",
+    )
     own("--staleness", type=int, help="staleness bound of dist_ssync; optional for dist_gsync")
     own(
         "--lr-scale",

@@ -14,6 +14,7 @@ from echelon.observe.events import append_event
 from echelon.train import log_lines
 from echelon.train.flags.check import check_with_data
 from echelon.train.loop.inputs import open_data, read_only
+from echelon.train.loop.memory import explain_memory_errors
 from echelon.train.loop.network import make_network, prepare_device
 from echelon.train.loop.reporting import TrainingProgress
 from echelon.train.loop.run import Run
@@ -53,11 +54,15 @@ def fit(
     check_with_data(options, dataset)
     prepare_device(device)
     torch.manual_seed(options.seed)
-    model = make_network(options, dataset.num_classes, dataset.image_shape, device)
-    if owns_process:
-        set_threads(options, job, dataset, model, device)
-    trainer = _make_trainer(options, model, device, len(dataset.train), job.num_workers)
-    return Run(options, dataset, trainer, device, run_dir, job.device_index, progress).run()
+
+    def train() -> int:
+        model = make_network(options, dataset.num_classes, dataset.image_shape, device)
+        if owns_process:
+            set_threads(options, job, dataset, model, device)
+        trainer = _make_trainer(options, model, device, len(dataset.train), job.num_workers)
+        return Run(options, dataset, trainer, device, run_dir, job.device_index, progress).run()
+
+    return explain_memory_errors(train, options, dataset.num_classes, dataset.image_shape, device)
 
 
 def _make_trainer(

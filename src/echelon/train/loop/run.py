@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 
 import torch
 
@@ -19,6 +19,7 @@ from echelon.environment import use_compile_cache
 from echelon.schemes.stores import store_kind
 from echelon.train import log_lines
 from echelon.train.checkpoint.saver import RunPosition, Saver
+from echelon.train.loop.compile_beside import CompileBeside, request_for
 from echelon.train.loop.evaluate import Validation
 from echelon.train.loop.inputs import train_loader
 from echelon.train.loop.learning import LearningCheck
@@ -31,7 +32,7 @@ from echelon.train.recipe.plan import ProcessRank, epoch_size, sampling_for, sch
 from echelon.train.step.average import MovingAverage
 from echelon.train.step.captured import set_learning_rate
 from echelon.train.step.choose import choose_engine, log_duration, make_step, prepare_optimizer
-from echelon.train.step.eager import ForwardPass
+from echelon.train.step.eager import EagerStep, ForwardPass
 from echelon.train.step.metrics import Metrics
 from echelon.train.step.precision import LossScaler, choose_precision
 from echelon.train.trainer.base import Trainer
@@ -85,6 +86,7 @@ class Run:
         self._monitor = Monitor(trainer.model, options.monitor) if options.monitor else None
         self._report = Reporter(options, progress, logs=device_index == 0, is_rank_0=self._is_rank_0)
         self._stop = StopSignals()
+        self._beside: CompileBeside | None = None
         self._position = RunPosition()
         self._start_s = 0.0
         self._lr: float | None = None
@@ -119,7 +121,7 @@ class Run:
             self._choice, self._options, self._forward_pass, self._trainer, self._scaler, self._average, num_steps
         )
         loader = train_loader(self._options, self._dataset, self._sampling, self._precision.device, state)
-        with closing(loader), self._stop.recorded():
+        with closing(loader), self._compile_beside() as self._beside, self._stop.recorded():
             self._log_settings(loader.state.epoch)
             self._kvstore.barrier()
             self._start_s = time.monotonic()
@@ -141,6 +143,21 @@ class Run:
             self._finish()
         reason = self._kvstore.halted if self._was_interrupted else self._stop.requested  # a signal after training
         return EXIT_STATUS.get(reason or "", 0)
+
+    def _compile_beside(self) -> AbstractContextManager[CompileBeside | None]:
+        step, dataset = self._step, self._dataset
+        if not self._choice.compiles_beside or isinstance(step, EagerStep):
+            return nullcontext()
+        return CompileBeside(
+            step,
+            lambda: request_for(step, self._options, self._place, dataset.num_classes, dataset.image_shape),
+            self._say_of_engine,
+            self._options.batch_size,
+        )
+
+    def _say_of_engine(self, line: str) -> None:
+        self._report.info(line)
+        self._kvstore.events.write("engine", rank=self._kvstore.worker_rank, line=line)
 
     def _log_settings(self, first_epoch: int) -> None:
         if self._has_fixed_steps and self._place.size > 1:
@@ -201,16 +218,23 @@ class Run:
             self._trainer.sync()
             for line in self._monitor.end():
                 self._report.info(line)
-        elif self._trainer.clock == 0 and self._choice.compiled:
-            log.info("compiled kernels are cached in %s", use_compile_cache())
-            with log_duration("compiling the step"), self._stop.at_once():
-                self._step.step(batch)
-                if self._precision.device.type == "cuda":
-                    torch.cuda.synchronize()
+        elif self._trainer.clock == 0 and (self._choice.compiled or self._precision.device.type == "cuda"):
+            self._run_first_step(batch)
         else:
             self._step.step(batch)
         if self._average is not None:
             self._average.num_steps += 1
+        if self._beside is not None:
+            self._beside.after_step(update, self._options.num_epochs * self._per_epoch - update)
+
+    def _run_first_step(self, batch: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """Run a step that compiles, or tunes the convolutions of a GPU; both can take minutes."""
+        if self._choice.compiled:
+            log.info("compiled kernels are cached in %s", use_compile_cache())
+        with log_duration("compiling the step" if self._choice.compiled else "tuning the step"), self._stop.at_once():
+            self._step.step(batch)
+            if self._precision.device.type == "cuda":
+                torch.cuda.synchronize()
 
     def _num_steps(self, epoch: int, done: int) -> int:
         """Return the steps since the beginning of the run, including those before it was resumed."""
@@ -229,10 +253,16 @@ class Run:
             self._evaluate(epoch, done)
         self._position = RunPosition(epoch, done, done * self._sampling.batch_size * self._place.size)
         if self._kvstore.halted or (options.save_batches and done % options.save_batches == 0):
+            self._pause_measuring()
             self._saver.save(self._position, self._measured)
         return bool(self._kvstore.halted)
 
+    def _pause_measuring(self) -> None:
+        if self._beside is not None:
+            self._beside.pause()
+
     def _end_epoch(self, epoch: int, start_s: float) -> None:
+        self._pause_measuring()
         sums = self._trainer.sum_over_devices(self._forward_pass.sums)  # waits for the device: the whole epoch is timed
         means = self._logged_means(sums)
         self._measurements.end_epoch(epoch + 1, self._forward_pass.sums)
@@ -263,6 +293,7 @@ class Run:
         self._trainer.sync()
         if self._validation is None or self._reached_target:
             return
+        self._pause_measuring()
         epochs = round(epoch + done / self._per_epoch, 3)
         measured = self._measure(self._validation, epochs)
         if measured is None:

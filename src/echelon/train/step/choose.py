@@ -2,8 +2,9 @@
 
 `eager`: the host launches every kernel. `graph`: the whole step is captured once as a CUDA graph and replayed.
 `compile`: Inductor generates the kernels (about a minute at the start; the result is cached for the next run), and the
-step is captured as well where that is possible. `auto` takes the fastest one that pays off: it compiles only if the run
-has many steps.
+step is captured as well where that is possible. `auto` on a GPU captures the step at once and compiles it beside the
+training (`loop.compile_beside`), if the rest of the run is long enough. A step that cannot be captured is compiled at
+the start, if the run has many steps.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ REMIND_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class EngineChoice:
-    """Whether steps are captured, whether they are compiled, and why."""
+    """Whether steps are captured, whether they are compiled from the start or later beside the training, and why."""
 
     captured: bool
     compiled: bool
     reason: str
+    compiles_beside: bool = False
 
     @property
     def name(self) -> str:
@@ -74,9 +76,12 @@ def decide_engine(requested: str, device: str, obstacle: str | None, num_steps: 
         return EngineChoice(capturable, requested == "compile", reason)
     if not on_gpu:
         return EngineChoice(False, False, "on a CPU the kernels take much longer than launching them")
+    if capturable:
+        reason = "captured at once, and compiled beside the training if that takes long enough"
+        return EngineChoice(True, False, reason, compiles_beside=True)
     long = num_steps >= COMPILING_PAYS_AFTER
     steps = f"{num_steps:,} steps are {'enough' if long else 'too few'} to pay for compiling"
-    return EngineChoice(capturable, long, f"{steps}; not captured because {obstacle}" if obstacle else steps)
+    return EngineChoice(False, long, f"{steps}; not captured because {obstacle}")
 
 
 def _obstacle(options: TrainOptions, trainer: Trainer, precision: Precision, place: ProcessRank) -> str | None:

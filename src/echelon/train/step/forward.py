@@ -88,6 +88,13 @@ class Forward:
         self.compiled = compiler is not None
         self._compile(compiler or no_compiler)
 
+    def gather(self) -> None:
+        """Get the next batch, if that is a function of its own."""
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Return the loss and the metric sums of the batch."""
+        raise NotImplementedError
+
     def _compile(self, compiler: Compiler) -> None:
         raise NotImplementedError
 
