@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from echelon import kvstore as kvstore
+    from echelon import optim as optim
     from echelon.train.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Trainer", "kvstore"]
+__all__ = ["Trainer", "kvstore", "optim"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "Trainer":
         return import_module("echelon.train.trainer").Trainer
-    if name == "kvstore":
-        return import_module("echelon.kvstore")
+    if name in ("kvstore", "optim"):
+        return import_module(f"echelon.{name}")
     raise AttributeError(f"module 'echelon' has no attribute {name!r}")
