@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from echelon.report.state import sum_histograms
+from echelon.report.state import FINISHED, sum_histograms
 
 Summary = dict[str, Any]
 Panel = Callable[[Axes, Summary], None]
@@ -65,7 +65,7 @@ def _title(summary: Summary) -> str:
     title = f"{run}{summary['store']}: {summary['samples_per_s']:.0f} samples/s"
     if summary["accuracy"] is not None:
         title += f", {'final' if summary['accuracy_is_final'] else 'last'} accuracy {summary['accuracy']:.4f}"
-    return title if not summary["exit_status"] else f"{title} (stopped, exit status {summary['exit_status']})"
+    return title if not summary["exit_status"] else f"{title} (exit status {summary['exit_status']})"
 
 
 def _accuracy(axes: Axes, summary: Summary) -> None:
@@ -129,15 +129,16 @@ def _workers(axes: Axes, summary: Summary) -> None:
     works = [max(0.0, worker["seconds"] / scale - wait) for worker, wait in zip(workers, waits, strict=True)]
     axes.barh(ranks, works, color=_BLUE, label="working")
     axes.barh(ranks, waits, left=works, color=_ORANGE, label="waiting")
+    room = 1.05  # at the right, for the labels
     if len(workers) <= _MOST_LABELLED_BARS:
+        room = 1.3 if all(worker["phase"] == FINISHED for worker in workers) else 1.6
         for worker, work, wait in zip(workers, works, waits, strict=True):
-            label = f" {worker['clock']} steps" + ("" if worker["finished"] else ", not finished")
+            label = f" {worker['clock']} steps" + ("" if worker["phase"] == FINISHED else f", {worker['phase']}")
             axes.text(work + wait, worker["rank"], label, va="center", fontsize=8)
         axes.set_yticks(ranks)
     else:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel=f"time ({unit})", ylabel="worker", title="time of each worker")
-    room = 1.05 if len(workers) > _MOST_LABELLED_BARS else 1.3 if summary["exit_status"] == 0 else 1.6  # for labels
     axes.set_xlim(0, room * max(1e-9, *(work + wait for work, wait in zip(works, waits, strict=True))))
     axes.set_ylim(max(ranks) + 0.6, min(ranks) - 0.6)  # worker 0 at the top
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.19), ncols=2, frameon=False)

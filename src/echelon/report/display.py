@@ -122,8 +122,7 @@ def _progress(state: RunState, now: float, width: int) -> RenderableType:
         done, total = state.validating["done"], state.validating["total"]
         fraction, tail = done / max(1, total), f"{done} of {total}"
     elif not state.active:
-        label = "all workers have finished; measuring and saving the final weights…"
-        return _line(label)
+        return _line("the workers have ended; measuring and saving the final weights…")
     else:
         label = lines.epoch_text(state)
         left = state.seconds_left(now)

@@ -12,7 +12,7 @@ from echelon.report.time_curve import TimeCurve
 Event = dict[str, Any]
 
 LOADING, REGISTERED, FIRST_STEP = "loading data", "registered", "first step"
-TRAINING, VALIDATING, FINISHED = "training", "validating", "finished"
+TRAINING, FINISHED, STOPPED = "training", "finished", "stopped"  # stopped: at the end, but not after all steps
 GONE = ("died", "failed", "left")  # the values of `Departure`
 
 
@@ -55,8 +55,8 @@ class WorkerState:
 
     @property
     def finished(self) -> bool:
-        """Whether the worker has made all its steps."""
-        return self.phase == FINISHED
+        """Whether the worker came to a regular end, after its last step or because the run was stopped."""
+        return self.phase in (FINISHED, STOPPED)
 
     @property
     def is_gone(self) -> bool:
@@ -163,7 +163,8 @@ class RunState:
         if worker.clock and not worker.is_gone:
             worker.phase = TRAINING
         if event["event"] == "done":
-            worker.phase, worker.seconds = FINISHED, event["seconds"]
+            worker.phase = STOPPED if worker.clock < worker.num_steps else FINISHED
+            worker.seconds = event["seconds"]
             self.ended = max(self.ended or 0.0, event["at"])
 
     def _measure(self, event: Event) -> None:

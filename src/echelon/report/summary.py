@@ -48,6 +48,7 @@ def _worker(worker: WorkerState, began: float) -> dict[str, Any]:
         "wait_s": worker.wait_s,
         "staleness": worker.staleness,
         "rounds_ahead": worker.rounds_ahead,
+        "phase": worker.phase,
         "finished": worker.finished,
         "seconds": worker.seconds or round(worker.reported_at - began, 6),
     }

@@ -20,7 +20,7 @@ def points(count: int, *, loss: float | None = 0.5) -> list[dict[str, Any]]:
 
 
 def worker(rank: int, **changed: Any) -> dict[str, Any]:
-    usual = {"rank": rank, "clock": 40, "samples": 1280, "wait_s": 1.0, "finished": True, "seconds": 10.0}
+    usual = {"rank": rank, "clock": 40, "samples": 1280, "wait_s": 1.0, "phase": "finished", "seconds": 10.0}
     return usual | {"staleness": {"0": 30, "4": 10}, "rounds_ahead": {"0": 10, "3": 30}} | changed
 
 
@@ -94,19 +94,19 @@ def test_a_loss_that_diverges_is_drawn_until_it_is_not_a_number() -> None:
 
 
 def test_labels_of_workers_stay_inside_the_panel() -> None:
-    unfinished = [worker(rank, finished=False) for rank in range(4)]
+    unfinished = [worker(rank, phase="stopped") for rank in range(4)]
     figure = figure_of(run(workers=unfinished, exit_status=130))
     figure.canvas.draw()
     axes = next(axes for axes in figure.get_axes() if axes.get_title() == WORKERS)
     edge = axes.get_window_extent().x1
-    assert [text.get_text().strip() for text in axes.texts] == ["40 steps, not finished"] * 4
+    assert [text.get_text().strip() for text in axes.texts] == ["40 steps, stopped"] * 4
     assert all(text.get_window_extent().x1 <= edge for text in axes.texts)
 
 
-def test_the_title_says_which_accuracy_and_that_a_run_was_stopped() -> None:
+def test_the_title_says_which_accuracy_it_is_and_the_status_of_a_failure() -> None:
     assert figure_of(run()).get_suptitle() == "digits-cnn on digits, dist_ssync: 512 samples/s, final accuracy 0.9700"
     stopped = figure_of(run(accuracy_is_final=False, exit_status=130)).get_suptitle().replace("\n", " ")
-    assert stopped.endswith("last accuracy 0.9700 (stopped, exit status 130)")
+    assert stopped.endswith("last accuracy 0.9700 (exit status 130)")
 
 
 @pytest.mark.parametrize("num_workers", [1, 8, 32])

@@ -91,6 +91,13 @@ def test_a_worker_that_leaves_has_its_departure_as_phase() -> None:
     assert state.news[-1].text == "worker 1 joined again"
 
 
+def test_a_worker_that_ends_before_its_last_step_was_stopped() -> None:
+    state = taken(begin(0), begin(1), progress(0, 1002.0, 40, "done", seconds=2.0))
+    state.take([progress(1, 1002.0, 39, "done", seconds=2.0)])
+    assert [worker.phase for worker in state.ranked] == ["finished", "stopped"]
+    assert state.active == []
+
+
 def test_validation_progress_ends_with_its_result() -> None:
     state = taken(event("validation", epoch=1.0, done=500, total=1000))
     assert (state.validating or {})["done"] == 500
