@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train a model on many workers of this machine",
     "score": "measure a checkpoint on a validation set",
     "predict": "classify image files with a checkpoint",
+    "convert": "convert trained models from and to MXNet's .params files",
     "launch": "start a scheduler, servers and workers around any command",
     "data": "download published data sets; create, check and convert RecordIO data",
     "bench": "benchmark Echelon against other systems",

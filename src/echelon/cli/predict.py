@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from echelon.cli.score import add_model_flags, device_of
+from echelon.cli.score import add_model_flags, device_of, show_log
 from echelon.data.loading.sources import IMAGE_SUFFIXES, image_files
 from echelon.errors import DataError, UsageError
 from echelon.train.flags.check import check_numbers
@@ -50,6 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(options: argparse.Namespace) -> int:
     """Classify the files; returns 1 if one of them could not be read."""
+    show_log()
     check_numbers(vars(options))
     for name, low in (("top", 1), ("resize", 0)):
         value = getattr(options, name)

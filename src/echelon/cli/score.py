@@ -26,6 +26,7 @@ from echelon.data.sets.datasets import DataOptions, dataset_names, make_loader, 
 from echelon.errors import DataError, UsageError
 from echelon.launch.devices import parse_devices
 from echelon.train.checkpoint.format import Checkpoint
+from echelon.train.checkpoint.mxnet.recognise import Wanted
 from echelon.train.checkpoint.names import load_model
 from echelon.train.flags.arguments import parse_numbers
 from echelon.train.flags.check import check_numbers
@@ -72,18 +73,25 @@ def add_model_flags(parser: argparse.ArgumentParser, default: str | None = None)
         required=default is None,
         default=default,
         metavar="FOLDER|FILE|PREFIX",
-        help="a run folder such as runs/latest, a checkpoint file, or the prefix of several"
+        help="a run folder such as runs/latest, a checkpoint file (or MXNet's .params file), or the prefix of several"
         + (" (%(default)s)" if default else ""),
     )
     parser.add_argument("--load-epoch", type=int, metavar="K", help="use PREFIX-000K (default: the newest valid file)")
     parser.add_argument("--gpus", default="", metavar="ID", help="the GPU to use (default: none)")
 
 
+def show_log() -> None:
+    """Write log lines to standard error, one sentence each."""
+    logging.basicConfig(level=logging.INFO, format="echelon: %(message)s")
+
+
 def run(options: argparse.Namespace) -> int:
     """Score the checkpoint that the command line names."""
+    show_log()
     check_numbers(vars(options))
     metrics, device = Metrics(top_k=options.top_k, others=options.metrics), device_of(options.gpus)
-    checkpoint, path = load_model(options.model, options.load_epoch)
+    image_shape = parse_numbers("--image-shape", options.image_shape, int, 3)
+    checkpoint, path = load_model(options.model, options.load_epoch, Wanted(image_shape=image_shape))
     preprocessing = preprocessing_of(with_flags(checkpoint, options), path)
     model = model_of(checkpoint, path).to(device).eval()
     num_classes = count_classes(model, preprocessing.shape, device)

@@ -125,7 +125,7 @@ def put(name: str, tensor: Tensor) -> Callable[[Arrays], object]:
             drop("arg:fc2_bias"),
             r"x-0001\.params \(there is no x-symbol\.json\): .* missing in the file: fc2_bias \(64,\)\.",
         ),
-        (put("arg:fc4_bias", torch.ones(3)), r"not in the network: fc4_bias \(3,\)\."),
+        (put("arg:fc4_bias", torch.ones(3)), r"only in the file: fc4_bias \(3,\)\."),
         (
             put("arg:fc2_weight", torch.ones(64, 127)),
             r"of another shape: fc2_weight is \(64, 127\) in the file, \(64, 128\) in the network\.",
@@ -145,11 +145,11 @@ def test_a_partial_match_is_an_error(change: Callable[[Arrays], object], message
 def test_many_differences_are_shortened(tmp_path: Path) -> None:
     path = write(tmp_path / "x-0001.params", "resnet", build("resnet", (3, 28, 28), 14))
     with pytest.raises(
-        DataError, match=r"missing in the file: [^;]* and \d+ more; not in the network: [^;]* and \d+ more"
+        DataError, match=r"missing in the file: [^;]* and \d+ more; only in the file: [^;]* and \d+ more"
     ):
         mxnet.load(path, Wanted(network="resnet-v1"))
     with pytest.raises(
-        DataError, match=r"not in the network: stage\d_unit2_[^;]* and \d+ more\. Give --network, --num-"
+        DataError, match=r"only in the file: stage\d_unit2_[^;]* and \d+ more\. Check --network, --num-"
     ):
         mxnet.load(path, Wanted(num_layers=8))
 
@@ -197,11 +197,12 @@ def test_a_symbol_file_of_another_network_is_an_error(tmp_path: Path) -> None:
 def test_the_sentence_that_describes_a_file(tmp_path: Path) -> None:
     path = write(tmp_path / "x-0001.params", "resnet", build("resnet", (3, 28, 28), 8))
     assert mxnet.describe(mxnet.load(path), path) == (
-        f"{path} holds MXNet's resnet with 8 layers for 10 classes, its layers by the names of MXNet's script; images "
-        "are 3,28,28, with mean 123.68,116.779,103.939 and std 1,1,1 as in MXNet's scripts"
+        f"{path} holds MXNet's resnet with 8 layers for 10 classes and images of 3,28,28 (layers are paired by the "
+        "names of MXNet's script, because there is no x-symbol.json); unless you say otherwise, images are normalised "
+        "as in MXNet's scripts, with mean 123.68,116.779,103.939 and std 1,1,1"
     )
     grey = write(tmp_path / "y.params", "lenet", build("lenet", (1, 28, 28)))
     write_symbol(tmp_path / "y", "lenet", build("lenet", (1, 28, 28)))
-    assert "lenet for 10 classes, its layers by y-symbol.json; images are 1,28,28, with mean 0 and std 255" in (
-        mxnet.describe(mxnet.load(grey), grey)
-    )
+    sentence = mxnet.describe(mxnet.load(grey), grey)
+    assert "lenet for 10 classes and images of 1,28,28 (layers are paired by y-symbol.json); " in sentence
+    assert sentence.endswith("with mean 0 and std 255")

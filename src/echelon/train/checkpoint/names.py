@@ -27,6 +27,8 @@ from typing import TypeAlias
 from echelon.atomic_file import PARTIAL_SUFFIX
 from echelon.errors import DataError, UsageError
 from echelon.train.checkpoint.format import Checkpoint, Metadata, load, load_metadata
+from echelon.train.checkpoint.mxnet import model as mxnet
+from echelon.train.checkpoint.mxnet.recognise import Network, Wanted
 
 Prefix: TypeAlias = str | os.PathLike[str]
 
@@ -93,10 +95,18 @@ def load_newest(prefix: Prefix, rank: int = 0, size: int = 1) -> ResumeFrom | No
     return None
 
 
-def load_at(prefix: Prefix, epoch: int, *, rank: int = 0, size: int = 1) -> ResumeFrom:
-    """Load the end of an epoch; raises DataError, which names every damaged file, unless it is valid for all ranks."""
+def load_at(
+    prefix: Prefix, epoch: int, *, rank: int = 0, size: int = 1, network: Wanted | Network | None = None
+) -> ResumeFrom:
+    """Load the end of an epoch; raises DataError, which names every damaged file, unless it is valid for all ranks.
+
+    If only MXNet's file exists (`prefix-0012.params`), it is read as weights of `network`, and all ranks use it.
+    """
     path = path_for(prefix, 0, epoch)
     if not path.is_file():
+        if theirs := mxnet.find_file(prefix, epoch):
+            converted = mxnet.load(theirs, network)
+            return ResumeFrom(converted, theirs, converted)
         newest = ", ".join(name.path.name for name in find(prefix)[:5]) or "none"
         raise DataError(f"there is no checkpoint {path}; the newest ones with this prefix: {newest}")
     return _load_for_all(prefix, path, rank, size)
@@ -124,20 +134,29 @@ def _load_for_all(prefix: Prefix, path: Path, rank: int, size: int) -> ResumeFro
     return ResumeFrom(rank_0, path, own)
 
 
-def load_model(model: Prefix, epoch: int | None = None) -> tuple[Checkpoint, Path]:
+def load_model(model: Prefix, epoch: int | None = None, wanted: Wanted | None = None) -> tuple[Checkpoint, Path]:
     """Load the trained model that a user names: by a checkpoint file, a run directory, or the prefix of several files.
 
     Returns the checkpoint and its file: of a run directory its result, of a prefix the file of `epoch`, or else the
-    newest valid one.
+    newest valid one. A .params file of MXNet, by name or by prefix, is converted; `wanted` says what is known of it.
     """
+    checkpoint, path = _load_model(model, epoch, wanted)
+    if path.suffix == mxnet.SUFFIX:
+        log.info("%s", mxnet.describe(checkpoint, path))
+    return checkpoint, path
+
+
+def _load_model(model: Prefix, epoch: int | None, wanted: Wanted | None) -> tuple[Checkpoint, Path]:
     path = Path(model)
     if (path / RESULT_FILE).is_file():
         path /= RESULT_FILE
     if path.is_file():
         if epoch is not None:
             raise UsageError(f"{model} is one checkpoint; epoch {epoch} can be chosen only from those of a prefix")
-        return load(path), path
-    found = load_newest(model) if epoch is None else load_at(model, epoch)
+        return mxnet.load(path, wanted) if path.suffix == mxnet.SUFFIX else load(path), path
+    found = load_newest(model) if epoch is None else load_at(model, epoch, network=wanted)
+    if found is None and (theirs := mxnet.find_file(model)):
+        return mxnet.load(theirs, wanted), theirs
     if found is None:
         here = f"the folder {model} has no {RESULT_FILE}" if path.is_dir() else f"there is no file {model}"
         raise DataError(

@@ -24,6 +24,8 @@ from echelon.data.sets.datasets import Dataset
 from echelon.errors import UsageError
 from echelon.train import log_lines
 from echelon.train.checkpoint.format import Checkpoint, Tensors, save
+from echelon.train.checkpoint.mxnet.params import SUFFIX as PARAMS_SUFFIX
+from echelon.train.checkpoint.mxnet.recognise import Network
 from echelon.train.checkpoint.names import (
     RESULT_FILE,
     CheckpointName,
@@ -157,7 +159,7 @@ class Saver:
         names = find(prefix)
         found: ResumeFrom | None = None
         if options.load_epoch is not None:
-            found = load_at(prefix, options.load_epoch, rank=rank, size=size)
+            found = load_at(prefix, options.load_epoch, rank=rank, size=size, network=self._network())
         elif options.resume:
             found = load_newest(prefix, rank, size)
         elif names:
@@ -176,7 +178,15 @@ class Saver:
         if rank == 0:
             self._gone = range(size, metadata.get("num_processes", size))
         log.info(log_lines.loaded_line(path))
+        if found.path.suffix == PARAMS_SUFFIX and rank == 0:
+            log.info("%s holds only weights, as MXNet saves them: the state of the optimizer starts from zero", path)
         return RunPosition(metadata["epoch"], metadata["batch"], metadata["samples_done"])
+
+    def _network(self) -> Network:
+        """Return the network of this run, which a file of MXNet must fit."""
+        options = self._options
+        shape = self._augment.shape
+        return Network(options.network, self._num_classes, shape, options.num_layers, options.network_options)
 
     def _restore(self, found: ResumeFrom) -> None:
         rank_0, own = found.rank_0, found.own

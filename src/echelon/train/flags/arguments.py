@@ -76,7 +76,7 @@ def _add_mxnet_arguments(add: Add, defaults: TrainOptions) -> None:
     add("--model-prefix", metavar="PREFIX", help="write checkpoints PREFIX-0001.safetensors, …")
     add("--save-period", type=int, default=defaults.save_period, help="epochs between two checkpoints")
     add("--monitor", type=int, default=0, help="log the size of every tensor each N batches; 0: never")
-    add("--load-epoch", type=int, metavar="K", help="resume from PREFIX-000K")
+    add("--load-epoch", type=int, metavar="K", help="resume from PREFIX-000K, a checkpoint or .params file of MXNet")
     add("--top-k", type=int, default=0, help="also show the top-k accuracy; 0: only the accuracy")
     add("--loss", default="", help="also show losses: ce, nll_loss")
     add("--test-io", type=int, default=0, help="1: only read the training data, and log the speed")

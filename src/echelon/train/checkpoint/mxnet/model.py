@@ -25,7 +25,10 @@ from echelon.train.checkpoint.format import Checkpoint, Tensors
 from echelon.train.checkpoint.mxnet import params, symbol
 from echelon.train.checkpoint.mxnet.graph import CONV, LINEAR, Graph, Size, graph_of, pair
 from echelon.train.checkpoint.mxnet.names import LAYERS, array_names, renumbered, suffixes
+from echelon.train.checkpoint.mxnet.params import SUFFIX
 from echelon.train.checkpoint.mxnet.recognise import Ends, Network, Wanted, recognise
+
+__all__ = ["SUFFIX", "arrays_of", "describe", "find_file", "load", "symbol_file"]
 
 # The preprocessing of MXNet's scripts: train_mnist.py divides by 255, the others subtract a mean.
 _MEAN, _STD = (123.68, 116.779, 103.939), (1.0, 1.0, 1.0)
@@ -49,15 +52,27 @@ def load(path: str | os.PathLike[str], wanted: Wanted | Network | None = None) -
     return Checkpoint(weights, metadata=_metadata(found, _epoch(path), Path(path).name))
 
 
+def find_file(prefix: str | os.PathLike[str], epoch: int | None = None) -> Path | None:
+    """Return the .params file of a prefix and epoch, or else the one of the latest epoch; None if there is none."""
+    folder, start = Path(prefix).parent, Path(prefix).name
+    pattern = re.compile(re.escape(start) + r"-(\d{4,})" + re.escape(SUFFIX))
+    found = {int(match[1]): folder / match[0] for name in _listed_files(folder) if (match := pattern.fullmatch(name))}
+    return found.get(max(found, default=0) if epoch is None else epoch)
+
+
+def _listed_files(folder: Path) -> list[str]:
+    return os.listdir(folder) if folder.is_dir() else []
+
+
 def symbol_file(path: str | os.PathLike[str]) -> Path:
     """Return the name of the symbol file that belongs to a .params file."""
-    stem = Path(path).name.removesuffix(params.SUFFIX)
+    stem = Path(path).name.removesuffix(SUFFIX)
     match = _EPOCH.fullmatch(stem)
     return Path(path).with_name(f"{match[1] if match else stem}{symbol.SUFFIX}")
 
 
 def describe(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> str:
-    """Return one sentence on the network of a checkpoint from MXNet, and on the preprocessing that it expects."""
+    """Return one sentence on the network that was read from a .params file, and on its preprocessing."""
     found = checkpoint.metadata
     depth = f" with {found['num_layers']} layers" if found["num_layers"] else ""
     shape, mean, std = (
@@ -65,10 +80,11 @@ def describe(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> str:
         for numbers in (found["image_shape"], found["options"]["rgb_mean"], found["options"]["rgb_std"])
     )
     by = symbol_file(path)
-    pairing = f"its layers by {by.name}" if by.is_file() else "its layers by the names of MXNet's script"
+    pairing = by.name if by.is_file() else f"the names of MXNet's script, because there is no {by.name}"
     return (
-        f"{os.fspath(path)} holds MXNet's {found['network']}{depth} for {found['num_classes']} classes, {pairing}; "
-        f"images are {shape}, with mean {mean} and std {std} as in MXNet's scripts"
+        f"{os.fspath(path)} holds MXNet's {found['network']}{depth} for {found['num_classes']} classes and images of "
+        f"{shape} (layers are paired by {pairing}); unless you say otherwise, images are normalised as in MXNet's "
+        f"scripts, with mean {mean} and std {std}"
     )
 
 
@@ -173,12 +189,12 @@ def _check_fit(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tupl
         for name, shape in expected.items()
         if name in found and found[name] != shape
     ]
-    parts = [("missing in the file", missing), ("not in the network", extra), ("of another shape", other)]
+    parts = [("missing in the file", missing), ("only in the file", extra), ("of another shape", other)]
     if any(names for _, names in parts):
         text = "; ".join(f"{what}: {_listed(names)}" for what, names in parts if names)
         raise DataError(
-            f"its arrays do not fit the network. {text}. Give --network, --num-layers, --num-classes or --image-shape "
-            "of the trained network"
+            f"its arrays do not fit the network; {text}. Check --network, --num-layers, --num-classes and "
+            "--image-shape, all of which `echelon convert` takes"
         )
 
 
@@ -188,7 +204,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _epoch(path: str | os.PathLike[str]) -> int:
-    match = _EPOCH.fullmatch(Path(path).name.removesuffix(params.SUFFIX))
+    match = _EPOCH.fullmatch(Path(path).name.removesuffix(SUFFIX))
     return int(match[2]) if match else 0
 
 

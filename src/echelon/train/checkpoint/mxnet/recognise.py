@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from echelon import models
 from echelon.errors import UsageError
 from echelon.models.layers import Shape
 
@@ -95,21 +96,24 @@ _SCRIPTS = (
 
 def recognise(shapes: Shapes, wanted: Wanted, graph_ends: Ends | None = None) -> Network:
     """Return the network of these arrays. `graph_ends` is from the symbol file, which knows them whatever the names."""
+    if wanted.network is not None:
+        models.check_options(wanted.network, wanted.network_options)  # raises for an unknown name
     script = _find_script(shapes, wanted.network)
     network = wanted.network or (script.network if script else None)
     if network is None:
         some = ", ".join(sorted(shapes)[:3])
         raise UsageError(f"the network cannot be recognised by the names of the arrays ({some}, …); give --network")
     ends = graph_ends or (script.ends if script else None)
-    if ends is None or any(len(shapes.get(name, ())) < 2 for name in ends):
-        ends = None
+    missing = [name for name in ends or () if len(shapes.get(name, ())) < 2]
+    hint = f", because they have no matrix {missing[0]!r}; check --network" if missing else ""
+    ends = None if missing else ends
     num_classes = wanted.num_classes or (shapes[ends.last][0] if ends else None)
     image_shape = wanted.image_shape or (_image_shape(network, shapes, shapes[ends.first], script) if ends else None)
-    for flag, value in (("--num-classes", num_classes), ("--image-shape", image_shape)):
-        if value is None:
-            raise UsageError(f"{flag} of the network {network!r} cannot be recognised by the arrays; give it")
-    assert num_classes is not None
-    assert image_shape is not None
+    if num_classes is None or image_shape is None:
+        flag = "--image-shape" if image_shape is None and not missing else "--num-classes"
+        raise UsageError(
+            f"{flag} of the network {network!r} cannot be recognised by the arrays{hint or f'; give {flag}'}"
+        )
     depth = wanted.num_layers if wanted.num_layers is not None else _num_layers(network, shapes)
     options = wanted.network_options or (_options(network, shapes, shapes[ends.first]) if ends else {})
     return Network(network, num_classes, image_shape, depth, options)
