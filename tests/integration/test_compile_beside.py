@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -149,6 +150,18 @@ def test_a_run_whose_compiler_fails_continues_and_says_why() -> None:
     assert not step.forward.compiled
     assert lines[1].startswith("not compiled: the compiler's process ended with status 1: ")
     assert "unknown network 'none-such'" in lines[1]
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_run_whose_compiler_cannot_start_continues_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/none/such")
+    step, lines = BodyWithoutGraph(), list[str]()
+    with CompileBeside(step, requesting(step), lines.append, BATCH) as beside:
+        for _ in range(5):
+            step.step()
+            beside.after_step(step.num_steps, 100)
+    assert lines[-1] == "not compiled: the compiler's process cannot run '/none/such': No such file or directory"
+    assert step.num_steps == 5
 
 
 @pytest.mark.usefixtures("fast")

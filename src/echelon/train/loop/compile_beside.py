@@ -15,13 +15,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from typing import Protocol
 
 import torch
 
 from echelon.environment import use_compile_cache
+from echelon.errors import EchelonError
 from echelon.launch.processes import ChildProcess
 from echelon.train.loop.compile_child import CompileRequest, TensorSpec
 from echelon.train.recipe.options import TrainOptions
@@ -32,6 +33,7 @@ PAYS_AFTER_S = 240.0  # of the rest of a run: ResNet-50 is ready after 90 to 120
 SWITCH_PAYS_AFTER_S = 60.0  # of the rest of a run: the switch itself takes about 6 s
 MEASURE_S = 2.0
 MEASURE_STEPS = 10
+TUNING = 1.25  # the memory in which kernels are tuned, relative to that of the step
 SPARE_BYTES = 2 << 30  # for the CUDA context of the process that compiles, and for validation
 GIB = 1 << 30
 
@@ -79,7 +81,8 @@ def request_for(
         forward.forward_pass.metrics,
         in_regions=isinstance(forward, ForwardInRegions),
         buffer=(TensorSpec.of(batch[0]), TensorSpec.of(batch[1])) if batch is not None else None,
-        memory_limit=torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
+        # What the captured step holds. The peak would include the workspaces that were tried for convolutions.
+        memory_limit=round(TUNING * torch.cuda.memory_reserved(device)) if device.type == "cuda" else None,
     )
 
 
@@ -165,7 +168,11 @@ class CompileBeside:
             self._say(f"not compiled: {obstacle}")
             return
         self._say(f"compiling the step beside the training; the kernels are cached in {self._cache}")
-        self._child = child = CompileProcess(request)
+        try:
+            self._child = child = CompileProcess(request)
+        except (OSError, EchelonError) as error:
+            self._say(f"not compiled: {error}")
+            return
         while (failure := child.poll()) is None:
             yield
         if failure:
@@ -217,14 +224,15 @@ class CompileProcess:
     def __init__(self, request: CompileRequest) -> None:
         self._began = time.monotonic()
         self.seconds = 0.0
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
         arguments = [sys.executable, "-m", CompileRequest.__module__]
-        self._process = ChildProcess(
-            "the compiler's process", arguments, {}, stdin=subprocess.PIPE, stdout=self._output
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write(pickle.dumps(request))  # smaller than a pipe, so this does not block
-        self._process.stdin.close()
+        with ExitStack() as resources:
+            self._output = output = resources.enter_context(tempfile.TemporaryFile())
+            process = ChildProcess("the compiler's process", arguments, {}, stdin=subprocess.PIPE, stdout=output)
+            resources.callback(process.close)
+            assert process.stdin is not None
+            process.stdin.write(pickle.dumps(request))  # smaller than a pipe, so this does not block
+            process.stdin.close()
+            self._process, self._resources = process, resources.pop_all()
         self._import = threading.Thread(target=_import_inductor, name="import-inductor", daemon=True)
         self._import.start()
 
@@ -242,8 +250,7 @@ class CompileProcess:
 
     def close(self) -> None:
         """Kill the process and what it has started. A second call does nothing."""
-        self._process.close()
-        self._output.close()
+        self._resources.close()
         self._import.join()
 
 
