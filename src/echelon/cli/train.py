@@ -17,7 +17,7 @@ from echelon.cli.launch import add_job_arguments, job_from
 from echelon.environment import Job
 from echelon.launch import LAUNCHERS
 from echelon.launch.supervise import OnLine
-from echelon.report.display import Display
+from echelon.report.display import Display, stdout_console
 from echelon.report.result import result_lines
 from echelon.report.runs import discard_run, latest_run, new_run
 from echelon.report.state import JobInfo, RunState
@@ -157,6 +157,6 @@ def once(show: OnLine) -> OnLine:
 
 def print_result(result: dict[str, Any], directory: Path) -> None:
     """Print the result of a run and its directory."""
-    console = Console()
+    console = stdout_console()
     block = "█" if console.encoding.startswith("utf") else "#"
     print("\n".join(result_lines(result, str(directory), console.width, block)))

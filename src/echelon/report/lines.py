@@ -57,11 +57,9 @@ def epoch_text(state: RunState) -> str:
     return f"epoch {epoch} of {slowest.num_epochs}"
 
 
-def validation_text(state: RunState) -> str | None:
-    """Return what is being measured, or None while no validation runs."""
-    if state.validating is None:
-        return None
-    return f"validating after epoch {state.validating['epoch']:g}"
+def validation_text(state: RunState) -> str:
+    """Return which weights are being measured; nothing while no validation runs."""
+    return f"validating after epoch {state.validating['epoch']:g}" if state.validating else ""
 
 
 def metric_lines(state: RunState, width: int = 1000) -> list[str]:
@@ -105,8 +103,8 @@ def progress_line(state: RunState, now: float) -> str:
         parts.append(f"{duration(left)} left")
     parts.append(f"{sum(worker.rate for worker in state.active):.0f} samples/s")
     parts += [" ".join(line.split()) for line in metric_lines(state)]
-    if (text := validation_text(state)) is not None and state.validating is not None:
-        parts.append(f"{text}: {state.validating['done']} of {state.validating['total']}")
+    if state.validating:
+        parts.append(f"{validation_text(state)}: {state.validating['done']} of {state.validating['total']}")
     return ", ".join(parts)
 
 

@@ -99,6 +99,7 @@ class RunState:
     processes: dict[str, str] = field(default_factory=dict)  # "worker 3" -> what it does; others are starting
     validations: list[Event] = field(default_factory=list)
     validating: Event | None = None  # how far the present validation is
+    validating_since: float = 0.0
     training: TimeCurve = field(default_factory=TimeCurve)
     began: float | None = None
     ended: float | None = None
@@ -179,6 +180,8 @@ class RunState:
             self.validations.append(event)
             self.validating = None
         else:
+            if self.validating is None:
+                self.validating_since = event["at"]
             self.validating = event if event["done"] < event["total"] else None
 
     def _leave(self, event: Event) -> None:

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from test_state import begin, event, progress, taken, view
 
 from echelon.observe.events import EventLog
 from echelon.report.columns import table_cells
-from echelon.report.display import Display, screen
+from echelon.report.display import Display, PlainLines
 from echelon.report.lines import duration, progress_line, ranges
+from echelon.report.screen import screen
 from echelon.report.state import JobInfo, RunState
 
 SSP = JobInfo("digits-cnn on digits, dist_ssync --staleness 3, -n 4 -s 2", 4, 2, bounded=True)
@@ -113,7 +115,7 @@ def test_52_columns() -> None:
 @pytest.mark.parametrize("num_workers", [1, 4, 32])
 def test_nothing_is_wider_or_higher_than_the_terminal(width: int, num_workers: int) -> None:
     state = training(num_workers)
-    state.take([event("validation", 1030.0, epoch=3.0, done=4000, total=10000)])
+    state.take([event("validation", 1020.0, epoch=3.0, done=4000, total=10000)])
     for info in (SSP, JobInfo("a-network-with-a-name of-many-words " * 4, num_workers)):
         lines = rendered(state, width, info=info)
         assert max(map(cell_len, lines)) <= width
@@ -142,12 +144,25 @@ def test_a_worker_alone_does_not_wait() -> None:
     assert "waiting" in " ".join(rendered(training(1), 200, info=JobInfo("one", 1, 1)))
 
 
-def test_a_validation_shows_its_progress() -> None:
+def test_a_validation_that_takes_long_shows_its_progress_beside_that_of_training() -> None:
     state = training()
+    state.take([event("validation", 1028.0, epoch=3.0, done=500, total=10000)])
     state.take([event("validation", 1030.0, epoch=3.0, done=2500, total=10000)])
-    line = rendered(state, 80)[1]
-    assert re.fullmatch(r"validating after epoch 3  ━━━━[━╸ ]+ 2500 of 10000", line)
+    lines = rendered(state, 80)
+    assert lines[1].startswith("epoch 3 of 16  ━━━")
+    assert re.fullmatch(r"validating after epoch 3  ━━━━[━╸ ]+ 2500 of 10000", lines[2])
     assert "validating after epoch 3: 2500 of 10000" in progress_line(state, 1030.0)
+    state.take([event("validation", 1030.0, epoch=3.0, done=10000, total=10000)])
+    state.take([event("validation", 1030.0, epoch=4.0, done=500, total=10000)])
+    assert not any("validating" in line for line in rendered(state, 80)), "for less than a second, it would flicker"
+
+
+def test_after_the_last_step_the_final_weights_are_measured() -> None:
+    state = training(1)
+    state.take([progress(0, 1030.0, 1920, "done", seconds=30.0)])
+    assert rendered(state, 80)[1] == "the workers have ended; measuring and saving the final weights…"
+    state.take([event("validation", 1030.0, epoch=16.0, done=2500, total=10000)])
+    assert re.fullmatch(r"validating after epoch 16  ━━━━[━╸ ]+ 2500 of 10000", rendered(state, 80)[1])
 
 
 def test_a_worker_that_died_is_shown_with_the_reason() -> None:
@@ -227,6 +242,32 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
     assert "worker  epoch  steps  samples" in out.getvalue()
 
 
+def test_plain_lines_are_printed_less_often_in_a_long_run() -> None:
+    out = io.StringIO()
+    plain = PlainLines(Console(file=out, width=80), SSP, began=1000.0)
+    plain.start()
+    plain.update(RunState(), 1001.0)
+    printed, state = [], training()
+    for second in range(1001, 1001 + 3600):
+        before = out.tell()
+        plain.update(state, float(second))
+        if out.tell() > before:
+            printed.append(second - 1000)
+    gaps = [later - earlier for earlier, later in pairwise(printed)]
+    assert (printed[0], gaps[0], gaps[-1]) == (5, 5, 60)
+    assert gaps == sorted(gaps)
+    assert out.getvalue().count("\n") == len(printed) + 2
+
+
+def test_an_encoding_without_these_characters_gets_others(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    variables = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    command = [sys.executable, "-c", IN_TERMINAL, str(tmp_path)]
+    done = subprocess.run(command, env=variables, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"a title of a run" in done.stdout
+
+
 IN_TERMINAL = """
 import sys
 from pathlib import Path
@@ -234,7 +275,7 @@ from echelon.report.display import Display
 from echelon.report.state import JobInfo
 with Display(Path(sys.argv[1]), JobInfo("a title of a run that is longer than the terminal is wide", 4, 2)) as display:
     display.update()
-    display.print("worker 0", "a line of a process")
+    display.print("worker 0", "a line of a process … ━")
 """
 
 
@@ -258,6 +299,6 @@ def test_a_real_terminal(tmp_path: Path, width: int) -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", data.decode())
     lines = [line.split("\r")[-1] for line in text.split("\r\n")]
     assert max(map(cell_len, lines)) <= width
-    assert "[worker 0] a line of a process" in lines
+    assert "[worker 0] a line of a process … ━" in lines
     assert any(line.startswith("worker  epoch") for line in lines)
     assert b"\x1b[?25h" in data, "the cursor is shown again"
