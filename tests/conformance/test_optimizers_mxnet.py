@@ -20,6 +20,7 @@ from echelon.optim import SGLD, create
 from mxnet_optimizers import (
     BATCH,
     CASES,
+    MXNET_PYTHON,
     RATES,
     RECORDED,
     RECORDED_UPDATES,
@@ -32,14 +33,13 @@ from mxnet_optimizers import (
 pytestmark = pytest.mark.peer
 
 HERE = Path(__file__).parent
-PYTHON = Path(os.environ.get("ECHELON_MXNET_PYTHON") or HERE.parents[1] / ".peers/mxnet/bin/python")
 
 
 def mxnet(requests: list[dict[str, Any]]) -> list[torch.Tensor]:
-    if not PYTHON.exists():
-        pytest.skip(f"no MXNet interpreter {PYTHON}")
+    if not MXNET_PYTHON.exists():
+        pytest.skip(f"no MXNet interpreter {MXNET_PYTHON}")
     done = subprocess.run(
-        [PYTHON, "-W", "ignore", HERE / "optimizers_mxnet_side.py"],
+        [MXNET_PYTHON, "-W", "ignore", HERE / "optimizers_mxnet_side.py"],
         input=json.dumps(requests),
         capture_output=True,
         text=True,
