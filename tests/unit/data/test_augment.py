@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from sample_images import encoded, jpeg, picture
 
-from echelon.data.images.augment import Augmenter, Normaliser, resize
+from echelon.data.images.augment import Augmenter, Normaliser, resize, sample
 from echelon.data.images.colour import recolour
 from echelon.data.images.config import AugmentConfig
+from echelon.data.images.decode import Region
 from echelon.data.images.geometry import Draw, Geometry, num_draws, plan
 from echelon.data.loading.order import uniforms
 from echelon.errors import UsageError
@@ -181,6 +182,35 @@ def test_a_shrunk_jpeg_gives_nearly_the_same_image() -> None:
     shrunk = Augmenter(config).augment(jpeg(large), MIDDLE).astype(int)
     whole = Augmenter(config).augment(encoded(large, "PNG"), MIDDLE)
     assert np.abs(shrunk - whole).mean() < 2
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize(("resize_to", "pad"), [(47, 0), (47, 5), (90, 0), (90, 9)])
+def test_a_crop_of_a_resized_image_is_where_mxnet_cuts_it(resize_to: int, pad: int, channels: int) -> None:
+    """MXNet resizes and pads the whole image, then cuts whole pixels, which are not whole pixels of the source."""
+    source = np.concatenate([PICTURE, PICTURE[..., :1]], axis=2)[..., :channels]
+    size = (80 * resize_to // 60, resize_to)
+    planes = [Image.fromarray(source[..., k]).resize(size, Image.Resampling.BILINEAR) for k in range(channels)]
+    padded = np.pad(np.stack([np.asarray(plane) for plane in planes], 2), ((pad, pad), (pad, pad), (0, 0)))
+    config = AugmentConfig((channels, 24, 32), resize=resize_to, pad_size=pad, fill_value=0, random_crop=True)
+    for x, y in ((0.0, 0.0), (0.3, 0.6), (0.9, 0.1), (0.999, 0.999)):
+        found = Augmenter(config).augment(source, draws(crop_x=x, crop_y=y)).astype(int)
+        height, width = padded.shape[:2]
+        left, top = int(x * (width - 32 + 1)), int(y * (height - 24 + 1))
+        difference = np.abs(found - padded[top : top + 24, left : left + 32])
+        assert difference.max() <= 2  # of rounding; half a pixel away it is 10 to 30
+        assert difference.mean() < 0.3
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_a_box_may_begin_between_the_pixels_of_a_shrunk_jpeg(left: int) -> None:
+    """At 1/4 of its size, a box that begins at source pixel 1 begins at 0.25."""
+    smooth = np.asarray(Image.fromarray(PICTURE).resize((640, 480), Image.Resampling.BICUBIC))
+    geometry = Geometry((left, 2 * left, left + 320, 2 * left + 240))
+    assert geometry.shrink(60, 80) == 4
+    wanted = resize(np.ascontiguousarray(smooth[2 * left :][:240, left:][:, :320]), (60, 80)).astype(int)
+    quarter = resize(smooth, (120, 160))
+    assert np.abs(sample(Region(quarter, 4), geometry, (60, 80), 0) - wanted).mean() < 0.5
 
 
 def test_resizing_agrees_with_pillow() -> None:

@@ -1,15 +1,18 @@
 """Augments one image: decode, sample, recolour, mirror, and normalise into a batch.
 
 `geometry` decides which pixels are needed; this module moves as few pixels as possible. For a 224x224 crop on one core,
-after decoding: a plain crop is a view and takes no time, a resized crop is one pass of torch's SIMD kernel for uint8
-(0.2 ms; Pillow takes 0.9), a rotated one is Pillow's affine transform (1.3 ms). Mirroring is a negative stride in the
+after decoding: a plain crop is a view and takes no time, a resized crop of whole source pixels is one pass of torch's
+SIMD kernel for uint8 (0.2 ms), one that begins inside a source pixel is Pillow's resize (0.9 ms), because torch's has
+no such boxes, a rotated one is Pillow's affine transform (1.3 ms). Mirroring is a negative stride in the
 copy that separates the colour planes. Pixels stay uint8 until they are normalised into the batch (0.1 ms). torch is
 imported only where it is used, so a decode process that only crops and mirrors starts without it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -18,10 +21,12 @@ from PIL import Image
 
 from echelon.data.images.config import AugmentConfig
 from echelon.data.images.decode import Decoder, Pixels, Region, inspect
-from echelon.data.images.geometry import Draws, Geometry, plan
+from echelon.data.images.geometry import Draws, Geometry, filter_reach, is_whole, plan
 from echelon.data.records.frame import Bytes
 
 Recolour: TypeAlias = Callable[[Pixels, AugmentConfig, Draws], Pixels]
+
+_CHANNEL_MODES = {1: "L", 3: "RGB", 4: "CMYK"}  # not RGBA, where Pillow weights the colours with the fourth channel
 
 
 class Augmenter:
@@ -47,7 +52,7 @@ class Augmenter:
             info = inspect(payload)
             geometry = plan(info.height, info.width, config, draws)
             shrink = geometry.shrink(height, width)
-            region = self._decoder.decode_region(payload, info, shrink, geometry.reach(shrink))
+            region = self._decoder.decode_region(payload, info, shrink, geometry.reach(shrink, height, width))
         pixels = sample(region, geometry, (height, width), config.fill_value)
         if geometry.window is not None:
             pixels = fill_outside(pixels, geometry.window, config.fill_value)
@@ -56,18 +61,51 @@ class Augmenter:
         return pixels[:, ::-1] if geometry.mirror else pixels
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One dimension of a box: from `low` to `high` of an image of `limit` pixels, sampled as `size` pixels."""
+
+    low: float
+    high: float
+    limit: int
+    size: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it begins and ends between two pixels."""
+        return is_whole(self.low) and is_whole(self.high) and round(self.low) < round(self.high)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the image has all of it, but for rounding errors."""
+        return self.low >= 0 and self.high <= self.limit
+
+    def inside(self) -> tuple[slice, Span]:
+        """Return the output pixels that show the image, and where they are in it."""
+        pixel = (self.high - self.low) / self.size
+        first = max(0, round(-self.low / pixel))
+        last = min(self.size, round((self.limit - self.low) / pixel))
+        low, high = max(0.0, self.low + first * pixel), min(float(self.limit), self.low + last * pixel)
+        return slice(first, last), Span(low, high, self.limit, last - first)
+
+    def pixels(self, cuts_first: bool) -> slice:
+        """Return the pixels of the image that are needed; if it was cut out first, those around it are not."""
+        beyond = 0.0 if cuts_first else filter_reach((self.high - self.low) / self.size)
+        return slice(max(0, math.floor(self.low - beyond)), min(self.limit, math.ceil(self.high + beyond)))
+
+
 def sample(region: Region, geometry: Geometry, size: tuple[int, int], fill: int) -> Pixels:
     """Return the output pixels, sampled from the decoded region of the source."""
     image, shrink = region.pixels, region.shrink
     if geometry.matrix is not None:
         a, b, c, d, e, f = (value / shrink for value in geometry.matrix)
         return _sample_affine(image, (a, b, c - region.left, d, e, f - region.top), size, fill)
-    left, top, right, bottom = (round(edge / shrink) for edge in geometry.box)
-    left, right, top, bottom = left - region.left, right - region.left, top - region.top, bottom - region.top
-    right, bottom = max(right, left + 1), max(bottom, top + 1)
-    if left < 0 or top < 0 or right > image.shape[1] or bottom > image.shape[0]:
-        return _sample_beyond(image, (left, top, right, bottom), size, fill)
-    return resize(image[top:bottom, left:right], size)
+    left, top, right, bottom = (edge / shrink for edge in geometry.box)
+    across = Span(left - region.left, right - region.left, image.shape[1], size[1])
+    down = Span(top - region.top, bottom - region.top, image.shape[0], size[0])
+    if across.is_inside and down.is_inside:
+        return _resample(image, down, across, geometry.is_whole)
+    return _sample_beyond(image, down, across, geometry.is_whole, fill)
 
 
 def fill_outside(pixels: Pixels, window: tuple[int, int, int, int], fill: int) -> Pixels:
@@ -79,21 +117,32 @@ def fill_outside(pixels: Pixels, window: tuple[int, int, int, int], fill: int) -
     return out
 
 
-def _sample_beyond(image: Pixels, box: tuple[int, int, int, int], size: tuple[int, int], fill: int) -> Pixels:
+def _sample_beyond(image: Pixels, down: Span, across: Span, cuts_first: bool, fill: int) -> Pixels:
     """Sample a box that extends beyond the image; the output outside the image is filled."""
-    left, top, right, bottom = box
-    out = np.full((*size, image.shape[2]), fill, np.uint8)
-    spans = []
-    for low, high, limit, length in ((top, bottom, image.shape[0], size[0]), (left, right, image.shape[1], size[1])):
-        scale = length / (high - low)
-        first, last = max(low, 0), min(high, limit)
-        to_first, to_last = round((first - low) * scale), round((last - low) * scale)
-        if last <= first or to_last <= to_first:
-            return out
-        spans.append((slice(first, last), slice(to_first, to_last), to_last - to_first))
-    (rows, to_rows, height), (columns, to_columns, width) = spans
-    out[to_rows, to_columns] = resize(image[rows, columns], (height, width))
+    out = np.full((down.size, across.size, image.shape[2]), fill, np.uint8)
+    (rows, down), (columns, across) = down.inside(), across.inside()
+    if down.size > 0 and across.size > 0:
+        out[rows, columns] = _resample(image, down, across, cuts_first)
     return out
+
+
+def _resample(image: Pixels, down: Span, across: Span, cuts_first: bool) -> Pixels:
+    """Sample a box inside the image. `cuts_first`: the pixels around the box do not count."""
+    if down.is_whole and across.is_whole:
+        rows, columns = slice(round(down.low), round(down.high)), slice(round(across.low), round(across.high))
+        return resize(image[rows, columns], (down.size, across.size))
+    rows, columns = down.pixels(cuts_first), across.pixels(cuts_first)
+    part = image[rows, columns]
+    box = (
+        across.low - columns.start,
+        down.low - rows.start,
+        min(across.high - columns.start, part.shape[1]),
+        min(down.high - rows.start, part.shape[0]),
+    )
+    mode = _CHANNEL_MODES[part.shape[2]]
+    source = Image.frombuffer(mode, part.shape[1::-1], np.ascontiguousarray(part), "raw", mode, 0, 1)
+    sampled = source.resize((across.size, down.size), Image.Resampling.BILINEAR, box)
+    return np.asarray(sampled).reshape(down.size, across.size, part.shape[2])
 
 
 def _sample_affine(image: Pixels, matrix: tuple[float, ...], size: tuple[int, int], fill: int) -> Pixels:

@@ -5,6 +5,8 @@ only the crop is resampled, once, directly from the decoded image. Most settings
 only rotation and shear need a matrix.
 
 Coordinates are continuous: a pixel is a square of side 1 with its centre at .5, so scaling needs no half-pixel shift.
+MXNet cuts whole pixels out of the resized image. In the source such a box may begin and end inside a pixel, and it is
+sampled there: rounded to whole pixels of the source, the image would be up to half a pixel away from MXNet's.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ Draws: TypeAlias = Sequence[float]
 _TRIES = 10
 _DRAWS_PER_TRY = 5
 _MAX_SHRINK = 8
+_NEGLIGIBLE = 1e-6  # of a pixel
 _MIRRORED_BELOW = 0.5
 
 
@@ -80,12 +83,35 @@ class Geometry:
             shrink *= 2
         return shrink
 
-    def reach(self, shrink: int) -> tuple[int, int, int, int]:
-        """Return the box of source pixels that are needed to sample at 1/shrink."""
+    @property
+    def is_whole(self) -> bool:
+        """Whether the box consists of whole source pixels. It is cut out before it is resized: none around it count."""
+        return all(is_whole(edge) for edge in self.box)
+
+    def reach(self, shrink: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Return the box of source pixels that are needed to sample this size at 1/shrink."""
         left, top, right, bottom = self.box
-        beyond = shrink if self.matrix is not None else 0  # for bilinear interpolation
-        first = math.floor(left) - beyond, math.floor(top) - beyond
-        return *first, math.floor(right) + 1 + beyond, math.floor(bottom) + 1 + beyond
+        if self.matrix is not None:
+            x = y = shrink  # for bilinear interpolation
+        elif self.is_whole:
+            x = y = 0
+        else:
+            x = shrink * math.ceil(filter_reach((right - left) / width / shrink))
+            y = shrink * math.ceil(filter_reach((bottom - top) / height / shrink))
+        return math.floor(left) - x, math.floor(top) - y, math.floor(right) + 1 + x, math.floor(bottom) + 1 + y
+
+
+def is_whole(edge: float) -> bool:
+    """Return whether an edge is between two pixels, but for rounding errors."""
+    return abs(edge - round(edge)) < _NEGLIGIBLE
+
+
+def filter_reach(scale: float) -> float:
+    """Return how many pixels outside a box the antialiasing filter may read if an output pixel is `scale` pixels wide.
+
+    The filter is a triangle of half the width max(1, scale) around the centre of the output pixel.
+    """
+    return max(1.0, scale) - scale / 2 + 1  # the last pixel counts whole
 
 
 class _Canvas:
