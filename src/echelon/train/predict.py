@@ -42,7 +42,9 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
-class _Network(msgspec.Struct):
+class TrainedNetwork(msgspec.Struct):
+    """What the metadata of a checkpoint says about its network."""
+
     network: str
     num_classes: int
     image_shape: tuple[int, int, int]
@@ -206,7 +208,7 @@ def _usable(device: torch.device | str) -> torch.device:
 
 def model_of(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> nn.Module:
     """Build a checkpoint's network on the CPU, with its weights or their moving average; `path` is for messages."""
-    found = _typed({**_options(checkpoint), **checkpoint.metadata}, _Network, path)
+    found = network_of(checkpoint, path)
     with torch.random.fork_rng(devices=[]):  # building draws initial weights, which are replaced
         model = models.build(
             found.network,
@@ -220,6 +222,11 @@ def model_of(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> nn.Module:
     except RuntimeError as error:
         raise DataError(f"{os.fspath(path)}: the weights do not fit the network {found.network!r}: {error}") from error
     return model
+
+
+def network_of(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> TrainedNetwork:
+    """Return which network a checkpoint has."""
+    return _typed({**_options(checkpoint), **checkpoint.metadata}, TrainedNetwork, path)
 
 
 def preprocessing_of(checkpoint: Checkpoint, path: str | os.PathLike[str], resize: int = -1) -> AugmentConfig:

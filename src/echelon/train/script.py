@@ -53,6 +53,10 @@ def _run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str]) -
         serve_and_exit(job)
     given = parser.parse_args(arguments)
     options = options_from(given, data)
+    if hasattr(given, "pretrained_model"):
+        from echelon.train.pretrained import options_for_pretrained  # imports torch
+
+        options = options_for_pretrained(options, given)
     store, reason = choose_store(
         options.kv_store, named=was_given(given, "kv_store"), num_workers=job.num_workers if job.distributed else 1
     )

@@ -289,6 +289,7 @@ _REASONS: dict[str, Callable[[Namespace], str | None]] = {
     "min_random_area": _area("min_random_area"),
     "max_random_area": _area("max_random_area"),
     "use_imagenet_data_augmentation": _imagenet_augmentation,
+    "layer_before_fullc": lambda given: "the last layer is found by its shape",
     "profile_worker_suffix": _profile("profile_worker_suffix"),
     "profile_server_suffix": _profile("profile_server_suffix"),
     "gc_threshold": lambda given: "gradient compression is not implemented yet",

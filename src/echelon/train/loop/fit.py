@@ -19,6 +19,7 @@ from echelon.train.loop.network import make_network, prepare_device
 from echelon.train.loop.reporting import TrainingProgress
 from echelon.train.loop.run import Run
 from echelon.train.loop.threads import set_threads
+from echelon.train.pretrained import load_pretrained
 from echelon.train.recipe.optimizers import make_optimizer
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import large_batch_for, worker_batch
@@ -57,6 +58,8 @@ def fit(
 
     def train() -> int:
         model = make_network(options, dataset.num_classes, dataset.image_shape, device)
+        if options.pretrained_model is not None:
+            load_pretrained(model, options, dataset.num_classes, dataset.image_shape)
         if owns_process:
             set_threads(options, job, dataset, model, device)
         trainer = _make_trainer(options, model, device, len(dataset.train), job.num_workers)

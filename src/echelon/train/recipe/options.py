@@ -82,6 +82,8 @@ class TrainOptions:
     save_period: int = 1
     save_batches: int = 0
     load_epoch: int | None = None
+    pretrained_model: str | None = None  # the run starts from its weights, except for those of the last layer
+    pretrained_epoch: int | None = None
     resume: bool = False
     eval_every: int = 0  # in steps of rank 0; 0: only at the end of epochs
     target_accuracy: float | None = None
