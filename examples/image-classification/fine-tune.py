@@ -3,9 +3,9 @@
     python fine-tune.py --pretrained-model runs/latest --gpus 0 --data-train train.rec --data-val val.rec
     python fine-tune.py --pretrained-model prefix --load-epoch 12 --data-train photos/train --data-val photos/val
 
-The pretrained model is a checkpoint file, a run folder, or the prefix of several files, of which --load-epoch chooses
-one. Its network, image shape, mean and std are used, unless flags replace them. --model-prefix and --resume are for the
-checkpoints of the new run.
+The pretrained model is a checkpoint file, a run folder, MXNet's .params file, or the prefix of several files, of which
+--load-epoch chooses one. Its network, image shape, mean and std are used, unless flags replace them. --model-prefix and
+--resume are for the checkpoints of the new run.
 """
 
 from echelon.train import script

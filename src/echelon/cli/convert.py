@@ -12,6 +12,7 @@ import argparse
 from pathlib import Path
 
 from echelon.cli.score import show_log, with_flags
+from echelon.data.records.class_file import write_class_names
 from echelon.errors import UsageError
 from echelon.train.checkpoint.format import save
 from echelon.train.checkpoint.mxnet import model as mxnet
@@ -20,7 +21,7 @@ from echelon.train.checkpoint.mxnet.recognise import Wanted
 from echelon.train.checkpoint.names import SUFFIX, load_model
 from echelon.train.flags.arguments import parse_numbers
 from echelon.train.flags.check import check_numbers
-from echelon.train.predict import model_of
+from echelon.train.predict import classes_of, model_of
 
 _NETWORK_FLAGS = ("network", "num_layers", "num_classes", "image_shape", "rgb_mean", "rgb_std")
 
@@ -70,6 +71,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         _reject_network_flags(options, path)
         params.save(target, mxnet.arrays_of(checkpoint.metadata["network"], model_of(checkpoint, path)))
+        write_class_names(target, classes_of(checkpoint, path))
     print(f"Saved {target}")
     return 0
 

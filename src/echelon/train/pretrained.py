@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from echelon import models
 from echelon.errors import UsageError
+from echelon.train.checkpoint.mxnet.recognise import Wanted
 from echelon.train.checkpoint.names import load_model
 from echelon.train.flags.parser import was_given
 from echelon.train.predict import network_of, preprocessing_of
@@ -30,9 +31,12 @@ def options_for_pretrained(options: TrainOptions, given: Namespace) -> TrainOpti
     """Return the options of a run that starts from `--pretrained-model`; `--load-epoch` chooses one of its epochs."""
     if not options.pretrained_model:
         raise UsageError(
-            "--pretrained-model is missing: give a checkpoint file, a run folder such as runs/latest, or a prefix"
+            "--pretrained-model is missing: give a checkpoint file (or MXNet's .params file), a run folder such as "
+            "runs/latest, or a prefix"
         )
-    checkpoint, path = load_model(options.pretrained_model, options.load_epoch)
+    image_shape = options.image_shape if was_given(given, "image_shape") else None
+    wanted = Wanted(given.network, given.num_layers, image_shape=image_shape)
+    checkpoint, path = load_model(options.pretrained_model, options.load_epoch, wanted)
     found, preprocessing = network_of(checkpoint, path), preprocessing_of(checkpoint, path)
     for name in ("network", "num_layers"):
         wanted, trained = getattr(given, name), getattr(found, name)
@@ -44,7 +48,7 @@ def options_for_pretrained(options: TrainOptions, given: Namespace) -> TrainOpti
         network=found.network,
         num_layers=found.num_layers,
         network_options=found.network_options,
-        image_shape=options.image_shape if was_given(given, "image_shape") else preprocessing.shape,
+        image_shape=image_shape or preprocessing.shape,
         augment={"rgb_mean": preprocessing.rgb_mean, "rgb_std": preprocessing.rgb_std} | options.augment,
         pretrained_epoch=options.load_epoch,
         load_epoch=None,
@@ -56,7 +60,8 @@ def load_pretrained(
 ) -> None:
     """Copy the weights of `--pretrained-model` into a new network, except for those of its last layer."""
     assert options.pretrained_model is not None
-    checkpoint, path = load_model(options.pretrained_model, options.pretrained_epoch)
+    wanted = Wanted(options.network, options.num_layers, None, options.image_shape, options.network_options)
+    checkpoint, path = load_model(options.pretrained_model, options.pretrained_epoch, wanted)
     last = last_layer(options, num_classes, image_shape)
     copy_weights(model, averaged(checkpoint.weights, checkpoint.extra), except_for=last, source=str(path))
     log.info("starting from %s; new weights for %d classes: %s", path, num_classes, ", ".join(sorted(last)))

@@ -13,6 +13,7 @@ from torch import nn
 
 from echelon import models
 from echelon.cli.main import main
+from echelon.data.records.class_file import read_class_names, write_class_names
 from echelon.errors import DataError
 from echelon.train.checkpoint.format import Checkpoint, load, save
 from echelon.train.checkpoint.mxnet import model as mxnet
@@ -56,6 +57,16 @@ def test_convert_to_a_checkpoint_and_back(tmp_path: Path, capsys: pytest.Capture
     }
     assert run("convert", target, tmp_path / "z.params") == 0
     assert (tmp_path / "z.params").read_bytes() == source.read_bytes()
+    assert not (tmp_path / "z.classes").exists()
+
+
+def test_class_names_are_beside_a_params_file(tmp_path: Path) -> None:
+    source, names = write(tmp_path / "x-0012.params", build()), tuple("abcdefghij")
+    write_class_names(source, names)
+    assert run("convert", source, tmp_path / "y.safetensors") == 0
+    assert Predictor.load(tmp_path / "y.safetensors").classes == Predictor.load(source).classes == names
+    assert run("convert", tmp_path / "y.safetensors", tmp_path / "z.params") == 0
+    assert read_class_names(tmp_path / "z.params") == names
 
 
 @pytest.mark.parametrize(

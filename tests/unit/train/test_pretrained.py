@@ -11,6 +11,8 @@ from echelon import models
 from echelon.errors import UsageError
 from echelon.train import script
 from echelon.train.checkpoint.format import Checkpoint, save
+from echelon.train.checkpoint.mxnet import model as mxnet
+from echelon.train.checkpoint.mxnet import params
 from echelon.train.checkpoint.names import path_for
 from echelon.train.flags.arguments import options_from
 from echelon.train.flags.check import warnings_about
@@ -103,6 +105,18 @@ def test_all_other_weights_are_kept(tmp_path: Path, num_classes: int) -> None:
         assert not torch.equal(before[name], old.state_dict()[name]) or name.endswith("bias")
     for name in (weight, bias):
         assert torch.equal(new.state_dict()[name], before[name])
+
+
+def test_a_model_of_mxnet_is_fine_tuned(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    old = models.build("mlp", num_classes=10, image_shape=(1, 28, 28))
+    params.save(tmp_path / "x-0012.params", mxnet.arrays_of("mlp", old))
+    options = options_of("--pretrained-model", tmp_path / "x", "--load-epoch", "12")
+    assert (options.network, options.image_shape) == ("mlp", (1, 28, 28))
+    assert options.augment["rgb_std"] == (255.0,)
+    new = models.build("mlp", num_classes=3, image_shape=(1, 28, 28))
+    load_pretrained(new, options, 3, (1, 28, 28))
+    assert torch.equal(next(new.parameters()), next(old.parameters()))
 
 
 def test_weights_of_other_shapes_are_rejected() -> None:

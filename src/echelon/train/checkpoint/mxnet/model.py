@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from echelon import models
+from echelon.data.records.class_file import read_class_names
 from echelon.errors import DataError, UsageError
 from echelon.models.layers import Shape
 from echelon.train.checkpoint.format import Checkpoint, Tensors
@@ -49,7 +50,8 @@ def load(path: str | os.PathLike[str], wanted: Wanted | Network | None = None) -
     except (DataError, UsageError) as error:
         with_symbol = f" (with {symbol_path.name})" if graph else f" (there is no {symbol_path.name})"
         raise type(error)(f"{os.fspath(path)}{with_symbol}: {error}") from error
-    return Checkpoint(weights, metadata=_metadata(found, _epoch(path), Path(path).name))
+    metadata = _metadata(found, _epoch(path), Path(path).name) | {"classes": list(read_class_names(path))}
+    return Checkpoint(weights, metadata=metadata)
 
 
 def find_file(prefix: str | os.PathLike[str], epoch: int | None = None) -> Path | None:
