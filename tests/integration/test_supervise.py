@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +78,60 @@ def test_a_worker_that_still_works_is_not_killed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(supervise, "IDLE_S", 2.0)
     in_a_shell = "import subprocess, sys; subprocess.run([sys.executable, '-c', " + repr(STILL_WORKS) + "], check=True)"
     assert run_beside_a_server_that_ends(in_a_shell) == 0
+
+
+FAILS_FIRST = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("error: the cause", flush=True)
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(0.5)  # it takes time to end
+sys.exit(3)
+"""
+FAILS_BECAUSE_OF_IT = """
+import pathlib, sys, time
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+print("error: lost the connection", flush=True)
+sys.exit(4)
+"""
+
+
+def test_the_process_that_failed_first_is_named_although_another_ends_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines: list[str] = []
+    programs = {"server 0": FAILS_FIRST, "worker 0": FAILS_BECAUSE_OF_IT}
+    commands = [
+        Command(name, [sys.executable, "-c", program, str(tmp_path / "failed")], {}, essential=name == "server 0")
+        for name, program in programs.items()
+    ]
+    assert Supervisor(lambda name, text: lines.append(f"{name}: {text}")).run(commands) == 3
+    assert lines == ["server 0: error: the cause", "worker 0: error: lost the connection"]
+    printed = capsys.readouterr().err
+    assert printed.startswith("echelon: server 0 (pid ")
+    assert printed.endswith(") exited with status 3\n"), "its only line was just shown"
+
+
+KILLS_ITSELF = """
+import os, signal, sys, time
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+SAYS_STOPPED = """
+import pathlib, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: stopped"))
+pathlib.Path(sys.argv[1]).touch()
+while True:
+    signal.pause()
+"""
+
+
+def test_a_killed_server_is_named_before_the_errors_of_others(tmp_path: Path) -> None:
+    lines: list[str] = []
+    ready = str(tmp_path / "ready")
+    dies = Command("server 0", [sys.executable, "-c", KILLS_ITSELF, ready], {}, essential=True)
+    waits = Command("worker 0", [sys.executable, "-c", SAYS_STOPPED, ready], {}, essential=False)
+    assert Supervisor(lambda name, text: lines.append(f"{name}: {text}")).run([waits, dies]) == 128 + signal.SIGKILL
+    assert lines == ["server 0: was killed by signal 9", "worker 0: error: stopped"]

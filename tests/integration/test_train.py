@@ -17,7 +17,6 @@ import pytest
 from digits import load_float_digits
 from echelon import models
 from echelon.cli.main import main
-from echelon.cli.train import once
 from echelon.train.checkpoint.format import load
 from echelon.train.loop.evaluate import predict
 from echelon.train.predict import Predictor
@@ -290,23 +289,3 @@ def test_an_interrupted_run_leaves_its_checkpoint_curves_and_summary(tmp_path: P
 def _num_events(directory: Path, kind: str) -> int:
     path = directory / "events.jsonl"
     return path.read_text().count(f'"event":"{kind}"') if path.exists() else 0
-
-
-def test_an_error_of_several_workers_is_shown_once() -> None:
-    shown: list[tuple[str, str]] = []
-    show = once(lambda name, text: shown.append((name, text)))
-    lines = [
-        ("worker 0", "loading"),
-        ("worker 1", "loading"),
-        ("worker 1", "error: no known set; looked for"),
-        ("worker 0", "error: no known set; looked for"),
-        ("worker 1", "  a.bin"),
-        ("worker 0", "  a.bin"),
-        ("worker 0", "  b.bin"),
-        ("worker 2", "error: worker 2: the gradient has NaN in it"),
-        ("worker 2", "  a.bin"),
-        ("worker 2", "error: worker 2: the gradient has NaN in it"),
-    ]
-    for line in lines:
-        show(*line)
-    assert shown == [line for index, line in enumerate(lines) if index not in (3, 5, 8)]

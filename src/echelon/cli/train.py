@@ -16,7 +16,6 @@ from rich.console import Console
 from echelon.cli.launch import add_job_arguments, job_from
 from echelon.environment import Job
 from echelon.launch import LAUNCHERS
-from echelon.launch.supervise import OnLine
 from echelon.report.display import Display, stdout_console
 from echelon.report.result import result_lines
 from echelon.report.runs import discard_run, latest_run, new_run
@@ -124,7 +123,7 @@ def watch(launch: Callable[..., int], job: Job, options: TrainOptions, directory
     """Run the workers under a display; returns the exit status and what the run reported."""
     command = [sys.executable, "-m", "echelon.train", msgspec.json.encode(options).decode()]
     with Display(directory, job_info(options, job)) as display:
-        status = launch(job, command, on_line=once(display.print), on_tick=display.update, shown=True)
+        status = launch(job, command, on_line=display.print, on_tick=display.update, shown=True)
     return status, display.state
 
 
@@ -139,20 +138,6 @@ def job_info(options: TrainOptions, job: Job) -> JobInfo:
         lock_step=store_kind(options.kv_store).lock_step,
         bounded=options.staleness is not None,
     )
-
-
-def once(show: OnLine) -> OnLine:
-    """Show an error that several workers print, for example about a missing file, only for the first of them."""
-    printed_by: dict[str, str] = {}
-    failed: set[str] = set()
-
-    def on_line(name: str, text: str) -> None:
-        if text.startswith("error: "):  # the last lines of `python -m echelon.train`
-            failed.add(name)
-        if name not in failed or printed_by.setdefault(text, name) == name:
-            show(name, text)
-
-    return on_line
 
 
 def print_result(result: dict[str, Any], directory: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from echelon.cluster.shares import Groups, find_groups, read_groups
 from echelon.environment import Job
-from echelon.errors import UsageError
+from echelon.errors import JobError, UsageError
 from echelon.kvstore.collective.process_group import ProcessGroup
 from echelon.kvstore.collective.rendezvous import rendezvous_of_devices, rendezvous_of_store
 from echelon.kvstore.collective.store import CollectiveStore
@@ -217,7 +217,10 @@ def _call_at_exit(store: KVStore, end: Callable[[bool], None]) -> None:
     """
 
     def at_exit() -> None:
-        end(getattr(sys, "last_value", None) is not None)
+        try:
+            end(getattr(sys, "last_value", None) is not None)
+        except JobError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
 
     atexit.register(at_exit)
     store.on_closed = partial(atexit.unregister, at_exit)

@@ -19,13 +19,12 @@ from echelon.system import usable_cores
 FIRST = "device 0"
 
 
-def print_first(name: str, text: str) -> None:
-    """Print device 0's lines unchanged, and no others."""
-    if name == FIRST:
-        print(text, flush=True)
+def print_unchanged(name: str, text: str) -> None:
+    """Print a line of device 0, whose lines are the worker's."""
+    print(text, flush=True)
 
 
-def run_devices(command: Sequence[str], num_devices: int, on_line: OnLine = print_first) -> int:
+def run_devices(command: Sequence[str], num_devices: int, on_line: OnLine = print_unchanged) -> int:
     """Run `command` for every device of this worker, and return the first failing exit status, or 0."""
     if num_devices < 1:
         raise UsageError(f"a worker needs at least one device, not {num_devices}")
@@ -88,8 +87,17 @@ def _command(command: Sequence[str], job: Job, index: int, num_devices: int, lis
         environment["ECHELON_DEVICE_FD"] = str(listener.fileno())
         fds = [listener.fileno(), *([job.listen_fd] if job.listen_fd is not None else [])]
     name = f"device {index}"
-    shown = name == FIRST
-    return Command(name, command, environment, essential=False, pass_fds=tuple(fds), needed=True, shown=shown)
+    is_first = name == FIRST
+    return Command(
+        name,
+        command,
+        environment,
+        essential=False,
+        pass_fds=tuple(fds),
+        needed=True,
+        shown=is_first,
+        hidden=not is_first,
+    )
 
 
 def library_variables(job: Job, num_workers: int, *, num_devices: int = 1, one_machine: bool) -> dict[str, str]:

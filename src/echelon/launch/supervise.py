@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
+from echelon.launch.last_lines import LastLines
 from echelon.launch.processes import ChildProcess
 
 GRACE_S = 5.0  # to end, for processes that are stopped because another one failed
@@ -37,6 +38,7 @@ class Command:
 
     `essential`: a server or the scheduler, without which the job ends. `needed`: a worker without which the other
     workers cannot continue. `shown`: its whole output is shown already, so an error does not repeat its last lines.
+    `hidden`: its output is not shown, only its last lines if it fails.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Command:
     pass_fds: tuple[int, ...] = ()
     needed: bool = False
     shown: bool = False
+    hidden: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -68,11 +71,6 @@ class _Child:
         return self.process.exit_code() is None
 
 
-def _cause_first(child: _Child) -> tuple[bool, float]:
-    """Sort key for processes that ended in the same turn: a killed one, then the first to end, is the likely cause."""
-    return child.process.reap() >= 0, child.output_ended
-
-
 def print_line(name: str, text: str) -> None:
     """Print a line of a process, preceded by its name."""
     print(f"[{name}] {text}", flush=True)
@@ -87,13 +85,14 @@ class Supervisor:
         on_tick: Callable[[], None] = lambda: None,
         on_end: OnEnd = lambda name, how, failed: None,
     ) -> None:
-        self._on_line = on_line
+        self._output = LastLines(on_line)
         self._on_tick = on_tick
         self._on_end = on_end
         self._children: list[_Child] = []
         self._selector = selectors.DefaultSelector()
         self._status = 0
         self._reason = ""
+        self._failed: _Child | None = None  # the first process that failed by itself
         self._deadline = math.inf
         self._cpu_ticks, self._last_active = 0, math.inf  # of the workers, since the servers have ended
         self._stopping = False
@@ -114,7 +113,7 @@ class Supervisor:
             finally:
                 self._kill_all()
         if self._status:
-            print(f"echelon: {self._reason}", file=sys.stderr, flush=True)
+            print(f"echelon: {self._reason}{self._last_lines()}", file=sys.stderr, flush=True)
         return self._status
 
     def _start(self, command: Command) -> None:
@@ -130,9 +129,10 @@ class Supervisor:
             self._read(key.data)
         while self._signals:
             self._forward_signal(self._signals.popleft())
-        ended = [child for child in self._children if not child.ended and not child.is_running]
-        for child in sorted(ended, key=_cause_first):
+        ended = self._ended()
+        for child in sorted(ended, key=self._cause_first):
             self._handle_end(child)
+        self._output.release_overdue(time.monotonic())
         if ended and self._only_essentials_left():
             self._limit_time(2 * GRACE_S)
         if self._only_workers_left():
@@ -141,6 +141,18 @@ class Supervisor:
             self._kill_late_children()
         self._on_tick()
 
+    def _ended(self) -> list[_Child]:
+        """Return the processes whose end can be handled: all that ended, but those whose cause has not ended yet."""
+        left = [child for child in self._children if not child.ended]
+        ended = [child for child in left if not child.is_running]
+        running, now = [child.name for child in left if child not in ended], time.monotonic()
+        return [child for child in ended if not self._output.waits_for_cause(child.name, running, now)]
+
+    def _cause_first(self, child: _Child) -> tuple[bool, float]:
+        """Sort key for processes that ended in the same turn: a killed one, then the first to fail, is the cause."""
+        began = self._output.since(child.name)
+        return child.process.reap() >= 0, child.output_ended if began is None else began
+
     def _handle_end(self, child: _Child) -> None:
         child.ended = True
         code = child.process.reap()
@@ -148,13 +160,25 @@ class Supervisor:
         if not child.process.stdout.closed:
             self._read(child)
         how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
-        if code and not self._status:
+        is_cause = bool(code) and not self._status
+        if is_cause:
             self._fail(128 - code if code < 0 else code, child, how)
-            if child.lines and code > 0 and not child.command.shown:
-                self._reason += "; its last lines:\n" + "\n".join(f"    {line}" for line in child.lines)
+            self._failed = child if code > 0 else None
+            if code < 0 and (child.command.essential or child.command.needed):
+                self._output.take(child.name, how, time.monotonic())  # it left no line; those of the others follow
+        self._output.release(child.name, is_cause=is_cause)
         if code and (child.command.essential or child.command.needed) and not self._stopping:
             self._stop(signal.SIGTERM, self._children, GRACE_S)
         self._on_end(child.name, how, code != 0)
+
+    def _last_lines(self) -> str:
+        """Return the last lines of the process that failed, unless the user has just seen them."""
+        child = self._failed
+        if child is None or not child.lines or child.command.shown:
+            return ""
+        if self._output.ends_with_error(child.name, child.lines[-1]):
+            return ""
+        return "; its last lines:\n" + "\n".join(f"    {line}" for line in child.lines)
 
     def _fail(self, status: int, child: _Child, how: str) -> None:
         self._status = status
@@ -225,7 +249,8 @@ class Supervisor:
         for raw in whole:
             text = raw.decode(errors="replace").rstrip("\r")
             child.lines.append(text)
-            self._on_line(child.name, text)
+            if not child.command.hidden:
+                self._output.take(child.name, text, time.monotonic())
 
     def _handle_closed_output(self) -> None:
         """Nobody reads this process's output any more, as after `… | head -1`: end everything and print nothing."""
@@ -238,6 +263,7 @@ class Supervisor:
         while self._selector.get_map() and time.monotonic() < deadline:
             for key, _ in self._selector.select(0.05):
                 self._read(key.data)
+        self._output.release_overdue(math.inf)
         self._on_tick()
 
     def _kill_all(self) -> None:

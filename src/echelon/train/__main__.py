@@ -5,9 +5,10 @@ import sys
 import msgspec
 
 from echelon.environment import Job
-from echelon.errors import EchelonError, UsageError
+from echelon.errors import UsageError
 from echelon.launch.devices import run_devices
 from echelon.train.recipe.options import TrainOptions
+from echelon.train.script import run_process
 
 
 def main(arguments: list[str]) -> int:
@@ -32,9 +33,4 @@ def _options(arguments: list[str]) -> TrainOptions:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except EchelonError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    run_process(lambda: main(sys.argv[1:]))

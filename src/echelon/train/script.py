@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from echelon.environment import Job, let_threads_sleep
 from echelon.errors import EchelonError
@@ -36,12 +37,22 @@ def make_parser(description: str | None, *, images: bool = True) -> Parser:
 
 def run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str] | None = None) -> None:
     """Run the process that the command line and the environment describe; does not return."""
+    run_process(lambda: _run(parser, data, sys.argv[1:] if arguments is None else arguments), f"{parser.prog}: ")
+
+
+def run_process(main: Callable[[], int], prefix: str = "") -> NoReturn:
+    """Exit with the status that `main` returns. An error of Echelon and Ctrl-C become one line and a status."""
+    status: int | str
     try:
-        sys.exit(_run(parser, data, sys.argv[1:] if arguments is None else arguments))
+        status = main()
     except EchelonError as error:
-        sys.exit(f"{parser.prog}: error: {error}")
+        status = f"{prefix}error: {error}"
     except KeyboardInterrupt:
-        sys.exit(130)
+        print(f"{prefix}stopped by SIGINT", file=sys.stderr)
+        status = 130
+    if status:  # a store that is still open at exit must not wait for a job that has failed
+        sys.last_value = SystemExit(status)
+    sys.exit(status)
 
 
 def _run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str]) -> int:
