@@ -54,6 +54,23 @@ def test_a_worker_that_does_not_end_is_killed_and_named(
     assert printed.endswith(") had not ended and was killed\n")
 
 
+def test_a_server_that_does_not_end_is_killed_soon_after_the_workers_were_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may still be starting, and has nothing to save. The job was stopped by the signal, so it is not an error."""
+    monkeypatch.setattr(supervise, "ABANDONED_S", 0.05)
+
+    def on_line(name: str, text: str) -> None:
+        if name == "worker 0" and text == "at work":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    waits = "import signal\nwhile True: signal.pause()"
+    server = Command("server 0", [sys.executable, "-c", waits], {}, essential=True)
+    worker = Command("worker 0", [sys.executable, "-c", SAVES], {}, essential=False)
+    assert Supervisor(on_line).run([server, worker]) == 143
+    assert capsys.readouterr().err == "echelon: stopped by SIGTERM\n"
+
+
 SERVER = Command("server 0", [sys.executable, "-c", ""], {}, essential=True)
 STOPS_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
 STILL_WORKS = "import time\nwhile time.process_time() < 3: pass"
