@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from torch import nn
@@ -87,7 +87,7 @@ class Session:
         return path_for(self.prefix, 0, position.epoch, position.samples_done)
 
 
-def _saver(options: TrainOptions, place: ProcessRank) -> Saver:
+def _saver(options: TrainOptions, place: ProcessRank, store: str = "dist_sync") -> Saver:
     model = nn.Linear(2, 2)
     trainer = SimpleNamespace(
         model=model,
@@ -95,9 +95,11 @@ def _saver(options: TrainOptions, place: ProcessRank) -> Saver:
         shards_optimizer=False,
         optimizer_state=dict,
         load_weights=model.load_state_dict,
-        kvstore=SimpleNamespace(type="dist_sync"),
+        kvstore=SimpleNamespace(type=store),
     )
-    dataset = SimpleNamespace(augment=AugmentConfig(shape=(1, 8, 8)), num_classes=2, train=range(NUM_SAMPLES))
+    dataset = SimpleNamespace(
+        augment=AugmentConfig(shape=(1, 8, 8)), num_classes=2, classes=(), train=range(NUM_SAMPLES)
+    )
     return Saver(options, place, cast(Trainer, trainer), cast(Dataset, dataset), None, None)
 
 
@@ -210,3 +212,81 @@ def test_loading_the_newest_epoch_continues_its_run(tmp_path: Path) -> None:
     second = Session(prefix, Layout(1, 20), load_epoch=2)
     second.save(RunPosition(2, 1, 20))
     assert [name.branch for name in find(prefix)] == [0, 0, 0]
+
+
+# --- workers that do not wait for each other
+
+
+def started(prefix: Path, layout: Layout, **given: Any) -> tuple[list[Saver], list[RunPosition]]:
+    """Start the processes of a dist_async run; returns their savers, and where each of them continues."""
+    devices = ("cpu",) * layout.num_devices
+    plain = TrainOptions(batch_size=layout.batch_size, devices=devices, model_prefix=str(prefix), resume=True)
+    size = layout.num_workers * layout.num_devices
+    places = [ProcessRank(rank, size, layout.num_devices) for rank in range(size)]
+    savers = [_saver(replace(plain, **given), place, "dist_async") for place in places]
+    return savers, [saver.load() for saver in savers]
+
+
+def stop(savers: Sequence[Saver], positions: Sequence[RunPosition], *, is_last: bool = True) -> None:
+    for saver, position in zip(savers, positions, strict=True):
+        saver.save(position, {}, is_last=is_last)
+
+
+AHEAD, SECOND, BEHIND = RunPosition(2, 5, 300), RunPosition(1, 7, 420), RunPosition(0, 3, 180)
+
+
+def test_stopped_workers_that_do_not_wait_continue_each_at_its_own_place(tmp_path: Path) -> None:
+    layout, places = Layout(3, 20), [SECOND, AHEAD, BEHIND]
+    stop(started(tmp_path / "m", layout)[0], places)
+    savers, found = started(tmp_path / "m", layout)
+    assert found == places
+    further = [RunPosition(3), RunPosition(2, 6, 360), RunPosition(0, 4, 240)]
+    stop(savers, further)
+    assert started(tmp_path / "m", layout)[1] == further
+    assert len(files(tmp_path)) == 3, "what was replaced is deleted"
+
+
+@pytest.mark.parametrize("layout", [Layout(2, 20), Layout(4, 20), Layout(3, 50), Layout(3, 20, 2)], ids=str)
+def test_in_another_layout_they_continue_at_the_place_of_rank_0(tmp_path: Path, layout: Layout) -> None:
+    stop(started(tmp_path / "m", Layout(3, 20))[0], [SECOND, AHEAD, BEHIND])
+    _, found = started(tmp_path / "m", layout)
+    assert found == [SECOND] * (layout.num_workers * layout.num_devices)
+
+
+def test_a_worker_without_a_file_of_the_last_stop_continues_at_the_place_of_rank_0(tmp_path: Path) -> None:
+    layout = Layout(3, 20)
+    stop(started(tmp_path / "m", layout)[0], [SECOND, AHEAD, BEHIND])
+    savers, _ = started(tmp_path / "m", layout)
+    stop(savers[:2], [RunPosition(2), RunPosition(2, 6, 360)])  # the third worker is killed
+    assert started(tmp_path / "m", layout)[1] == [RunPosition(2), RunPosition(2, 6, 360), RunPosition(2)]
+    stop(savers, [RunPosition(3), RunPosition(4), RunPosition(2)], is_last=False)  # then all are
+    assert started(tmp_path / "m", layout)[1] == [RunPosition(3)] * 3
+
+
+def test_the_devices_of_a_worker_continue_at_one_place(tmp_path: Path) -> None:
+    layout = Layout(2, 20, 2)
+    stop(started(tmp_path / "m", layout)[0], [SECOND, SECOND, BEHIND, BEHIND])
+    assert started(tmp_path / "m", layout)[1] == [SECOND, SECOND, BEHIND, BEHIND]
+    damaged = find(tmp_path / "m", 3)[0].path
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert started(tmp_path / "m", layout)[1] == [SECOND] * 4
+
+
+def test_an_epoch_starts_again_when_the_shares_of_the_data_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The samples that are done are then not the first ones of the new shares."""
+    layout, shares = Layout(2, 20), tmp_path / "shares"
+    given = {"data_allocator": True, "data_sharding": str(shares)}
+    shares.write_text("0 0.5\n0.5 1\n")
+    stop(started(tmp_path / "m", layout, **given)[0], [SECOND, SECOND])
+    assert started(tmp_path / "m", layout, **given)[1] == [SECOND, SECOND]
+    assert caplog.messages == []
+    shares.write_text("0 0.25\n0.25 1\n")
+    savers, found = started(tmp_path / "m", layout, **given)
+    assert found == [RunPosition(1)] * 2
+    assert "epoch 1 starts again, so that no sample is left out" in caplog.messages[0]
+    early = RunPosition(1, 1, 40)
+    stop(savers, [early, early])
+    assert started(tmp_path / "m", layout, **given)[1] == [early, early], "this is the newest progress"
+    assert started(tmp_path / "m", layout)[1] == [RunPosition(1)] * 2, "and without shares"

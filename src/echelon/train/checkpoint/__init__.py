@@ -1,1 +1,5 @@
-"""Checkpoints. Read `format` (the file), `names` (which file is which), `saver` (what a run saves and resumes from)."""
+"""Checkpoints.
+
+Read `format` (the file), `names` (which file is which), `compatibility` (which runs may resume from it), `saver` (what
+a run saves and resumes from).
+"""

@@ -2,15 +2,18 @@
 
 Rank 0's file holds the weights, the optimizer state and the random number generators. The other ranks' files hold only
 what differs between ranks: BatchNorm statistics and random number generators. A resumed run continues with the same
-weights to the bit, the same learning rate schedule and the same order of samples. A checkpoint of another run is
-rejected with both values and what to do.
+weights to the bit, the same learning rate schedule and the same order of samples.
+
+Workers of a lock-step store save at the same position. Those of the other stores are at different places in the data:
+after a run was stopped, each continues at its own place if the job has the same layout. Otherwise all of them continue
+at rank 0's.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -21,9 +24,11 @@ from torch import Tensor, nn
 from echelon import __version__
 from echelon.data.records.class_file import merge_class_names
 from echelon.data.sets.datasets import Dataset
-from echelon.errors import UsageError
+from echelon.errors import DataError, UsageError
+from echelon.schemes.stores import store_kind
 from echelon.train import log_lines
-from echelon.train.checkpoint.format import Checkpoint, Tensors, save
+from echelon.train.checkpoint.compatibility import check_network_and_optimizer, check_sample_order, check_shapes
+from echelon.train.checkpoint.format import Checkpoint, Metadata, Tensors, load, save
 from echelon.train.checkpoint.mxnet.params import SUFFIX as PARAMS_SUFFIX
 from echelon.train.checkpoint.mxnet.recognise import Network
 from echelon.train.checkpoint.names import (
@@ -36,9 +41,8 @@ from echelon.train.checkpoint.names import (
     path_for,
     prune,
 )
-from echelon.train.recipe.optimizers import has_two_formulas
 from echelon.train.recipe.options import TrainOptions
-from echelon.train.recipe.plan import ProcessRank
+from echelon.train.recipe.plan import ProcessRank, shares_of
 from echelon.train.step.average import MovingAverage
 from echelon.train.step.precision import LossScaler
 from echelon.train.trainer.base import Trainer
@@ -78,17 +82,23 @@ class Saver:
         self._order = {"seed": options.seed, "num_samples": num_samples, "num_examples": num_examples}
         self._scaler = scaler
         self._average = average
+        self._shares = shares_of(options, place)
         self._branch = 0  # see `names`
+        self._session = 0  # counts how often the run was started
         self._gone: range = range(0)  # ranks of the run before, if it had more processes; rank 0 deletes their files
 
-    def save(self, position: RunPosition, metrics: dict[str, float]) -> None:
-        """Save this process's checkpoint if the run has a prefix. All processes call it at the same position."""
+    def save(self, position: RunPosition, metrics: dict[str, float], *, is_last: bool = False) -> None:
+        """Save this process's checkpoint if the run has a prefix; `is_last`: it stops here.
+
+        All processes of a lock-step store call it at the same position.
+        """
         self._trainer.sync()
         prefix, rank = self._options.model_prefix, self._place.rank
         if prefix is None:
             return
         path = path_for(prefix, rank, position.epoch, position.samples_done)
-        save(path, self._checkpoint(position, metrics, self.optimizer_state()))
+        checkpoint = self._checkpoint(position, metrics, self.optimizer_state())
+        save(path, replace(checkpoint, metadata={**checkpoint.metadata, "is_last": is_last}))
         prune(prefix, path, [rank, *self._gone])
         if rank == 0:
             log.info(log_lines.saved_line(str(path)))
@@ -140,7 +150,9 @@ class Saver:
             "batch": position.batch,
             "samples_done": position.samples_done,
             "branch": self._branch,
+            "session": self._session,
             "order": self._order,
+            "shares": self._shares,
             "num_workers": self._place.num_workers,
             "num_processes": self._place.size,
             "network": options.network,
@@ -170,17 +182,58 @@ class Saver:
                 log.info("there is no checkpoint %s-* to resume from: training starts from the beginning", prefix)
             return RunPosition()
         metadata, path = found.rank_0.metadata, str(found.path)
-        _check_network_and_optimizer(metadata, path, options, self._num_classes)
+        check_network_and_optimizer(metadata, path, options, self._num_classes)
         merge_class_names([(path, tuple(metadata.get("classes", ()))), ("the training data", self._classes)])
-        _check_sample_order(metadata, path, self._order)
-        _check_shapes(found.rank_0, path, self._trainer.model.state_dict(), self._augment.shape)
+        check_sample_order(metadata, path, self._order)
+        check_shapes(found.rank_0, path, self._trainer.model.state_dict(), self._augment.shape)
+        own = self._own_last(prefix, found) if options.resume else None
+        if own is not None:
+            found = replace(found, own=own)
         self._restore(found)
         if rank == 0:
             self._gone = range(size, metadata.get("num_processes", size))
+        self._session = metadata.get("session", 0) + 1
         log.info(log_lines.loaded_line(path))
         if found.path.suffix == PARAMS_SUFFIX and rank == 0:
             log.info("%s holds only weights, as MXNet saves them: the state of the optimizer starts from zero", path)
-        return RunPosition(metadata["epoch"], metadata["batch"], metadata["samples_done"])
+        return self._position(metadata if own is None else own.metadata, path)
+
+    def _position(self, metadata: Metadata, path: str) -> RunPosition:
+        """Return where this process continues: after a change of the workers' shares, where the epoch began."""
+        epoch, batch, samples_done = (metadata[name] for name in ("epoch", "batch", "samples_done"))
+        if not samples_done or metadata.get("shares", self._shares) == self._shares:
+            return RunPosition(epoch, batch, samples_done)
+        self._branch += 1  # the next positions are before this one
+        if self._place.rank == 0:
+            log.warning(
+                "%s was saved in the middle of an epoch, when the workers had other shares of the data: epoch %d "
+                "starts again, so that no sample is left out",
+                path,
+                epoch,
+            )
+        return RunPosition(epoch)
+
+    def _own_last(self, prefix: str, found: ResumeFrom) -> Checkpoint | None:
+        """Return the checkpoint with which this process stopped, if its worker may continue at its own place.
+
+        That needs a store without lock-step, the layout of the run before, and a file from the same stop of each
+        device of the worker. All devices of the worker read the same files, so they agree.
+        """
+        place, metadata = self._place, found.rank_0.metadata
+        worker = place.rank // place.num_devices
+        if worker == 0 or store_kind(self._trainer.kvstore.type).lock_step:
+            return None
+        if not metadata.get("is_last"):
+            return None
+        here = [place.size, place.num_workers, self._shares, self._options.batch_size]
+        there = [metadata[name] for name in ("num_processes", "num_workers", "shares")]
+        if [*there, metadata["options"]["batch_size"]] != here:
+            return None
+        first = worker * place.num_devices
+        files = [_newest(prefix, rank) for rank in range(first, first + place.num_devices)]
+        if all(file is not None and _same_stop(file.metadata, metadata) for file in files):
+            return files[place.rank - first]
+        return None
 
     def _network(self) -> Network:
         """Return the network of this run, which a file of MXNet must fit."""
@@ -230,6 +283,20 @@ def restore_rng(states: Mapping[str, Tensor], device: torch.device | str = "cpu"
         torch.cuda.set_rng_state(states["rng.cuda"], device)
 
 
+def _newest(prefix: str, rank: int) -> Checkpoint | None:
+    """Load a rank's newest file; None if there is none, or if it is damaged."""
+    names = find(prefix, rank)
+    try:
+        return load(names[0].path) if names else None
+    except DataError as error:
+        log.warning("skipped a damaged checkpoint: %s", error)
+        return None
+
+
+def _same_stop(one: Metadata, other: Metadata) -> bool:
+    return all(one.get(name) == other.get(name) for name in ("branch", "session", "is_last"))
+
+
 def _branch_after(names: Sequence[CheckpointName], found: ResumeFrom | None) -> int:
     """Return the branch of a run that continues from `found`, where `names` are rank 0's files, newest first.
 
@@ -261,64 +328,3 @@ def _set_buffers(model: nn.Module, values: Tensors) -> None:
         for name, buffer in model.named_buffers():
             if name in values:
                 buffer.copy_(values[name])
-
-
-def _check_network_and_optimizer(
-    metadata: Mapping[str, Any], path: str, options: TrainOptions, num_classes: int
-) -> None:
-    """Reject a checkpoint of another network or optimizer."""
-    here = {
-        "network": options.network,
-        "num_layers": options.num_layers,
-        "num_classes": num_classes,
-        "network options": _listed(options.network_options),
-        "optimizer": options.optimizer.lower(),
-        "optimizer style": options.optimizer_style,
-    }
-    saved = metadata.get("options", {})
-    there = {name: metadata.get(name) for name in here} | {
-        "network options": _listed(metadata.get("network_options", options.network_options)),
-        "optimizer": saved.get("optimizer", options.optimizer).lower(),
-        "optimizer style": saved.get("optimizer_style", "torch"),
-    }
-    if not has_two_formulas(options.optimizer):
-        del here["optimizer style"]
-    if pairs := _differences(there, here):
-        raise UsageError(f"{path} belongs to another run: {pairs}. Give the same flags, or another prefix")
-
-
-def _check_sample_order(metadata: Mapping[str, Any], path: str, order: Mapping[str, int]) -> None:
-    """Reject a mid-epoch position in another order of samples. Files of older versions do not store their order."""
-    if metadata["samples_done"] and (pairs := _differences(metadata.get("order", order), order)):
-        raise UsageError(
-            f"{path} was saved in the middle of an epoch, and its samples were in another order: {pairs}. Give the "
-            "same flags and data, resume from the end of an epoch (--load-epoch), or give another prefix"
-        )
-
-
-def _check_shapes(checkpoint: Checkpoint, path: str, weights: Tensors, image_shape: tuple[int, ...]) -> None:
-    """Reject weights of other names or shapes. Another image shape is accepted if no weight depends on it."""
-    there, here = _shapes(checkpoint.weights), _shapes(weights)
-    if there == here:
-        return
-    name = next(name for name in (*here, *there) if here.get(name) != there.get(name))
-    saved_shape, shape = (
-        ",".join(map(str, numbers)) for numbers in (checkpoint.metadata.get("image_shape", "?"), image_shape)
-    )
-    raise UsageError(
-        f"{path} does not fit the network: weight {name} is {there.get(name, 'missing')} there, "
-        f"{here.get(name, 'missing')} here; images are {saved_shape} there, {shape} here. Give the same flags, or "
-        "another prefix"
-    )
-
-
-def _differences(there: Mapping[str, object], here: Mapping[str, object]) -> str:
-    return "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in here if there[name] != here[name])
-
-
-def _listed(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in options.items()) or "none"
-
-
-def _shapes(named: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in named.items()}

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 import torch
 
 from echelon.data.loading.loader import Batches
+from echelon.data.loading.order import State
 from echelon.data.sets.datasets import Dataset
 from echelon.environment import use_compile_cache
 from echelon.schemes.stores import store_kind
@@ -122,7 +123,7 @@ class Run:
         )
         loader = train_loader(self._options, self._dataset, self._sampling, self._precision.device, state)
         with closing(loader), self._compile_beside() as self._beside, self._stop.recorded():
-            self._log_settings(loader.state.epoch)
+            self._log_settings(loader.state)
             self._kvstore.barrier()
             self._start_s = time.monotonic()
             self._kvstore.events.write(
@@ -159,7 +160,12 @@ class Run:
         self._report.info(line)
         self._kvstore.events.write("engine", rank=self._kvstore.worker_rank, line=line)
 
-    def _log_settings(self, first_epoch: int) -> None:
+    def _log_settings(self, start: State) -> None:
+        first_epoch, samples = start.epoch, start.position * self._place.size
+        if samples:
+            again = self._position.samples_done - samples
+            why = f"; {again} samples are seen again, because a step starts there" if again else ""
+            self._report.info(f"resuming epoch {first_epoch} after {samples} samples{why}")
         if self._has_fixed_steps and self._place.size > 1:
             self._report.info(log_lines.resize_line(self._per_epoch))
         if (line := self._schedule.adjustment()) is not None:
@@ -254,7 +260,7 @@ class Run:
         self._position = RunPosition(epoch, done, done * self._sampling.batch_size * self._place.size)
         if self._kvstore.halted or (options.save_batches and done % options.save_batches == 0):
             self._pause_measuring()
-            self._saver.save(self._position, self._measured)
+            self._saver.save(self._position, self._measured, is_last=bool(self._kvstore.halted))
         return bool(self._kvstore.halted)
 
     def _pause_measuring(self) -> None:
@@ -268,14 +274,14 @@ class Run:
         self._measurements.end_epoch(epoch + 1, self._forward_pass.sums)
         self._report.epoch_end(epoch, means, time.perf_counter() - start_s)
         self._position = RunPosition(epoch + 1)
-        is_last = epoch + 1 == self._options.num_epochs or self._kvstore.halted
+        is_last = epoch + 1 == self._options.num_epochs or bool(self._kvstore.halted)
         saves = is_last or (epoch + 1) % self._options.save_period == 0
         if saves:
-            self._saver.save(self._position, means)
+            self._saver.save(self._position, means, is_last=is_last)
         if not self._was_interrupted:
             self._evaluate(epoch, self._per_epoch)
-        if self._kvstore.halted and not saves:
-            self._saver.save(self._position, means)
+        if self._kvstore.halted and not is_last:
+            self._saver.save(self._position, means, is_last=True)
         self._warn_if_not_learning(epoch, sums)
 
     def _warn_if_not_learning(self, epoch: int, sums: torch.Tensor) -> None:

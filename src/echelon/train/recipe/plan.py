@@ -115,6 +115,14 @@ def sharding_for(options: TrainOptions, place: ProcessRank) -> Sharding:
     return ByFraction(start + device * step, end if last else start + (device + 1) * step)
 
 
+def shares_of(options: TrainOptions, place: ProcessRank) -> list[list[float]] | None:
+    """Return the share of the data [start, end] of every process, or None if all are equal."""
+    if not options.data_allocator:
+        return None
+    shards = [sharding_for(options, replace(place, rank=rank)) for rank in range(place.size)]
+    return [[shard.start, shard.end] for shard in shards if isinstance(shard, ByFraction)]
+
+
 def shares_for(options: TrainOptions, num_workers: int) -> list[tuple[float, float]]:
     """Read every worker's share of the data from the data_sharding file."""
     path = Path(options.data_sharding)
