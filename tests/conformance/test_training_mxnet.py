@@ -5,6 +5,7 @@ Needs MXNet's Python: .peers/mxnet, or the one that ECHELON_MXNET_PYTHON names.
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 from functools import partial
@@ -44,6 +45,7 @@ RATE, DECAY = 0.05, 0.02
 
 
 def network() -> nn.Sequential:
+    """Return a network with fixed first weights. Call it before threads start: they share torch's generator."""
     torch.manual_seed(4)
     return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 3))
 
@@ -84,12 +86,12 @@ def mxnet() -> dict[str, dict[str, Tensor]]:
     }
 
 
-def train(kv: KVStore, name: str, num_workers: int) -> dict[str, Tensor]:
+def train(kv: KVStore, first: nn.Module, name: str, num_workers: int) -> dict[str, Tensor]:
     """Train on this worker's part of every batch, with the flags' schedule, as `echelon.train` does."""
     torch.set_num_threads(1)
     settings = CASES[name]
     large = {key: settings[key] for key in ("batch_scale", "updates_per_epoch", "warmup_epochs") if key in settings}
-    model = network()
+    model = copy.deepcopy(first)
     optimizer = make_optimizer(name, model, lr=RATE, weight_decay=DECAY, style="mxnet", large_batch=LargeBatch(**large))
     schedule = make_schedule(
         lr=RATE, factor=0.1, step_epochs=",".join(map(str, STEPS)), epoch_size=1, num_epochs=BATCHES
@@ -105,13 +107,14 @@ def train(kv: KVStore, name: str, num_workers: int) -> dict[str, Tensor]:
 
 def test_a_training_gives_mxnets_weights() -> None:
     """Weights and biases, with a rate that drops twice and decay of the weights only."""
-    first = network().state_dict()
+    first = network()
+    before = dict(first.named_parameters())
     for case, theirs in mxnet().items():
-        alone = train(create_store("local"), name=case, num_workers=1)
-        program = partial(train, name=case, num_workers=2)
+        alone = train(create_store("local"), first, case, 1)
+        program = partial(train, first=first, name=case, num_workers=2)
         together = run_with_servers(program, "dist_sync", num_workers=2, num_servers=2)
         for name, wanted in theirs.items():
-            assert (wanted - first[name]).abs().max() > 1e-3, f"{case} does not train {name}"
+            assert (wanted - before[name].detach()).abs().max() > 1e-3, f"{case} does not train {name}"
             for found in (alone, *together):
                 assert torch.allclose(found[name], wanted, rtol=1e-4, atol=1e-5), (
                     f"{case}, {name}: {found[name] - wanted}"
