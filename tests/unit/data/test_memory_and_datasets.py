@@ -18,7 +18,7 @@ from echelon.data.images.config import AugmentConfig
 from echelon.data.loading.device import DeviceLoader, DeviceMemoryLoader
 from echelon.data.loading.loader import Batches, Loader
 from echelon.data.loading.memory import MemoryLoader, MemorySource
-from echelon.data.loading.order import ByFraction, Sampling, State
+from echelon.data.loading.order import ByFraction, ByPart, Sampling, State
 from echelon.data.loading.sources import FolderSource, RecordSource
 from echelon.data.sets.builtin import SyntheticLoader
 from echelon.data.sets.datasets import DataOptions, dataset_names, make_loader, open_dataset
@@ -199,12 +199,18 @@ def test_synthetic_batches_repeat() -> None:
     batches = make_loader(synthetic.train, synthetic.augment, Sampling(22, 5))
     assert isinstance(batches, SyntheticLoader)
     some = epochs(batches, 1)
-    assert len(some) == len(batches) == 4
+    assert len(some) == len(batches) == 5
     assert all(images is some[0][0] for images, _ in some)
     assert some[0][0].shape == (5, 3, 9, 8)
     assert -1 <= float(some[0][0].min()) < -0.8
     assert int(some[0][1].max()) < 4
     assert batches.state == State(1, 0)
+
+
+def test_a_worker_gets_its_share_of_synthetic_batches() -> None:
+    synthetic = open_dataset("synthetic", DataOptions(image_shape=(3, 9, 8), num_classes=4, num_examples=640))
+    sampling = Sampling(640, 32, sharding=ByPart(1, 2))
+    assert len(make_loader(synthetic.train, synthetic.augment, sampling)) == sampling.batches_per_epoch == 10
 
 
 @pytest.mark.parametrize(

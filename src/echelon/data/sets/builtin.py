@@ -56,8 +56,8 @@ class SyntheticLoader:
         source: SyntheticSource,
         batch_size: int,
         *,
+        num_batches: int,
         seed: int = 0,
-        num_batches: int | None = None,
         state: State | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -66,7 +66,7 @@ class SyntheticLoader:
         if torch.cuda.is_available():
             self.images, self.labels = self.images.pin_memory(), self.labels.pin_memory()
         self.state = state or State()
-        self._num_batches = num_batches or max(1, source.num_examples // batch_size)
+        self._num_batches = num_batches
 
     def __len__(self) -> int:
         return self._num_batches

@@ -126,7 +126,7 @@ def make_loader(
 ) -> Batches:
     """Return the fastest loader of float batches. For validation, use `augment.for_validation()` and exact=True."""
     if isinstance(source, SyntheticSource):
-        size, count = sampling.batch_size, sampling.num_batches
+        size, count = sampling.batch_size, sampling.batches_per_epoch
         return SyntheticLoader(source, size, seed=sampling.seed, num_batches=count, state=state)
     if isinstance(source, MemorySource) and is_plain(augment, *source.images.shape[1:3]):
         return MemoryLoader(source, augment, sampling, state=state)
