@@ -9,6 +9,7 @@ from echelon.report.columns import metric
 from echelon.report.state import FIRST_STEP, LOADING, REGISTERED, TRAINING, JobInfo, RunState
 
 STARTING = "starting"
+ENDED = "the workers have ended; measuring and saving the final weights"
 _PHASES = (STARTING, LOADING, REGISTERED, FIRST_STEP)  # in the order in which a worker reaches them
 
 
@@ -62,6 +63,12 @@ def validation_text(state: RunState) -> str:
     return f"validating after epoch {state.validating['epoch']:g}" if state.validating else ""
 
 
+def validation_progress(state: RunState) -> str:
+    """Return how far the present validation is."""
+    assert state.validating is not None
+    return f"{validation_text(state)}: {state.validating['done']} of {state.validating['total']}"
+
+
 def metric_lines(state: RunState, width: int = 1000) -> list[str]:
     """Return loss and accuracy: of the training samples, as a mean over the workers, and of the last validation.
 
@@ -96,6 +103,8 @@ def news_lines(state: RunState, most: int) -> list[str]:
 
 def progress_line(state: RunState, now: float) -> str:
     """Return the state of a run that trains, in one line."""
+    if not state.active:
+        return f"{ENDED}, {validation_progress(state)}" if state.validating else ENDED
     parts = [epoch_text(state)]
     if (fraction := state.fraction_done) is not None:
         parts.append(f"{fraction:.0%}")
@@ -104,7 +113,7 @@ def progress_line(state: RunState, now: float) -> str:
     parts.append(f"{sum(worker.rate for worker in state.active):.0f} samples/s")
     parts += [" ".join(line.split()) for line in metric_lines(state)]
     if state.validating:
-        parts.append(f"{validation_text(state)}: {state.validating['done']} of {state.validating['total']}")
+        parts.append(validation_progress(state))
     return ", ".join(parts)
 
 

@@ -42,7 +42,7 @@ def _progress_lines(state: RunState, now: float, width: int) -> list[RenderableT
         tail = f"{done:>4.0%}" + ("" if left is None else f"  {lines.duration(left)} left")
         shown.append(_bar_line(lines.epoch_text(state), done, tail, width))
     elif not state.validating:
-        shown.append(line("the workers have ended; measuring and saving the final weights…"))
+        shown.append(line(f"{lines.ENDED}…"))
     if state.validating and (not state.active or now - state.validating_since >= VALIDATION_SHOWN_S):
         measured, total = state.validating["done"], state.validating["total"]
         shown.append(_bar_line(lines.validation_text(state), measured / total, f"{measured} of {total}", width))
