@@ -7,9 +7,11 @@ import shlex
 
 import pytest
 
+from echelon.cli import train
 from echelon.cli.main import main
 from echelon.train import script
 from echelon.train.flags.check import warn_about_effects, warnings_about
+from echelon.train.flags.parser import Parser
 
 STEPS = "--lr-step-epochs 30,60 has no effect"
 PARSER = script.make_parser(None)
@@ -96,3 +98,22 @@ def test_echelon_train_warns_and_continues(caplog: pytest.LogCaptureFixture) -> 
     assert main(shlex.split("train --test-io 1 --lr-schedule cosine --lr-step-epochs 3 --disp-batches 40")) == 0
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warned == ["--lr-step-epochs 3 has no effect: --lr-schedule cosine has no steps"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "messages"),
+    [
+        (
+            "-n 2 -s 2 --kv-store dist_device_sync",
+            ["--num-servers 2 has no effect: dist_device_sync runs without servers"],
+        ),
+        ("-n 2 --kv-store dist_device_sync", []),
+        ("-n 2 -s 0 --kv-store dist_device_sync", []),
+        ("-n 2 -s 2 --kv-store dist_sync", []),
+        ("-n 2 -s 2", []),  # the store is chosen by the number of workers
+    ],
+)
+def test_servers_that_a_store_does_not_use(arguments: str, messages: list[str]) -> None:
+    parser = Parser()
+    train.add_flags(parser)
+    assert warnings_about(parser.parse_args(shlex.split(arguments))) == messages

@@ -283,7 +283,14 @@ def _profile(name: str) -> Callable[[Namespace], str | None]:
     return lambda given: reason if getattr(given, name) else None
 
 
+def _servers(given: Namespace) -> str | None:
+    named = "kv_store" in getattr(given, "recorded", ())
+    unused = named and given.num_servers and store_kind(given.kv_store).collective
+    return f"{given.kv_store} runs without servers" if unused else None
+
+
 _REASONS: dict[str, Callable[[Namespace], str | None]] = {
+    "num_servers": _servers,
     "lr_step_epochs": _steps,
     "macrobatch_size": _macrobatch,
     "min_random_area": _area("min_random_area"),
