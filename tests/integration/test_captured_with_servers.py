@@ -63,6 +63,7 @@ def train(
     captured: bool,
     compiler: Compiler | None = None,
     first: nn.Module = FIRST,
+    compile_after: int = 0,
 ) -> dict[str, Tensor]:
     model = network(first)
     trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
@@ -70,9 +71,13 @@ def train(
     forward_pass, batches = forward_pass_of(model, half), loader(kv.rank, kv.num_workers)
     samples = 64 // kv.num_workers  # read before another worker has finished and left
     if captured:
-        body = ServerStepBody(forward_pass, trainer, compiler)
-        for _ in body.forward.input.batches(batches):
-            body()
+        body = ServerStepBody(forward_pass, trainer, None if compile_after else compiler)
+        for index, _ in enumerate(body.forward.input.batches(batches)):
+            if index and index == compile_after:
+                body.forward.use(compiler)
+                body(body.forward.run_first)
+            else:
+                body()
             for staging in body.gradients:
                 trainer.push_bucket(staging.bucket, BATCH)
             for staging in body.gradients:
@@ -117,17 +122,36 @@ def test_in_bfloat16_the_servers_keep_float32_weights() -> None:
     assert float((flat[0] - flat[1]).norm() / flat[0].norm()) < 5e-3
 
 
+@pytest.mark.parametrize("compile_after", [0, 4], ids=["from the start", "after four of eight steps"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # raised inside torch
-def test_compiling_in_regions_gives_the_same() -> None:
+def test_compiling_in_regions_gives_the_same(compile_after: int) -> None:
     def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(function, backend="aot_eager")
 
     (plain,), (compiled,) = (
-        run(lambda kv, one=one: train(kv, None, True, one), "dist_sync", num_workers=1)  # type: ignore[misc]
+        run(lambda kv, one=one: train(kv, None, True, one, compile_after=compile_after), "dist_sync", num_workers=1)  # type: ignore[misc]
         for one in (None, compiler)
     )
     for name in plain:
         assert torch.allclose(plain[name], compiled[name], rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("part", ["gather", "network"])
+def test_a_step_with_servers_whose_compiler_fails_is_made_once(part: str) -> None:
+    def compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+        def fail(*inputs: Tensor) -> Any:
+            if not inputs if part == "gather" else inputs:
+                function(*inputs)
+                raise RuntimeError("ptxas was killed")
+            return function(*inputs)
+
+        return fail
+
+    (plain,), (failed,) = (
+        run(lambda kv, one=one: train(kv, None, True, one, compile_after=4), "dist_sync", num_workers=1)  # type: ignore[misc]
+        for one in (None, compiler)
+    )
+    assert all(torch.equal(plain[name], failed[name]) for name in plain)  # running statistics and batches, too
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import select
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -176,6 +178,23 @@ def test_the_end_of_the_run_ends_the_compiler() -> None:
         assert child is not None
         assert child.poll() is None
     assert child._process.reap() < 0, "killed"
+
+
+def test_kernels_are_cached_in_the_users_cache(tmp_path: Path) -> None:
+    """In a process of its own, because Dynamo chooses a folder only when it is imported."""
+    program = """
+import os, torch
+from echelon.train.loop.network import prepare_device
+from torch.optim import SGD
+prepare_device(torch.device("cpu"))
+SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+import torch._dynamo
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+"""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(tmp_path / "echelon" / "inductor")
 
 
 def test_a_run_compiles_if_it_is_long_and_memory_is_free() -> None:

@@ -134,7 +134,6 @@ class CompileBeside:
         self._say = say
         self._num_samples = num_samples
         self._device = step.forward.forward_pass.precision.device
-        self._cache = use_compile_cache()  # before torch chooses a folder
         self._child: CompileProcess | None = None
         self._rate: StepRate | None = None
         self._num_steps = self._steps_left = 0
@@ -167,7 +166,7 @@ class CompileBeside:
         if (obstacle := why_not_compile(self._steps_left / rate, needed, free)) is not None:
             self._say(f"not compiled: {obstacle}")
             return
-        self._say(f"compiling the step beside the training; the kernels are cached in {self._cache}")
+        self._say(f"compiling the step beside the training; the kernels are cached in {use_compile_cache()}")
         try:
             self._child = child = CompileProcess(request)
         except (OSError, EchelonError) as error:

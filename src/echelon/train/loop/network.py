@@ -6,13 +6,18 @@ import torch
 from torch import nn
 
 from echelon import models
+from echelon.environment import use_compile_cache
 from echelon.errors import UsageError
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.step.precision import choose_precision
 
 
 def prepare_device(device: torch.device) -> None:
-    """Select the GPU, and the settings of its convolutions and matrix products. Does nothing for a CPU."""
+    """Choose the folder for compiled kernels; select the GPU, and the settings of its convolutions and matrix products.
+
+    Call it before an optimizer is made: that imports Dynamo, which would choose a folder in /tmp.
+    """
+    use_compile_cache()
     if device.type != "cuda":
         return
     if device.index is not None and device.index >= torch.cuda.device_count():
