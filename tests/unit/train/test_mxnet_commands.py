@@ -126,18 +126,20 @@ def test_a_predictor_says_how_it_read_the_file(tmp_path: Path, caplog: pytest.Lo
     assert [ranking[0][0] for ranking in predict(images)] == best
 
 
-def test_training_continues_from_a_params_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("style", ["torch", "mxnet"])
+def test_training_continues_from_a_params_file(style: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An epoch from MXNet's weights, with an empty optimizer state, is that of a checkpoint with these weights."""
     caplog.set_level(logging.INFO)
     prefix = tmp_path / "x"
     path = write(tmp_path / "x-0001.params", build())
-    assert fit(replace(RUN, model_prefix=str(prefix), load_epoch=1)) == 0
+    options = replace(RUN, optimizer_style=style, load_epoch=1)
+    assert fit(replace(options, model_prefix=str(prefix))) == 0
     assert f"Loaded model {path}" in caplog.text
     assert f"{path} holds only weights, as MXNet saves them: the state of the optimizer starts from zero" in caplog.text
     assert "Epoch[1] Train-accuracy" in caplog.text
     assert "Epoch[0] Train-accuracy" not in caplog.text
     assert run("convert", path, tmp_path / "y-0001.safetensors") == 0
-    assert fit(replace(RUN, model_prefix=str(tmp_path / "y"), load_epoch=1)) == 0
+    assert fit(replace(options, model_prefix=str(tmp_path / "y"))) == 0
     found, expected = (load(path_for(tmp_path / name, 0, 2)).weights for name in ("x", "y"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert not torch.equal(found["classifier.fc.bias"], build().get_parameter("classifier.fc.bias"))

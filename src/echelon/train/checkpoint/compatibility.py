@@ -35,7 +35,7 @@ def check_network_and_optimizer(
         "optimizer": saved.get("optimizer", options.optimizer).lower(),
         "optimizer style": saved.get("optimizer_style", "torch"),
     }
-    if not has_two_formulas(options.optimizer):
+    if not has_two_formulas(options.optimizer) or "optimizer" not in saved:  # MXNet's files have only weights
         del here["optimizer style"]
     if pairs := _differences(there, here):
         raise UsageError(f"{path} belongs to another run: {pairs}. Give the same flags, or another prefix")

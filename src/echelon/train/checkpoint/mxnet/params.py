@@ -58,15 +58,17 @@ def load(path: str | os.PathLike[str]) -> Tensors:
     """Read the arrays of a file by name, in the order of the file."""
     try:
         with open(path, "rb") as stream:
-            start = stream.read(struct.calcsize("<Q"))
-            whole = start + stream.read() if start == struct.pack("<Q", _LIST_MAGIC) else start
+            data = stream.read(struct.calcsize("<Q"))
+            if data == struct.pack("<Q", _LIST_MAGIC):  # do not read a large file of another format
+                stream.seek(0)
+                data = stream.read()
     except FileNotFoundError:
         raise DataError(
             f"there is no file {os.fspath(path)}; list the files in its folder: ls {Path(path).parent}"
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {os.fspath(path)}: {error.strerror or error}") from error
-    return parse(whole, os.fspath(path))
+    return parse(data, os.fspath(path))
 
 
 def save(path: str | os.PathLike[str], arrays: Mapping[str, Tensor]) -> None:
