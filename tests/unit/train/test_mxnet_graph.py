@@ -13,7 +13,7 @@ from torch import nn
 from echelon import models
 from echelon.errors import DataError
 from echelon.train.checkpoint.mxnet import symbol
-from echelon.train.checkpoint.mxnet.graph import graph_of, pair
+from echelon.train.checkpoint.mxnet.graph import CONCAT, CONV, INPUT, Graph, Op, graph_of, pair
 from mxnet_graphs import Node, named_graph, symbol_nodes, symbol_text
 
 
@@ -188,3 +188,22 @@ def test_invalid_files_are_rejected(text: bytes, message: str, tmp_path: Path) -
     path.write_bytes(text)
     with pytest.raises(DataError, match=f"the symbol file {re.escape(str(path))} cannot be used: .*{message}"):
         symbol.load(path)
+
+
+def two_branches(*, shared: bool) -> Graph:
+    """Return the concatenation of two equal convolutions, or of one convolution with itself."""
+    graph = Graph()
+    data = graph.add(Op(INPUT, "data"))
+    left = graph.add(Op(CONV, "left", (data,), {"filters": 4}))
+    right = left if shared else graph.add(Op(CONV, "right", (data,), {"filters": 4}))
+    graph.output = graph.add(Op(CONCAT, "both", (left, right)))
+    return graph
+
+
+def test_a_layer_that_is_used_twice_is_not_two_layers() -> None:
+    same = pair(two_branches(shared=False), two_branches(shared=False), lambda path: (1, 1))
+    assert same["right"].name == "right"
+    with pytest.raises(DataError, match="one operator of the symbol file takes the place of several layers"):
+        pair(two_branches(shared=True), two_branches(shared=False), lambda path: (1, 1))
+    with pytest.raises(DataError, match="'left' of the symbol file is where the network has 'left'; so is 'right'"):
+        pair(two_branches(shared=False), two_branches(shared=True), lambda path: (1, 1))
