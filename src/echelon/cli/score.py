@@ -63,6 +63,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--rgb-mean", metavar="R,G,B", help="default: from the checkpoint")
     parser.add_argument("--rgb-std", metavar="R,G,B", help="default: from the checkpoint")
     parser.add_argument("--image-shape", metavar="C,H,W", help="default: from the checkpoint")
+    parser.add_argument(
+        "--resize",
+        type=int,
+        default=0,
+        metavar="N",
+        help="first scale the shorter side to N pixels; 0: only crop the centre, as in training",
+    )
     parser.set_defaults(run=run)
 
 
@@ -92,7 +99,9 @@ def run(options: argparse.Namespace) -> int:
     metrics, device = Metrics(top_k=options.top_k, others=options.metrics), device_of(options.gpus)
     image_shape = parse_numbers("--image-shape", options.image_shape, int, 3)
     checkpoint, path = load_model(options.model, options.load_epoch, Wanted(image_shape=image_shape))
-    preprocessing = preprocessing_of(with_flags(checkpoint, options), path)
+    if options.resize < 0:
+        raise UsageError(f"--resize must be 0 or more, not {options.resize}")
+    preprocessing = preprocessing_of(with_flags(checkpoint, options), path, options.resize or -1)
     model = model_of(checkpoint, path).to(device).eval()
     num_classes = count_classes(model, preprocessing.shape, device)
     metrics.check_classes(num_classes)

@@ -174,6 +174,19 @@ def test_the_mean_comes_from_the_checkpoint_unless_given(
     assert found == [f"('accuracy', {right / COUNT})", f"('accuracy', {18 / COUNT})"]
 
 
+def test_large_images_are_scaled_on_request(prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The centre of every image has another colour than the rest."""
+    for number in range(3):
+        folder = tmp_path / "val" / "abc"[number]
+        folder.mkdir(parents=True)
+        large = np.tile(pixels(number)[:8, :8], (8, 8, 1))
+        large[26:38, 26:38] = pixels(number + 1)[:1, :1]
+        Image.fromarray(large).save(folder / "0.png")
+    for words, accuracy in (([], 0.0), (["--resize", "8"], 1.0)):
+        assert score("--model", prefix, "--data-val", tmp_path / "val", "--top-k", "0", *words) == 0
+        assert capsys.readouterr().out.splitlines()[1:] == [f"('accuracy', {accuracy})"]
+
+
 def test_a_dataset_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(3)
     model = models.build("digits-cnn", num_classes=10, image_shape=(1, 8, 8))
@@ -202,6 +215,7 @@ def test_a_dataset_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--rgb-mean", "red"], "--rgb-mean 'red' is not a list of numbers, for example 123.68"),
         (["--top-k", "1"], "--top-k 1"),
         (["--batch-size", "0"], "--batch-size must be 1 or more, not 0"),
+        (["--resize", "-1"], "--resize must be 0 or more, not -1"),
         (["--data-nthreads", "0"], "--data-nthreads must be between 1 and 1024, not 0"),
         (["--load-epoch", "-1"], "--load-epoch must be 0 or more, not -1"),
     ],
