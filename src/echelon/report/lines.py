@@ -10,6 +10,7 @@ from echelon.report.state import FIRST_STEP, LOADING, REGISTERED, TRAINING, JobI
 
 STARTING = "starting"
 ENDED = "the workers have ended; measuring and saving the final weights"
+PASSING_S = 15.0  # a worker that still waits says so again every 10 s
 _PHASES = (STARTING, LOADING, REGISTERED, FIRST_STEP)  # in the order in which a worker reaches them
 
 
@@ -93,11 +94,12 @@ def _fitting(parts: list[str], width: int) -> str:
     return "  ".join(parts)
 
 
-def news_lines(state: RunState, most: int) -> list[str]:
+def news_lines(state: RunState, now: float, most: int) -> list[str]:
     """Return the latest news with their time since the beginning, without process numbers and addresses."""
+    shown = [news for news in state.news if not news.passing or now - news.at < PASSING_S]
     return [
         f"{duration(news.at - (state.began or news.at))}  {re.sub(r' [(]pid .*? on .*?[)]', '', news.text)}"
-        for news in state.news[-most:]
+        for news in shown[-most:]
     ]
 
 

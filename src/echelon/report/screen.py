@@ -23,7 +23,7 @@ VALIDATION_SHOWN_S = 1.0  # a validation that is shorter would only make the lin
 def screen(info: JobInfo, state: RunState, now: float, began: float, width: int, height: int) -> RenderableType:
     """Return what a terminal of this size shows at the time `now` of a run that was started at `began`."""
     title = Text(info.title, "bold")
-    news = [line(text, "yellow") for text in lines.news_lines(state, NEWS_SHOWN)]
+    news = [line(text, "yellow") for text in lines.news_lines(state, now, NEWS_SHOWN)]
     if not state.has_trained:
         doing = line(f"{lines.phase_of_start(info, state)}… {lines.duration(now - began)}")
         return Group(title, doing, *map(Text, lines.processes_lines(info, state)), *news)

@@ -13,6 +13,7 @@ Event = dict[str, Any]
 
 LOADING, REGISTERED, FIRST_STEP = "loading data", "registered", "first step"
 TRAINING, FINISHED, STOPPED = "training", "finished", "stopped"  # stopped: at the end, but not after all steps
+REPORT_S = 1.0  # workers report more often than that while they make steps
 GONE = ("died", "failed", "left")  # the values of `Departure`
 
 
@@ -81,14 +82,16 @@ class WorkerState:
         if self.clock <= clock:
             return None
         per_step = (self.reported_at - began) / (self.clock - clock)
-        return max(0.0, per_step * (self.num_steps - self.clock) - (now - self.reported_at))
+        since = min(now - self.reported_at, max(per_step, REPORT_S))  # a worker that waits does not come nearer
+        return max(0.0, per_step * (self.num_steps - self.clock) - since)
 
 
 class News(NamedTuple):
-    """Something unusual, and the time when it happened."""
+    """Something unusual, and the time when it happened. `passing`: it is over unless it is reported again."""
 
     at: float
     text: str
+    passing: bool = False
 
 
 @dataclass(slots=True)
@@ -135,7 +138,7 @@ class RunState:
                     self.warnings.append(event["text"])
                     self.news.append(News(event["at"], event["text"]))
                 case "stall":
-                    self.news.append(News(event["at"], f"{event['who']} waits: {event['waiting']}"))
+                    self.news.append(News(event["at"], f"{event['who']} waits: {event['waiting']}", passing=True))
 
     def _begin(self, event: Event) -> None:
         rank = event["rank"]

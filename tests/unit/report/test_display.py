@@ -175,6 +175,14 @@ def test_a_worker_that_died_is_shown_with_the_reason() -> None:
     assert lines[10] == "0:30  worker 2 died: its connection closed"
 
 
+def test_a_worker_that_waits_is_shown_as_long_as_it_waits() -> None:
+    state = training()
+    state.take([event("stall", 1020.0, waiting="server 0 holds key 'w' for worker 1") | {"who": "worker 0"}])
+    assert rendered(state, 80)[-1] == "0:20  worker 0 waits: server 0 holds key 'w' for worker 1"
+    state.news[0] = state.news[0]._replace(at=1010.0)
+    assert "waits" not in " ".join(rendered(state, 80))
+
+
 def test_of_many_workers_those_that_need_attention_have_rows() -> None:
     state = training(32)
     state.take([view([rank for rank in range(32) if rank != 20], "died", "worker 20 died") | {"at": 1030.0}])
