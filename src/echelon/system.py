@@ -1,4 +1,4 @@
-"""What Echelon asks of the operating system: usable cores, an allocator that keeps memory, SIGTERM as an exception."""
+"""What Echelon asks of the operating system: usable cores, an allocator that keeps memory, and what signals do."""
 
 from __future__ import annotations
 
@@ -80,3 +80,26 @@ def raised_by_sigterm(error: type[BaseException]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def exit_on_interrupt() -> Iterator[None]:
+    """Let Ctrl-C inside the block end the process at once, with one line and status 130.
+
+    For imports, which take seconds: KeyboardInterrupt would show where an import was, and some modules turn it into an
+    ImportError. Nothing may need to be cleaned up. Does nothing where a program handles the signal itself.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def handle(number: int, frame: object) -> NoReturn:
+        os.write(2, b"stopped by SIGINT\n")
+        os._exit(128 + number)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

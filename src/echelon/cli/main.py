@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import platform
+import os
+import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
+from typing import TYPE_CHECKING
 
 from echelon import __version__
 from echelon.errors import EchelonError
-from echelon.train.flags.parser import Parser
+from echelon.system import exit_on_interrupt
+
+if TYPE_CHECKING:
+    from echelon.train.flags.parser import Parser
 
 COMMANDS = {
     "train": "train a model on many workers of this machine",
@@ -28,28 +31,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        parser = make_parser(given)
-        if not given:
-            parser.print_help()
-            return 2
-        options = parser.parse_args(given)
-        return int(options.run(options))
+        with exit_on_interrupt():
+            parser = make_parser(given)
+        status = _run(parser, given)
+        sys.stdout.flush()  # here, because an error of the flush at exit would be a traceback
+        return status
     except EchelonError as error:
         print(f"echelon: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("echelon: stopped by SIGINT", file=sys.stderr)
-        return 130
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # nobody reads the output any more, as after `… | head -1`
+        _discard_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:  # for example a full disk
+        _discard_output()
+        where = f" {error.filename}" if error.filename else " the output"
+        print(f"echelon: cannot read or write{where}: {error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+def _run(parser: Parser, given: Sequence[str]) -> int:
+    if not given:
+        parser.print_help()
+        return 2
+    options = parser.parse_args(given)
+    return int(options.run(options))
+
+
+def _discard_output() -> None:
+    """Drop what standard output still holds, which cannot be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_parser(given: Sequence[str]) -> Parser:
     """Return the parser of these arguments: only the command that they name has its flags."""
+    from echelon.train.flags.parser import Parser
+
     parser = Parser(
         prog="echelon",
         description="Distributed training where one flag sets how strictly workers wait for each other.",
         epilog="'echelon COMMAND --help' lists the flags of a command; 'echelon train --demo' shows what it does.",
     )
-    parser.add_argument("--version", action="version", version=_versions(), help="show the versions and exit")
+    parser.add_argument("--version", action="version", version=_versions(given), help="show the versions and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = given[0] if given and given[0] in COMMANDS else None
     for name, summary in COMMANDS.items():
@@ -60,12 +85,14 @@ def make_parser(given: Sequence[str]) -> Parser:
     return parser
 
 
-def _versions() -> str:
-    """Return the versions of what decides about results."""
-    try:
-        torch = version_of("torch")  # without the import, which takes seconds
-    except PackageNotFoundError:
-        torch = "not installed"
+def _versions(given: Sequence[str]) -> str:
+    """Return the versions of what decides about results, if they are asked for."""
+    if "--version" not in given:
+        return ""
+    import platform
+    from importlib.metadata import version
+
+    torch = version("torch")  # without its import, which takes seconds
     return f"echelon {__version__} (Python {platform.python_version()}, torch {torch})"
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from echelon.cli.launch import add_job_arguments, job_from
 from echelon.environment import Job
+from echelon.errors import EchelonError
 from echelon.launch import LAUNCHERS
 from echelon.report.display import Display, stdout_console
 from echelon.report.result import result_lines
@@ -111,12 +112,26 @@ def _train(launch: Callable[..., int], job: Job, options: TrainOptions, name: st
         discard_run(directory, before)
         return status
     result = summary(state, options.kv_store, asdict(options), status)
-    write_summary(directory, result)
+    error = _write_result(directory, result)
+    print_result(result, directory)
+    if error is None:
+        return status
+    print(f"echelon: {error}", file=sys.stderr)
+    return status or 1
+
+
+def _write_result(directory: Path, result: dict[str, Any]) -> str | None:
+    """Write the summary and the curves of a run; returns what could not be written, for example to a full disk."""
     from echelon.report.curves import draw_curves  # imports matplotlib, which takes as long as all other imports
 
-    draw_curves(result, directory / "curves.png")
-    print_result(result, directory)
-    return status
+    try:
+        write_summary(directory, result)
+        draw_curves(result, directory / "curves.png")
+    except EchelonError as error:
+        return str(error)
+    except OSError as error:
+        return f"the summary and the curves of the run cannot be written to {directory}: {error.strerror or error}"
+    return None
 
 
 def watch(launch: Callable[..., int], job: Job, options: TrainOptions, directory: Path) -> tuple[int, RunState]:

@@ -24,7 +24,7 @@ from echelon.launch.processes import ChildProcess
 
 GRACE_S = 5.0  # to end, for processes that are stopped because another one failed
 SAVING_S = 30.0  # to end, for workers that get a signal: enough for a step and a checkpoint, as in Slurm and Kubernetes
-ABANDONED_S = 2.0  # to end, for servers and the scheduler of a job that was stopped: they have nothing to save
+ABANDONED_S = 2.0  # to end, for servers and the scheduler of a job that was stopped or failed: nothing is lost
 IDLE_S = 60.0  # without CPU time, for workers after the servers have ended: they may wait for a slow disk, not forever
 TICK_S = 0.2
 LAST_LINES = 20
@@ -135,7 +135,7 @@ class Supervisor:
             self._handle_end(child)
         self._output.release_overdue(time.monotonic())
         if ended and self._only_essentials_left():
-            self._limit_time(ABANDONED_S if self._interrupted else 2 * GRACE_S)
+            self._limit_time(ABANDONED_S if self._status else 2 * GRACE_S)
         if self._only_workers_left():
             self._check_for_idle_workers(time.monotonic())
         if time.monotonic() >= self._deadline:

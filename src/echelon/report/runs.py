@@ -26,9 +26,14 @@ def new_run(name: str | None, store: str, root: Path = ROOT) -> Path:
     directory = root / name
     try:
         directory.mkdir(parents=True)
+        _link_latest(root, name)
     except FileExistsError:
         raise UsageError(f"the run {directory} already exists; choose another --name") from None
-    _link_latest(root, name)
+    except OSError as error:
+        raise UsageError(
+            f"the folder of the run, {directory.absolute()}, cannot be created: {error.strerror}; "
+            "run the command in a folder where you may write"
+        ) from error
     return directory
 
 

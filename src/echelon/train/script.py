@@ -5,34 +5,41 @@
     if __name__ == "__main__":
         script.run(parser, data="mnist")
 
+The imports that take time are inside functions: Ctrl-C while they run ends the script with a line, not a traceback.
 The same command works in every role: in a process whose `DMLC_ROLE` is server or scheduler, `run` serves and exits.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from echelon.environment import Job, let_threads_sleep
 from echelon.errors import EchelonError
-from echelon.train.flags.arguments import add_arguments, options_from
-from echelon.train.flags.check import check_flags, warn_about_effects
-from echelon.train.flags.parser import Parser, was_given
-from echelon.train.flags.stores import choose_store
+from echelon.system import exit_on_interrupt
+
+if TYPE_CHECKING:
+    from echelon.train.flags.parser import Parser
+    from echelon.train.recipe.options import TrainOptions
 
 LOG_FORMAT = "%(levelname)s:root:%(message)s"  # MXNet's format, which parse_log and users' scripts read
 
 
 def make_parser(description: str | None, *, images: bool = True) -> Parser:
     """Make a parser with the flags of training and, with `images`, those of data and augmentation."""
-    parser = Parser(description=description)
-    add_arguments(parser, images=images)
-    parser.set_defaults(kv_store="device", optimizer_style="mxnet")
-    return parser
+    with exit_on_interrupt():
+        from echelon.train.flags.arguments import add_arguments
+        from echelon.train.flags.parser import Parser
+
+        parser = Parser(description=description)
+        add_arguments(parser, images=images)
+        parser.set_defaults(kv_store="device", optimizer_style="mxnet")
+        return parser
 
 
 def run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str] | None = None) -> None:
@@ -63,21 +70,39 @@ def _run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str]) -
 
         serve_and_exit(job)
     given = parser.parse_args(arguments)
+    with exit_on_interrupt():
+        options, reason = _checked_options(given, data, job)
+        if len(options.devices) == 1 or job.num_devices > 1:
+            importlib.import_module("echelon.train.loop.fit")  # imports torch, which takes seconds
+    if len(options.devices) > 1 and job.num_devices == 1:
+        from echelon.launch.devices import run_devices
+
+        return run_devices([sys.executable, sys.argv[0], *arguments], len(options.devices))
+    return _fit(given, options, job, reason)
+
+
+def _checked_options(given: argparse.Namespace, data: str, job: Job) -> tuple[TrainOptions, str]:
+    """Return the options of the run, and the reason if its store is not the script's default."""
+    from echelon.train.flags.arguments import options_from
+    from echelon.train.flags.check import check_flags
+    from echelon.train.flags.parser import was_given
+    from echelon.train.flags.stores import choose_store
+
     options = options_from(given, data)
     if hasattr(given, "pretrained_model"):
         from echelon.train.pretrained import options_for_pretrained  # imports torch
 
         options = options_for_pretrained(options, given)
-    store, reason = choose_store(
-        options.kv_store, named=was_given(given, "kv_store"), num_workers=job.num_workers if job.distributed else 1
-    )
+    num_workers = job.num_workers if job.distributed else 1
+    store, reason = choose_store(options.kv_store, named=was_given(given, "kv_store"), num_workers=num_workers)
     options = replace(options, kv_store=store)
     check_flags(given, options, job)
-    if len(options.devices) > 1 and job.num_devices == 1:
-        from echelon.launch.devices import run_devices
+    return options, reason
 
-        return run_devices([sys.executable, sys.argv[0], *arguments], len(options.devices))
-    from echelon.train.loop.fit import fit  # imports torch, which takes seconds: only after the flags are checked
+
+def _fit(given: argparse.Namespace, options: TrainOptions, job: Job, reason: str) -> int:
+    from echelon.train.flags.check import warn_about_effects
+    from echelon.train.loop.fit import fit
     from echelon.train.loop.reporting import TrainingProgress
 
     with TrainingProgress() as progress:
