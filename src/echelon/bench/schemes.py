@@ -7,6 +7,7 @@ run with one --lr. For each seed, all cases and schemes run one after another.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
@@ -45,7 +46,7 @@ STALENESS = 3
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One run: the seconds to the target, the samples per second until then, and the accuracy curve."""
+    """One run: the seconds to the target (infinite if it was not reached), the samples/s, and the accuracy curve."""
 
     case: str
     store: str
@@ -70,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     console.print(_table(facts, args.target))
     if args.json is not None:
         settings = {name: value for name, value in vars(args).items() if isinstance(value, int | float)}
-        write_result(args.json, {"settings": settings, "table": facts, "runs": [asdict(o) for o in outcomes]})
+        runs = [asdict(outcome) | {"seconds": _finite(outcome.seconds)} for outcome in outcomes]
+        write_result(args.json, {"settings": settings, "table": facts, "runs": runs})
     if args.plot is not None:
         draw(outcomes, args.target, args.plot)
     return 0
@@ -114,25 +116,29 @@ def measure(args: argparse.Namespace, case: str, store: str, seed: int) -> Outco
 
 
 def table_facts(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Return one row per case and scheme: medians over seeds, spread, and the median speed-up over BSP per seed."""
+    """Return one row per case and scheme: medians over seeds, and BSP's median divided by this one.
+
+    Runs that did not reach the target count as infinite; JSON has no infinity, so such a figure is None.
+    """
     rows = []
     for case in CASES:
-        baseline = {o.seed: o.seconds for o in outcomes if o.case == case and o.store == BASELINE}
+        baseline = [o.seconds for o in outcomes if o.case == case and o.store == BASELINE]
         for store in SCHEMES:
             chosen = [o for o in outcomes if o.case == case and o.store == store]
             if not chosen:
                 continue
             seconds = sorted(o.seconds for o in chosen)
-            speedups = [baseline[o.seed] / o.seconds for o in chosen if o.seed in baseline]
+            median = statistics.median(seconds)
+            speedup = statistics.median(baseline) / median if baseline else math.nan
             rows.append(
                 {
                     "case": case,
                     "store": store,
-                    "median_s": round(statistics.median(seconds), 3),
-                    "min_s": round(seconds[0], 3),
-                    "max_s": round(seconds[-1], 3),
+                    "median_s": _finite(median),
+                    "min_s": _finite(seconds[0]),
+                    "max_s": _finite(seconds[-1]),
                     "samples_per_s": round(statistics.median(o.samples_per_s for o in chosen), 1),
-                    "speedup_over_bsp": round(statistics.median(speedups), 3) if speedups else None,
+                    "speedup_over_bsp": _finite(speedup),
                 }
             )
     return rows
@@ -143,10 +149,18 @@ def _table(rows: Sequence[dict[str, Any]], target: float) -> Table:
     for heading in ("case", "store", "median s", "spread", "samples/s", "× BSP"):
         table.add_column(heading, justify="left" if heading in ("case", "store") else "right")
     for row in rows:
-        spread = f"{row['min_s']:.2f} – {row['max_s']:.2f}"
-        shown = f"{row['speedup_over_bsp']:.2f}" if row["speedup_over_bsp"] is not None else ""
-        table.add_row(row["case"], row["store"], f"{row['median_s']:.2f}", spread, f"{row['samples_per_s']:.0f}", shown)
+        spread = f"{_shown(row['min_s'])} – {_shown(row['max_s'])}"
+        figures = (_shown(row["median_s"]), spread, f"{row['samples_per_s']:.0f}", _shown(row["speedup_over_bsp"]))
+        table.add_row(row["case"], row["store"], *figures)
     return table
+
+
+def _finite(value: float) -> float | None:
+    return round(value, 3) if math.isfinite(value) else None
+
+
+def _shown(value: float | None) -> str:
+    return "never" if value is None else f"{value:.2f}"
 
 
 def draw(outcomes: Sequence[Outcome], target: float, path: Path) -> None:
