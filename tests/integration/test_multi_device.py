@@ -245,6 +245,18 @@ def test_the_classic_calls_sum_over_devices_and_workers(tmp_path: Path, monkeypa
 
 
 @pytest.mark.long
+def with_own_dtype(kv: KVStore) -> tuple[torch.dtype, list[float]]:
+    dtype = (torch.float16, torch.float64)[kv.rank]
+    kv.init("a", torch.zeros(2))
+    out = torch.empty(2, dtype=dtype)
+    kv.pushpull("a", torch.full((2,), kv.rank + 1.0, dtype=dtype), out)
+    return out.dtype, out.tolist()
+
+
+def test_every_device_may_have_values_of_its_own_dtype() -> None:
+    assert run(with_own_dtype, "dist_sync") == [(torch.float16, [3.0, 3.0]), (torch.float64, [3.0, 3.0])]
+
+
 def test_the_devices_of_one_worker_pass_the_conformance_suite() -> None:
     """With several workers, sums have two stages, which is another order than the suite expects."""
 
