@@ -204,7 +204,8 @@ def _create_multi_device(
             server_store = join(
                 name, job, transport, staleness=staleness, groups=groups, lr_scale=lr_scale, check_finite=check_finite
             )
-        store = MultiDeviceStore(name, group, server_store, check_finite=check_finite)
+        has_events = bool(job.run_dir)
+        store = MultiDeviceStore(name, group, server_store, check_finite=check_finite, job_has_events=has_events)
         undo.pop_all()
     _call_at_exit(store, lambda failed: store.close(failed=failed))
     return store

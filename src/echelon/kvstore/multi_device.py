@@ -32,11 +32,18 @@ class MultiDeviceStore(KVStore):
     """Created by `echelon.kvstore.create`. `server_store` is device 0's connection to the servers, None on others."""
 
     def __init__(
-        self, name: str, group: ProcessGroup, server_store: ServerStore | None, *, check_finite: bool = False
+        self,
+        name: str,
+        group: ProcessGroup,
+        server_store: ServerStore | None,
+        *,
+        check_finite: bool = False,
+        job_has_events: bool = False,
     ) -> None:
         # Device 0 writes the events of the worker.
         events = EventLog(None, "worker", 0) if server_store is None else server_store.events
         super().__init__(name, events, check_finite=check_finite)
+        self.job_has_events = job_has_events
         self.group = group
         self.server_store = server_store
         self._halt_requested = False

@@ -54,6 +54,7 @@ class KVStore(ABC):
         self.type = name.lower()
         self.kind = store_kind(name)
         self.events = events
+        self.job_has_events = events.is_open  # the same for all devices of a worker, of which one writes
         self.on_closed: Callable[[], None] = lambda: None
         self.on_retire: Callable[[], None] = lambda: None  # set by Trainers whose workers must take part to the end
         self.optimizer_spec: OptimizerSpec | None = None

@@ -64,7 +64,7 @@ class Run:
         self._is_rank_0 = self._place.rank == 0
         self._metrics = Metrics(options.top_k, options.loss, options.metrics)
         self._logged = self._metrics.names
-        if kvstore.events.is_open:
+        if kvstore.job_has_events:  # the devices of a worker sum the metrics, so all of them measure the same
             self._metrics = self._metrics.with_cross_entropy()  # for the display and the curves, not for the log
         self._measurements = Measurements(kvstore.events, kvstore.worker_rank, self._metrics)
         self._precision = choose_precision(options.dtype, device)
