@@ -135,6 +135,9 @@ def test_pooling_is_compared_by_its_windows() -> None:
     assert len(pairs(nodes, model, (8, 8))) == 11
     with pytest.raises(DataError, match="convention full there, not set here; 4 more operators differ"):
         pairs(nodes, model, (9, 9))
+    pools[0]["attrs"]["stride"] = "(0, 0)"
+    with pytest.raises(DataError, match=r"stride \(0, 0\) there, \(2, 2\) here, convention full there, not set here$"):
+        pairs(nodes, model, (8, 8))
     resnet = build("resnet", (3, 28, 28), 8)
     nodes = symbol_nodes(named_graph("resnet", resnet))
     node_of(nodes, "features_pool1")["attrs"] = {"pool_type": "avg", "kernel": "(7, 7)"}  # as in MXNet 0.7

@@ -51,7 +51,6 @@ CASES: list[tuple[str, tuple[int, int, int], int | None, dict[str, Any]]] = [
     ("mobilenet", (3, 224, 224), None, {"alpha": 0.25}),
     ("mobilenetv2", (3, 224, 224), None, {"multiplier": 0.5}),
     ("resnet", (3, 28, 28), 8, {}),
-    ("resnet", (3, 28, 28), 164, {}),
     ("resnet", (1, 32, 32), 18, {}),
     ("resnet", (3, 224, 224), 18, {}),
     ("resnet-v1", (3, 28, 28), 14, {}),
@@ -108,6 +107,30 @@ def test_half_precision_becomes_float32(tmp_path: Path) -> None:
     for name, tensor in model.state_dict().items():
         assert found.weights[name].dtype == torch.float32
         assert torch.equal(found.weights[name], tensor.float())
+
+
+def test_loading_draws_no_random_numbers(tmp_path: Path) -> None:
+    path = write(tmp_path / "x-0001.params", "resnet", build("resnet", (3, 28, 28), 8))
+    before = torch.get_rng_state()
+    mxnet.load(path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_names_without_prefixes(tmp_path: Path) -> None:
+    model = build("mlp", (1, 28, 28))
+    arrays = mxnet.arrays_of("mlp", model)
+    plain = {name.removeprefix("arg:"): array for name, array in arrays.items()}
+    params.save(tmp_path / "x.params", plain)
+    assert torch.equal(mxnet.load(tmp_path / "x.params").weights["classifier.fc.bias"], arrays["arg:fc3_bias"])
+    params.save(tmp_path / "x.params", plain | arrays)
+    with pytest.raises(DataError, match=r"x\.params has arrays whose names differ only by arg: and aux:"):
+        mxnet.load(tmp_path / "x.params")
+
+
+def test_a_users_own_network_is_rejected(tmp_path: Path) -> None:
+    path = write(tmp_path / "x-0001.params", "mlp", build("mlp", (1, 28, 28)))
+    with pytest.raises(UsageError, match=r"are read only for Echelon's networks, not for 'my\.module:net'"):
+        mxnet.load(path, Network("my.module:net", 10, (1, 28, 28), None, {}))
 
 
 def drop(name: str) -> Callable[[Arrays], object]:

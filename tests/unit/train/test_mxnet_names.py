@@ -57,7 +57,6 @@ SCRIPTS = [
     Row("resnet", 50, 3, 32, "2fedfddcadb62f41"),
     Row("resnet", 18, 3, 224, "8e4f508466462532"),
     Row("resnet", 50, 3, 224, "3e0bc4b365d76db6"),
-    Row("resnet", 152, 3, 224, "5cdaf72299896ff9"),
     Row("resnet-v1", 20, 3, 28, "1e0feb70f5b6fed1"),
     Row("resnet-v1", 50, 3, 224, "aa22efc03458733c"),
     Row("resnetv1", 50, 3, 224, "aa22efc03458733c"),

@@ -227,6 +227,8 @@ def _same_windows(theirs: Settings, ours: Settings, size: Size) -> bool:
         return False
     if any(len(theirs.get(name, size)) != len(size) for name in ("kernel", "stride", "pad")):
         return False
+    if min(theirs.get("stride", size)) < 1:
+        return False
     return _windows(theirs, size) == _windows(ours, size)
 
 

@@ -42,7 +42,7 @@ _MAX_LISTED = 3
 
 def load(path: str | os.PathLike[str], wanted: Wanted | Network | None = None) -> Checkpoint:
     """Read a .params file as a checkpoint. What `wanted` does not say is recognised by the arrays."""
-    arrays = {name.removeprefix("arg:").removeprefix("aux:"): array for name, array in params.load(path).items()}
+    arrays = _without_prefixes(params.load(path), path)
     symbol_path = symbol_file(path)
     graph = symbol.load(symbol_path) if symbol_path.is_file() else None
     try:
@@ -52,6 +52,14 @@ def load(path: str | os.PathLike[str], wanted: Wanted | Network | None = None) -
         raise type(error)(f"{os.fspath(path)}{with_symbol}: {error}") from error
     metadata = _metadata(found, _epoch(path), Path(path).name) | {"classes": list(read_class_names(path))}
     return Checkpoint(weights, metadata=metadata)
+
+
+def _without_prefixes(arrays: Tensors, path: str | os.PathLike[str]) -> Tensors:
+    """Return the arrays without `arg:` and `aux:` in their names, which some programs do not write."""
+    found = {name.removeprefix("arg:").removeprefix("aux:"): array for name, array in arrays.items()}
+    if len(found) < len(arrays):
+        raise DataError(f"{os.fspath(path)} has arrays whose names differ only by arg: and aux:")
+    return found
 
 
 def find_file(prefix: str | os.PathLike[str], epoch: int | None = None) -> Path | None:
@@ -105,6 +113,8 @@ def _read(arrays: Tensors, graph: Graph | None, wanted: Wanted | Network) -> tup
     shapes = {name: tuple(array.shape) for name, array in by_name.items()}
     ends = _ends(graph) if graph else None
     found = wanted if isinstance(wanted, Network) else recognise(shapes, wanted, ends)
+    if found.network not in models.names():
+        raise UsageError(f"files of MXNet are read only for Echelon's networks, not for {found.network!r}")
     with torch.device("meta"):
         model = models.build(
             found.network,
