@@ -145,7 +145,8 @@ def watch(launch: Callable[..., int], job: Job, options: TrainOptions, directory
 def job_info(options: TrainOptions, job: Job) -> JobInfo:
     """Return what the display says about a job."""
     store = options.kv_store if options.staleness is None else f"{options.kv_store} --staleness {options.staleness}"
-    title = f"{options.network} on {options.data}, {store}, -n {job.num_workers} -s {job.num_servers}"
+    data = "synthetic data" if options.benchmark else options.data
+    title = f"{options.network} on {data}, {store}, -n {job.num_workers} -s {job.num_servers}"
     return JobInfo(
         title,
         job.num_workers,

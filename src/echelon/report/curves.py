@@ -61,7 +61,8 @@ def panel_rows(summary: Summary) -> list[list[Panel]]:
 
 def _title(summary: Summary) -> str:
     settings = summary["settings"]
-    run = f"{settings['network']} on {settings['data']}, " if "network" in settings else ""
+    data = "synthetic data" if settings.get("benchmark") else settings["data"]
+    run = f"{settings['network']} on {data}, "
     title = f"{run}{summary['store']}: {summary['samples_per_s']:.0f} samples/s"
     if summary["accuracy"] is not None:
         title += f", {'final' if summary['accuracy_is_final'] else 'last'} accuracy {summary['accuracy']:.4f}"

@@ -105,6 +105,8 @@ def test_labels_of_workers_stay_inside_the_panel() -> None:
 
 def test_the_title_says_which_accuracy_it_is_and_the_status_of_a_failure() -> None:
     assert figure_of(run()).get_suptitle() == "digits-cnn on digits, dist_ssync: 512 samples/s, final accuracy 0.9700"
+    made = {"network": "lenet", "data": "digits", "benchmark": True}
+    assert figure_of(run(settings=made)).get_suptitle().startswith("lenet on synthetic data, ")
     stopped = figure_of(run(accuracy_is_final=False, exit_status=130)).get_suptitle().replace("\n", " ")
     assert stopped.endswith("last accuracy 0.9700 (exit status 130)")
 
