@@ -41,6 +41,8 @@ def add_command(
             return 128 + signal.SIGTERM
         except (RecordError, ImageError) as error:
             raise DataError(f"{error}; use --skip-bad-records to leave bad ones out") from error
+        except BrokenPipeError:  # `main` ends silently
+            raise
         except OSError as error:  # for example a full disk or missing permissions
             raise DataError(f"echelon data {name}: {error}") from error
 
