@@ -91,7 +91,7 @@ ELEMENTWISE: dict[str, MakeOptimizer] = {
     "adadelta": of(AdaDelta, weight_decay=0.1),
     "adamax": of(Adamax, lr=0.01, weight_decay=0.1),
     "nadam": of(Nadam, lr=0.01, weight_decay=0.1),
-    "lbsgd": of(LBSGD, lr=0.1, momentum=0.9, weight_decay=0.01, batch_scale=2, warmup_updates=3),
+    "lbsgd": of(LBSGD, lr=0.1, momentum=0.9, weight_decay=0.01, batch_scale=3, warmup_updates=4),
     "signum": of(Signum, lr=0.01, weight_decay=0.1, wd_lh=0.3),
     "signsgd": of(Signum, lr=0.01, momentum=0, weight_decay=0.1),
     "ftml": of(FTML, lr=0.01, weight_decay=0.1),

@@ -125,9 +125,10 @@ class GroupAdaGrad(Rule):
         **common: Unpack[Common],
     ) -> None:
         """Raises ValueError for weight decay, which MXNet's does not have either."""
-        if weight_decay:
-            raise ValueError(f"Invalid weight_decay: {weight_decay}; groupadagrad has none, give 0")
         super().__init__(params, lr=lr, eps=eps, weight_decay=weight_decay, **common)
+        for decay in (weight_decay, *(group["weight_decay"] for group in self.param_groups)):
+            if decay:
+                raise ValueError(f"Invalid weight_decay: {decay}; groupadagrad has none, give 0")
 
     @classmethod
     def update(cls, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, options: Options) -> None:

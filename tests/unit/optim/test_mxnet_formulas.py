@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from echelon.errors import UsageError
 from echelon.kvstore.optimizer_spec import spec_by_name
-from echelon.optim import LBSGD, NAG, SGD, Adamax, Nadam, Rule, create
+from echelon.optim import LBSGD, NAG, SGD, Adamax, GroupAdaGrad, Nadam, Rule, create
 from echelon.server.kernels import kernel_for
 from mxnet_optimizers import CASES, RATES, RECORDED_UPDATES, assert_close, inputs, recorded, settings_of
 
@@ -38,7 +38,7 @@ def test_workers_compute_mxnets_weights(case: str) -> None:
     assert_close(case, torch.stack([found[index] for index in RECORDED_UPDATES]), recorded()[case])
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "lbsgd-lars"])
+@pytest.mark.parametrize("case", CASES)
 def test_servers_compute_the_same_bits(case: str) -> None:
     """Pieces of 64 elements, as servers cut keys; rules that need whole parameters get one piece."""
     copies = 16 * 5
@@ -182,6 +182,13 @@ def test_nadam_has_one_product_of_momenta_per_parameter() -> None:
 def test_invalid_settings_are_rejected(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         create(name, [nn.Parameter(torch.zeros(1))], **settings)
+
+
+def test_the_decay_of_a_group_is_rejected_by_groupadagrad() -> None:
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "weight_decay": 1}]
+    with pytest.raises(ValueError, match="Invalid weight_decay: 1; groupadagrad has none"):
+        GroupAdaGrad(groups)
 
 
 def test_settings_without_an_effect_are_accepted() -> None:

@@ -252,6 +252,12 @@ def test_servers_run_the_listed_optimizers_and_no_others(name: str, style: str) 
         assert torch.equal(weights, model.weight.detach())
 
 
+def test_groupadagrad_rejects_weight_decay() -> None:
+    message = "--wd 0.0001: groupadagrad has no weight decay, as in MXNet; give --wd 0"
+    with pytest.raises(UsageError, match=re.escape(message)):
+        make_optimizer("groupadagrad", nn.Linear(1, 1), lr=0.1)
+
+
 def test_gradients_are_clipped_in_mxnets_style_only() -> None:
     model = nn.Linear(1, 1)
     optimizer = make_optimizer("sgd", model, lr=1.0, weight_decay=0, style="mxnet", clip_gradient=0.25)

@@ -193,7 +193,7 @@ def _check_data(options: TrainOptions) -> None:
 def _check_optimizer(options: TrainOptions, job: Job) -> None:
     from echelon.train.recipe.optimizers import check_on_servers, check_optimizer
 
-    check_optimizer(options.optimizer, options.optimizer_style, options.clip_gradient)
+    check_optimizer(options.optimizer, options.optimizer_style, options.clip_gradient, options.weight_decay)
     if job.num_servers and not store_kind(options.kv_store).collective:
         check_on_servers(options.optimizer, job.num_servers, options.optimizer_style, options.warmup_strategy)
 

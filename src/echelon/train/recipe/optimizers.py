@@ -59,7 +59,7 @@ def make_optimizer(
 
     lbsgd uses `large_batch`, sgld uses `seed` for its noise.
     """
-    check_optimizer(name, style, clip_gradient)
+    check_optimizer(name, style, clip_gradient, weight_decay)
     if not weight_decay >= 0:
         raise UsageError(f"--wd {weight_decay}: weight decay must be 0 or more")
     known, kind = name.lower(), _class_of(name, style)
@@ -82,13 +82,17 @@ def make_optimizer(
         raise UsageError(f"optimizer {name!r} with {_shown(settings)}: {error}") from error
 
 
-def check_optimizer(name: str, style: str = "torch", clip_gradient: float | None = None) -> None:
-    """Raise UsageError for an unknown optimizer, or one that cannot clip gradients."""
+def check_optimizer(
+    name: str, style: str = "torch", clip_gradient: float | None = None, weight_decay: float = 0.0
+) -> None:
+    """Raise UsageError for an unknown optimizer, or one that cannot clip gradients or decay weights."""
     if name.lower() not in NAMES:
         raise unknown_name("optimizer", name, NAMES)
     if clip_gradient is not None and not issubclass(_class_of(name, style), Rule):
         other = "; give --optimizer-style mxnet, too" if name.lower() in MXNET else ""
         raise UsageError(f"--clip-gradient {clip_gradient:g}: torch's {name} does not clip gradients{other}")
+    if name.lower() == "groupadagrad" and weight_decay:
+        raise UsageError(f"--wd {weight_decay:g}: groupadagrad has no weight decay, as in MXNet; give --wd 0")
 
 
 def check_on_servers(name: str, num_servers: int, style: str = "torch", warmup_strategy: str = "linear") -> None:
