@@ -16,6 +16,8 @@ from echelon.data.images.config import AugmentConfig
 from echelon.data.loading.device import DeviceMemoryLoader
 from echelon.data.loading.memory import MemorySource
 from echelon.data.loading.order import Sampling
+from echelon.optim import Rule, create
+from echelon.optim.create import MXNET
 from echelon.train.recipe.pace import Pace, Pacer
 from echelon.train.step.captured import StepBody, set_learning_rate, why_not_capturable
 from echelon.train.step.eager import EagerStep, ForwardPass
@@ -230,6 +232,38 @@ def test_why_not_capturable_names_the_reason() -> None:
     assert why_not_capturable(RMSprop(parameters), None) is None
     assert "overflowed" in str(why_not_capturable(RMSprop(parameters), torch.float16))
     assert "Adagrad" in str(why_not_capturable(Adagrad(parameters), None))
+
+
+def test_which_of_mxnets_optimizers_can_be_captured() -> None:
+    """The scripts' default, sgd, is captured in all precisions."""
+    captured: dict[torch.dtype | None, set[str]] = {None: set(), torch.float16: set()}
+    for name in MXNET:
+        optimizer = create(name, [nn.Parameter(torch.zeros(1))], learning_rate=0.1)
+        for half, names in captured.items():
+            if why_not_capturable(optimizer, half) is None:
+                names.add(name)
+    assert captured[None] == {"sgd", "ccsgd", "nag", "adam", "adagrad", "rmsprop", "adadelta", "adamax"}
+    assert captured[torch.float16] == {"sgd", "ccsgd", "adam"}
+
+
+@pytest.mark.parametrize("name", ["sgd", "nag", "adam"])
+def test_the_weights_of_mxnets_optimizers_equal_those_of_eager_steps(name: str) -> None:
+    """The rate is float32 in captured steps and float64 in eager ones."""
+
+    def optimizer(model: nn.Module) -> Rule:
+        settings = {"momentum": 0.9} if name != "adam" else {}
+        return create(name, [p for p in model.parameters() if p.requires_grad], learning_rate=0.01, wd=1e-4, **settings)
+
+    eager, captured = network(), network()
+    eager_step = EagerStep(forward_pass_of(eager, None), Trainer(eager, optimizer(eager)), None, Pacer(Pace(), 0))
+    for batch in loader():
+        eager_step.step(batch)
+    body, batches = StepBody(forward_pass_of(captured, None), Trainer(captured, optimizer(captured)), None), loader()
+    body.forward.input.loader = batches
+    for _ in range(batches.begin()):
+        body()
+    assert distance(captured, eager) < 1e-5
+    assert distance(captured, network()) > 0.01
 
 
 class LostAfterForward(torch.autograd.Function):
