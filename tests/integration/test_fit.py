@@ -142,6 +142,36 @@ def test_sigterm_saves_and_exits_and_resuming_gives_the_same_bits(
     assert same(weights(prefix, 3), weights(uninterrupted, 3))
 
 
+def test_a_run_that_is_resumed_with_other_batch_sizes_keeps_its_newest_checkpoint(
+    tmp_path: Path, lines: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Larger batches have lower numbers: files ordered by batches would be deleted as soon as they are written."""
+    from echelon.train import log_lines
+
+    options = replace(OPTIONS, num_examples=1280, model_prefix=str(tmp_path / "m"), disp_batches=1)
+    line = log_lines.speed_line
+    seen: list[tuple[int, str | None]] = []
+    for batch_size, last in ((20, 26), (50, 15), (32, 30)):
+
+        def tell_and_terminate(epoch: int, first: int, at: int, *rest: object, last: int = last) -> str:
+            if at == last:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return line(epoch, first, at, *rest)  # type: ignore[arg-type]
+
+        lines.clear()
+        monkeypatch.setattr(log_lines, "speed_line", tell_and_terminate)
+        assert fit(replace(options, batch_size=batch_size, resume=True)) == EXIT_STATUS["SIGTERM"]
+        resumed = next((one for one in lines.messages if one.startswith("resuming")), None)
+        seen.append((find(tmp_path / "m")[0].position[1], resumed))
+        (saved,) = [path.name for path in tmp_path.iterdir()]
+        assert lines.messages[-2] == f'Saved checkpoint to "{tmp_path / saved}"'
+    assert seen == [
+        (540, None),
+        (800, "resuming epoch 0 after 500 samples; 40 samples are seen again, because steps have another size now"),
+        (992, "resuming epoch 0 after 800 samples"),
+    ]
+
+
 def test_a_damaged_checkpoint_is_named_and_the_newest_valid_one_used(
     uninterrupted: Path, tmp_path: Path, lines: pytest.LogCaptureFixture
 ) -> None:

@@ -164,7 +164,7 @@ class Run:
         first_epoch, samples = start.epoch, start.position * self._place.size
         if samples:
             again = self._position.samples_done - samples
-            why = f"; {again} samples are seen again, because a step starts there" if again else ""
+            why = f"; {again} samples are seen again, because steps have another size now" if again else ""
             self._report.info(f"resuming epoch {first_epoch} after {samples} samples{why}")
         if self._has_fixed_steps and self._place.size > 1:
             self._report.info(log_lines.resize_line(self._per_epoch))
