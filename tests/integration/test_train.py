@@ -180,7 +180,7 @@ def test_other_stores_stop_at_the_target_accuracy(tmp_path: Path, arguments: str
         ("--kv-store dist_snyc", "unknown store 'dist_snyc'; did you mean 'dist_sync'?"),
         ("-n 2 --kv-store local", "--kv-store local is for one worker; with -n 2 use a dist_ store"),
         ("-n 2 --kv-store dist_ssync", "dist_ssync needs a bound: give staleness=N"),
-        ("-n 2 --kv-store dist_sync --staleness 3", "dist_sync has no staleness, but staleness=3 was given"),
+        ("-n 2 --kv-store dist_sync --staleness 3", "--staleness 3 has no meaning for --kv-store dist_sync"),
         ("-n 2 --kv-store dist_gsync", "dist_gsync needs groups"),
         ("-n 2 --kv-store dist_gsync --groups 0,1/1", "line 2: worker 1 is already in line 1"),
         ("-n 2 --kv-store dist_gsync --groups nosuch", "no groups file nosuch"),

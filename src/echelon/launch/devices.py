@@ -50,7 +50,8 @@ def parse_devices(gpus: str | None, devices: str | None) -> list[str]:
     if kinds == {"cuda"}:
         flag = f"--devices {devices}"
         return _cuda([_number(word.partition(":")[2] or "0", flag, "cuda:0,cuda:1") for word in words], flag)
-    raise UsageError(f"--devices {devices!r} is neither cpu:COUNT nor a list like cuda:0,cuda:1")
+    meant = f"; write {devices.replace('gpu', 'cuda')}" if devices and kinds == {"gpu"} else ""
+    raise UsageError(f"--devices {devices!r} is neither cpu:COUNT nor a list like cuda:0,cuda:1{meant}")
 
 
 def _cuda(ids: Sequence[int], flag: str) -> list[str]:
@@ -62,10 +63,8 @@ def _cuda(ids: Sequence[int], flag: str) -> list[str]:
     found = device_count()
     missing = next((number for number in ids if number >= found), None)
     if missing is not None:
-        have = f"has {found} (0 to {found - 1})" if found else "has none that torch can use"
-        raise UsageError(
-            f"{flag} asks for GPU {missing}, but this machine {have}; name one of those, or omit the flag for the CPU"
-        )
+        have = f"has {found} (0 to {found - 1}); name one of those, or" if found else "has none that torch can use;"
+        raise UsageError(f"{flag} asks for GPU {missing}, but this machine {have} omit the flag for the CPU")
     return [f"cuda:{number}" for number in ids]
 
 

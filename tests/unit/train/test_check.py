@@ -91,7 +91,7 @@ def test_a_flag_that_needs_or_excludes_another_is_rejected(arguments: str, messa
         ("", Job(num_workers=2), "--kv-store local is for one worker; with -n 2 use a dist_ store"),
         ("--kv-store dist_async", Job(num_workers=2), "--kv-store dist_async needs a server, but -s is 0"),
         ("--kv-store dist_ssync", Job(num_servers=1), "dist_ssync needs a bound"),
-        ("--kv-store dist_sync --groups 0/1", Job(num_workers=2, num_servers=1), "dist_sync has no groups"),
+        ("--kv-store dist_sync --groups 0/1", Job(num_workers=2, num_servers=1), "--groups 0/1 has no meaning"),
         ("--pace 1 --slow 2:3", Job(), "--slow names worker 2, but ranks go from 0 to 0"),
         ("--data-allocator 1 --data-sharding nosuch", Job(), "--data-allocator 1 needs the file nosuch"),
     ],

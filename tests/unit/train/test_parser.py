@@ -124,3 +124,29 @@ def test_the_version_names_torch_too(capsys: pytest.CaptureFixture[str]) -> None
         main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("echelon 0.")
+
+
+def test_help_is_also_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["help", "launch"])
+    assert capsys.readouterr().out.startswith("usage: echelon launch ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("-n 4 --staleness 3", "--staleness 3 has no meaning for --kv-store dist_sync; use --kv-store dist_ssync or "),
+        (
+            "-n 4 --groups 0,1/2,3",
+            "--groups 0,1/2,3 has no meaning for --kv-store dist_sync; use --kv-store dist_g",
+        ),
+        (
+            "--staleness 3",
+            "--staleness 3 has no meaning for --kv-store local; use --kv-store dist_ssync or ",
+        ),
+        ("--devices gpu:0", "--devices 'gpu:0' is neither cpu:COUNT nor a list like cuda:0,cuda:1; write cuda:0"),
+    ],
+)
+def test_a_flag_of_another_store_names_that_store(capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
+    assert main(["train", *flags.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"echelon: {message}")

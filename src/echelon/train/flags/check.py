@@ -22,7 +22,7 @@ from echelon.environment import Job
 from echelon.errors import UsageError, unknown_name
 from echelon.launch.local import hosts_of
 from echelon.schemes import rules_for
-from echelon.schemes.stores import store_kind
+from echelon.schemes.stores import STORES, store_kind
 from echelon.train.recipe.options import DTYPES, ENGINES, TrainOptions
 from echelon.train.recipe.plan import ProcessRank, device_batch, schedule_for, shares_for
 
@@ -163,6 +163,7 @@ def _check_job(options: TrainOptions, job: Job) -> None:
         raise UsageError(f"--kv-store {name} is for one worker; with -n {num_workers} use a dist_ store")
     if kind.needs_servers and not job.num_servers:
         raise UsageError(f"--kv-store {name} needs a server, but -s is 0: give -s 1 or more (dist_sync needs none)")
+    _check_scheme_flags(options)
     if not kind.collective:
         rules_for(name, options.staleness, _groups(options, job), options.lr_scale)
     ranks = [rank for rank in options.pace.slow if rank >= num_workers]
@@ -172,11 +173,23 @@ def _check_job(options: TrainOptions, job: Job) -> None:
         shares_for(options, num_workers)
 
 
+def _check_scheme_flags(options: TrainOptions) -> None:
+    """Reject a bound or groups that the store does not have, and name the stores that have them."""
+    kind = store_kind(options.kv_store)
+    flags = {"--staleness": (options.staleness, "takes_staleness"), "--groups": (options.groups, "takes_groups")}
+    for flag, (value, takes) in flags.items():
+        if value is not None and not getattr(kind, takes):
+            stores = " or ".join(name for name, other in STORES.items() if getattr(other, takes))
+            raise UsageError(
+                f"{flag} {value} has no meaning for --kv-store {kind.name}; use --kv-store {stores}, or leave it out"
+            )
+
+
 def _groups(options: TrainOptions, job: Job) -> list[list[int]] | None:
     """Return the groups of ranks that the workers of this machine will read."""
     given = find_groups(options.groups)
     if given is None or not store_kind(options.kv_store).takes_groups:
-        return [[0]] if options.groups else None  # `rules_for` rejects groups that the store does not take
+        return None
     return read_groups(given, hosts_of(job))
 
 
