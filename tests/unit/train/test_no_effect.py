@@ -30,6 +30,10 @@ PARSER.set_defaults(lr_step_epochs="200,250", macrobatch_size=8, lr_schedule="co
             "--lr-step-epochs 30,60 --lr-schedule step --lr-factor 1",
             f"{STEPS}: --lr-factor 1 does not lower the learning rate",
         ),
+        (
+            "--lr 0.1 --optimizer AdaDelta",
+            "--lr 0.1 has no effect: MXNet's adadelta has no learning rate (torch's has: --optimizer-style torch)",
+        ),
         ("--macrobatch-size 64", "--macrobatch-size 64 has no effect: only --optimizer lbsgd uses it, not sgd"),
         ("--gc-threshold 0.5", "--gc-threshold 0.5 has no effect: gradient compression is not implemented yet"),
         ("--min-random-area 0.08", "--min-random-area 0.08 has no effect: only --random-resized-crop 1 uses it"),
@@ -63,6 +67,8 @@ def test_a_given_flag_without_effect_causes_a_warning(arguments: str, message: s
     [
         "",
         "--optimizer adam",
+        "--optimizer adadelta",
+        "--optimizer adadelta --optimizer-style torch --lr 0.1",
         "--lr-step-epochs ''",
         "--macrobatch-size 0",
         "--lr-step-epochs 30,60 --lr-schedule step",

@@ -271,6 +271,11 @@ def _steps(given: Namespace) -> str | None:
     return None if given.lr_factor < 1 else f"--lr-factor {given.lr_factor:g} does not lower the learning rate"
 
 
+def _rate(given: Namespace) -> str | None:
+    is_adadelta = given.optimizer.lower() == "adadelta" and given.optimizer_style == "mxnet"
+    return "MXNet's adadelta has no learning rate (torch's has: --optimizer-style torch)" if is_adadelta else None
+
+
 def _macrobatch(given: Namespace) -> str | None:
     if not given.macrobatch_size:
         return None
@@ -304,6 +309,7 @@ def _servers(given: Namespace) -> str | None:
 
 _REASONS: dict[str, Callable[[Namespace], str | None]] = {
     "num_servers": _servers,
+    "lr": _rate,
     "lr_step_epochs": _steps,
     "macrobatch_size": _macrobatch,
     "min_random_area": _area("min_random_area"),
