@@ -69,5 +69,6 @@ def test_lock_step_has_no_stale_gradients() -> None:
 
 def test_chance_allows_for_few_samples_and_unequal_classes() -> None:
     assert chance(10, 10**9) == pytest.approx(0.12, abs=1e-4)
-    assert chance(10, 100) > 0.2
+    assert chance(10, 1000) == pytest.approx(0.15, abs=2e-3)
+    assert chance(10, 100) == 0.15  # 0.19 of 100 samples may be learned, too
     assert chance(1, 10) == 1.0

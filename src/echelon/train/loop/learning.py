@@ -17,6 +17,7 @@ _GROWTH = 1.1  # losses of neighbouring epochs differ by a few percent in a heal
 _SMALL_LOSS = 0.05  # below it, growth is noise
 _MARGIN = 1.2  # classes are rarely of equal size, so guessing the largest one is right more often than 1 / classes
 _SIGMAS = 3.0
+_LARGEST = 1.5  # times 1 / classes; a higher accuracy of few samples may be learned or guessed, and is not reported
 
 
 @dataclass
@@ -62,4 +63,4 @@ class LearningCheck:
 def chance(num_classes: int, samples: int) -> float:
     """Return the highest accuracy that guessing can explain for this number of samples."""
     p = min(1.0, _MARGIN / num_classes)
-    return p + _SIGMAS * math.sqrt(p * (1 - p) / max(samples, 1))
+    return min(p + _SIGMAS * math.sqrt(p * (1 - p) / max(samples, 1)), _LARGEST / num_classes)
