@@ -34,11 +34,12 @@ def test_one_worker_gives_the_bits_of_plain_pytorch(make: object) -> None:
 def test_workers_stay_equal_and_match_one_process_although_one_runs_out_of_data() -> None:
     """Batches of unequal size; the last batch belongs to worker 0 alone, while worker 1 has retired."""
     loop, data = Loop(seeded(Net), adamax), batches(3, size=6)
+    other = seeded(Net, seed=7)
     split = [[(images[:4], labels[:4]), (images[4:], labels[4:])] for images, labels in data[:2]]
 
     def program(kv: KVStore) -> dict[str, torch.Tensor]:
         torch.set_num_threads(1)
-        model = copy.deepcopy(loop.model) if kv.rank == 0 else seeded(Net, seed=7)  # rank 0's weights count
+        model = copy.deepcopy(loop.model if kv.rank == 0 else other)  # rank 0's weights count
         trainer = echelon.Trainer(model, adamax(model), kv, update_on_kvstore=False)
         for parts in split:
             loss_of(model, parts[kv.rank]).backward()
@@ -98,18 +99,20 @@ def test_all_workers_stop_after_the_same_step() -> None:
 
 
 def test_weights_can_be_loaded() -> None:
+    start, *given = (seeded(Net, seed) for seed in range(3))  # not in the workers, whose threads share a generator
+
     def program(kv: KVStore) -> dict[str, torch.Tensor]:
-        model = seeded(Net)
+        model = copy.deepcopy(start)
         trainer = echelon.Trainer(model, momentum(model), kv, update_on_kvstore=False)
         loss_of(model, batches(1)[0]).backward()
         trainer.step()
-        trainer.load_weights(snapshot(seeded(Net, seed=kv.rank + 1)))
+        trainer.load_weights(snapshot(given[kv.rank]))
         state = snapshot(model)
         trainer.close()
         return state
 
     for state in run(program, "dist_sync", num_workers=2):
-        assert_same_bits(state, snapshot(seeded(Net, seed=1)))
+        assert_same_bits(state, snapshot(given[0]))
 
 
 @pytest.mark.parametrize(("store", "staleness"), [("dist_async", None), ("dist_ssync", 2)])
