@@ -386,3 +386,18 @@ def test_every_region_is_compiled_however_many_there_are() -> None:
         region = run_region([("", nn.Linear(size, size))], {})
         torch.compile(region, backend=count)(torch.rand(2, size))
     assert len(compiled) == many
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # raised inside torch
+def test_every_region_is_compiled_for_its_own_shape() -> None:
+    fixed = []
+
+    def record(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        fixed.append(all(isinstance(one, Tensor) for one in inputs))  # a shape that may vary is an input, too
+        return module.forward
+
+    model = nn.Sequential(*(nn.Conv2d(3, 3, 3) for _ in range(4)))  # each output is smaller than its input
+    network = in_regions(model, {}, lambda function: torch.compile(function, backend=record))
+    network(torch.rand(2, 3, 12, 12))
+    assert fixed == [True] * len(regions_of(model))
+    assert len(fixed) > 1

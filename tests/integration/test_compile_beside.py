@@ -17,16 +17,20 @@ from torch._dynamo.utils import counters
 from torch.optim import SGD
 
 from echelon import Trainer, models
+from echelon.kvstore import KVStore
+from echelon.launch.in_process import run
 from echelon.train.loop import compile_beside
-from echelon.train.loop.compile_beside import CompileBeside, StepRate, request_for, why_not_compile
+from echelon.train.loop.compile_beside import CompileBeside, CompileProcess, StepRate, request_for, why_not_compile
 from echelon.train.loop.compile_child import CompileRequest
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import ProcessRank
 from echelon.train.step.captured import StepBody
+from echelon.train.step.captured_with_servers import ServerStepBody
 from echelon.train.step.eager import ForwardPass
 from echelon.train.step.forward import ForwardInRegions, WholeForward
 from echelon.train.step.metrics import Metrics
 from echelon.train.step.precision import Precision
+from echelon.train.trainer.server import ServerTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 
@@ -80,6 +84,9 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     for name, value in {"PAYS_AFTER_S": 0.0, "SWITCH_PAYS_AFTER_S": 0.0, "MEASURE_S": 0.0, "MEASURE_STEPS": 1}.items():
         monkeypatch.setattr(compile_beside, name, value)
+    monkeypatch.setenv(
+        "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "0"
+    )  # Inductor sets it; it is restored after the test
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -87,7 +94,7 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def requesting(step: BodyWithoutGraph, options: TrainOptions = OPTIONS) -> Callable[[], CompileRequest]:
-    return lambda: request_for(step, options, ProcessRank(0, 1), CLASSES, SHAPE)
+    return lambda: request_for(step.forward, options, ProcessRank(0, 1), CLASSES, SHAPE)
 
 
 def wait_for(beside: CompileBeside) -> None:
@@ -133,7 +140,36 @@ def test_the_switch_loses_and_repeats_no_step(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("fast")
 def test_the_run_finds_what_the_other_process_compiled_in_the_cache() -> None:
     switch_in_mid_run("inductor")
+    assert_all_from_cache()
+
+
+@needs_compiler
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # raised inside torch
+@pytest.mark.usefixtures("fast")
+def test_a_run_with_servers_finds_its_regions_in_the_cache() -> None:
+    def drive(kv: KVStore) -> None:
+        model = models.build("mlp", num_classes=CLASSES, image_shape=SHAPE)
+        trainer = Trainer(model, SGD(model.parameters(), lr=0.1), kv)
+        assert isinstance(trainer, ServerTrainer)
+        step = ServerStepBody(ForwardPass(model, Precision(CPU, None, ""), Metrics(), BATCH), trainer)
+        step.forward.input.copy_in((torch.rand(BATCH, *SHAPE), torch.zeros(BATCH, dtype=torch.int64)))
+        child = CompileProcess(request_for(step.forward, OPTIONS, ProcessRank(0, 1), CLASSES, SHAPE))
+        select.select([child._process.pidfd], [], [])
+        while (failure := child.poll()) is None:
+            pass  # until Inductor is imported
+        assert not failure
+        step.forward.use(torch.compile)
+        step()
+
+    run(drive, "dist_sync", num_workers=1)
+    assert_all_from_cache()
+
+
+def assert_all_from_cache() -> None:
     assert counters["inductor"]["fxgraph_cache_miss"] == 0
+    assert counters["aot_autograd"]["autograd_cache_miss"] == 0
     assert counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"] > 0
 
 

@@ -60,12 +60,14 @@ class CompileRequest:
     metrics: Metrics
     in_regions: bool
     buffer: tuple[TensorSpec, TensorSpec] | None
+    num_threads: int  # of torch, which are part of the key under which kernels are cached
     memory_limit: int | None = None  # bytes on the GPU
 
 
 def compile_step(request: CompileRequest) -> None:
     """Make one forward and backward pass with compiled kernels."""
     device, options = request.device, request.options
+    torch.set_num_threads(request.num_threads)
     prepare_device(device)
     torch.backends.cudnn.benchmark = False  # tuning convolutions would slow the run, which has tuned them already
     if request.memory_limit is not None:

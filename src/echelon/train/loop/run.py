@@ -151,7 +151,7 @@ class Run:
             return nullcontext()
         return CompileBeside(
             step,
-            lambda: request_for(step, self._options, self._place, dataset.num_classes, dataset.image_shape),
+            lambda: request_for(step.forward, self._options, self._place, dataset.num_classes, dataset.image_shape),
             self._say_of_engine,
             self._options.batch_size,
         )

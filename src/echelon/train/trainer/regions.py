@@ -79,8 +79,11 @@ def run_region(region: list[Link], weights: Mapping[str, Tensor]) -> Callable[[T
             x = functional_call(module, own, (x,)) if own else module(x)
         return x
 
-    # Dynamo keeps compiled versions by code object, and at most eight of each: every region needs a code object.
-    return FunctionType(run.__code__.replace(), run.__globals__, run.__name__, run.__defaults__, run.__closure__)
+    # Dynamo keeps compiled versions by code object, at most eight of each, so every region needs a code object. It
+    # records shapes by the name of the code: under one name, a second region would be compiled for any shape.
+    name = f"run_{region[0][0].replace('.', '_')}"
+    code = run.__code__.replace(co_name=name)
+    return FunctionType(code, run.__globals__, name, run.__defaults__, run.__closure__)
 
 
 def in_regions(
