@@ -84,9 +84,7 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     for name, value in {"PAYS_AFTER_S": 0.0, "SWITCH_PAYS_AFTER_S": 0.0, "MEASURE_S": 0.0, "MEASURE_STEPS": 1}.items():
         monkeypatch.setattr(compile_beside, name, value)
-    monkeypatch.setenv(
-        "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "0"
-    )  # Inductor sets it; it is restored after the test
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "0")  # set by Inductor, removed after the test
     torch._dynamo.reset()
     counters.clear()
     yield
