@@ -115,11 +115,12 @@ def rules_for(
         raise UsageError(f"{store} needs a bound: give staleness=N (--staleness N), for example 3")
     if kind.groups is Use.REQUIRED and not groups:
         raise UsageError(f"{store} needs groups: give groups=[[0, 1], [2, 3]] or a groups file (--groups FILE)")
-    for dial, use, value in (("staleness", kind.staleness, staleness), ("groups", kind.groups, groups)):
+    for dial, use, value, stores in (
+        ("staleness", kind.staleness, staleness, "dist_ssync or dist_gsync"),
+        ("groups", kind.groups, groups, "dist_gsync"),
+    ):
         if use is Use.NEVER and value is not None:
-            raise UsageError(
-                f"{store} has no {dial}, but {dial}={value!r} was given; use dist_ssync or dist_gsync for it"
-            )
+            raise UsageError(f"{store} has no {dial}, but {dial}={value!r} was given; use {stores} for it")
     # After these checks, the settings that were given determine the scheme.
     if groups is not None:
         return gsp(groups, staleness)
