@@ -16,7 +16,7 @@ optimizers divide the learning rate, because they would normalize a smaller grad
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -66,7 +66,6 @@ class Sgd(Kernel):
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        self._divisors: dict[float, Tensor | None] = {1.0: None}
         self._momentum = float(options["momentum"])
         self._weight_decay = float(options["weight_decay"])
         self._dampening = float(options["dampening"])
@@ -92,8 +91,8 @@ class Sgd(Kernel):
         is_first_step: bool,
         scale: float,
     ) -> None:
-        if scale not in self._divisors:
-            self._divisors[scale] = torch.tensor(1 / scale)
+        if scale != 1 and weights.dtype is torch.float64:  # torch's kernel takes the scale in float32
+            gradient, scale = gradient.div(1 / scale), 1.0
         torch._fused_sgd_(
             [weights],
             [gradient],
@@ -105,8 +104,14 @@ class Sgd(Kernel):
             nesterov=self._nesterov,
             maximize=self._maximize,
             is_first_step=is_first_step,
-            grad_scale=self._divisors[scale],
+            grad_scale=_grad_scale(scale),
         )
+
+
+@lru_cache(maxsize=1024)  # scales repeat, unless the batch size changes in every step
+def _grad_scale(scale: float) -> Tensor | None:
+    """Return what torch's kernel divides the gradient by."""
+    return None if scale == 1 else torch.tensor(1 / scale)
 
 
 class MxnetSgd(Sgd):
@@ -223,9 +228,12 @@ class RuleKernel(Kernel):
         self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, divisor: float, scale: float
     ) -> None:
         rate = 1.0 if self._rule.ignores_rate else lr
+        options = self.options
         if not self.divides_gradient:
             rate /= divisor
-        self._rule.apply(weights, gradient, states, step, rate, self.options)
+        elif divisor != 1 and options.get("clip_gradient") is not None:  # the limit is that of an undivided gradient
+            options = {**options, "clip_gradient": options["clip_gradient"] / divisor}
+        self._rule.apply(weights, gradient, states, step, rate, options)
 
 
 KERNELS: dict[str, Callable[[Options], Kernel]] = {

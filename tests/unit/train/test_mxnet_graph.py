@@ -184,7 +184,15 @@ def test_weights_that_are_cast_or_computed() -> None:
         (b'{"nodes": [{"op": "relu", "name": "r", "inputs": [[0, 0]]}], "heads": [[0]]}', "inputs of 'r' do not come"),
         (b'{"nodes": [{"op": "relu", "name": "r", "inputs": []}], "heads": [[0]]}', "has the operator relu"),
         (b'{"nodes": [{"op": "softmax", "name": "s", "inputs": []}], "heads": [[0]]}', "has the operator softmax"),
+        (b'{"nodes": [{"op": "\xff", "name": "s", "inputs": []}], "heads": [[0]]}', "can't decode byte 0xff"),
+        (b'{"nodes": [], "heads": [], "x": ' + b"[" * 100_000, "recursion"),
+        (
+            b'{"nodes": [{"op": "null", "name": "d", "inputs": []}, {"op": "LRN", "name": "n", "inputs": [[0]], '
+            b'"attrs": {"nsize": "1e999"}}], "heads": [[1]]}',
+            "the settings of LRN 'n' cannot be read",
+        ),
     ],
+    ids=range(9),
 )
 def test_invalid_files_are_rejected(text: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "x-symbol.json"

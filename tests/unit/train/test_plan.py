@@ -19,6 +19,7 @@ from echelon.train.recipe.plan import (
     device_batch,
     epoch_size,
     large_batch_for,
+    resume_line,
     sampling_for,
     schedule_for,
     sharding_for,
@@ -136,3 +137,13 @@ def test_all_processes_resume_at_the_same_step_and_skip_no_sample() -> None:
         assert done - 8 * size < states[0].position * size <= done
     whole = sampling_for(options, 240, ProcessRank(0, 1), fixed=True)
     assert state_at(whole, 4, 240, 1) == State(5, 0)
+
+
+def test_a_resumed_run_says_which_samples_are_seen_again() -> None:
+    assert resume_line(4, 0, State(4, 0), 3) is None
+    assert resume_line(4, 144, State(4, 48), 3) == "resuming epoch 4 after 144 samples"
+    again = "samples are seen again, because steps have another size now"
+    assert resume_line(4, 144, State(4, 40), 3) == f"resuming epoch 4 after 120 samples; 24 {again}"
+    assert resume_line(4, 144, State(4, 0), 3) == f"resuming epoch 4 after 0 samples; 144 {again}"
+    skipped = "resuming with epoch 5: epoch 4 has no further step of this size after 239 samples"
+    assert resume_line(4, 239, State(5, 0), 2) == skipped

@@ -29,7 +29,7 @@ from echelon.train.loop.monitor import Monitor
 from echelon.train.loop.reporting import Reporter, TrainingProgress
 from echelon.train.loop.stopping import EXIT_STATUS, Interrupted, StopSignals
 from echelon.train.recipe.options import TrainOptions
-from echelon.train.recipe.plan import ProcessRank, epoch_size, sampling_for, schedule_for, state_at
+from echelon.train.recipe.plan import ProcessRank, epoch_size, resume_line, sampling_for, schedule_for, state_at
 from echelon.train.step.average import MovingAverage
 from echelon.train.step.captured import set_learning_rate
 from echelon.train.step.choose import choose_engine, log_duration, make_step, prepare_optimizer
@@ -161,11 +161,9 @@ class Run:
         self._kvstore.events.write("engine", rank=self._kvstore.worker_rank, line=line)
 
     def _log_settings(self, start: State) -> None:
-        first_epoch, samples = start.epoch, start.position * self._place.size
-        if samples:
-            again = self._position.samples_done - samples
-            why = f"; {again} samples are seen again, because steps have another size now" if again else ""
-            self._report.info(f"resuming epoch {first_epoch} after {samples} samples{why}")
+        first_epoch, saved = start.epoch, self._position
+        if (line := resume_line(saved.epoch, saved.samples_done, start, self._place.size)) is not None:
+            self._report.info(line)
         if self._has_fixed_steps and self._place.size > 1:
             self._report.info(log_lines.resize_line(self._per_epoch))
         if (line := self._schedule.adjustment()) is not None:

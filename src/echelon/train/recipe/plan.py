@@ -143,6 +143,19 @@ def state_at(sampling: Sampling, epoch: int, samples_done: int, size: int) -> St
     return State(epoch, steps * sampling.batch_size)
 
 
+def resume_line(epoch: int, samples_done: int, state: State, size: int) -> str | None:
+    """Return where a run that was stopped in the middle of an epoch continues, and which samples are seen again."""
+    if not samples_done:
+        return None
+    if state.epoch > epoch:
+        ended = f"epoch {epoch} has no further step of this size after {samples_done} samples"
+        return f"resuming with epoch {state.epoch}: {ended}"
+    samples = state.position * size
+    again = samples_done - samples
+    why = f"; {again} samples are seen again, because steps have another size now" if again else ""
+    return f"resuming epoch {epoch} after {samples} samples{why}"
+
+
 def schedule_for(options: TrainOptions, place: ProcessRank, batches_per_epoch: int, begin_epoch: int) -> Schedule:
     """Return the learning rate schedule of a process. lbsgd does its own warm-up; lars is one of its strategies."""
     is_lbsgd = options.optimizer.lower() == "lbsgd"

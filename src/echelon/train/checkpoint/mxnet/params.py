@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -97,10 +98,11 @@ def parse(data: bytes, where: str = "the data") -> Tensors:
     names = [_parse_name(reader, number) for number in range(1, num_names + 1)]
     if reader.remaining:
         reader.fail(f"{reader.remaining} bytes follow its last name")
-    if len(set(names)) < len(names):
-        twice = next(name for index, name in enumerate(names) if name in names[:index])
+    named = dict(zip(names, arrays, strict=True))
+    if len(named) < len(names):
+        twice = Counter(names).most_common(1)[0][0]
         reader.fail(f"it has two arrays named {twice!r}")
-    return dict(zip(names, arrays, strict=True))
+    return named
 
 
 def encode(arrays: Mapping[str, Tensor]) -> Iterator[bytes]:

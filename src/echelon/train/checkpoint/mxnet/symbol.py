@@ -70,7 +70,7 @@ def parse(text: bytes) -> Graph:
     """Return the graph of the text of a symbol file, without the softmax at its output."""
     try:
         symbol = msgspec.json.decode(text, type=_Symbol)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"it is not a symbol of MXNet: {error}") from error
     return _Translation(symbol).graph
 
@@ -117,7 +117,7 @@ class _Translation:
             raise DataError(f"it has the operator {node.op} ({node.name!r}), which none of Echelon's networks has")
         try:
             kind, settings = _OPERATORS[node.op]({**node.param, **node.attr, **node.attrs})
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, OverflowError) as error:
             raise DataError(f"the settings of {node.op} {node.name!r} cannot be read: {error!r}") from error
         data = inputs[:1] if kind in _WEIGHTED else inputs
         arrays = tuple(self._variable(index, node) for index in inputs[len(data) :])
