@@ -35,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="an image, or a folder of images")
     add_model_flags(parser, default="runs/latest")
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="show the N likeliest classes (%(default)s)")
+    parser.add_argument("--top", type=int, default=5, metavar="N", help="show the N likeliest classes")
     parser.add_argument(
         "--resize",
         type=int,
@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "whose shorter side is longer than 8/7 of the network's input are scaled down to that)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per file and line")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per forward pass (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per forward pass")
     parser.set_defaults(run=run)
 
 

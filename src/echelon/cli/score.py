@@ -45,7 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     data.add_argument("--data-val", metavar="FILE|FOLDER", help="a .rec file, or a folder with one folder per class")
     data.add_argument("--data", metavar="NAME", help=f"use the validation data of {', '.join(dataset_names())}")
     parser.add_argument("--data-dir", default="data", help="folder of the files of --data")
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=64, help="images per forward pass")
     parser.add_argument(
         "--data-nthreads",
         type=int,
@@ -60,9 +60,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="NAMES",
         help=f"also show these, separated by commas: {', '.join(METRICS)}",
     )
-    parser.add_argument("--rgb-mean", metavar="R,G,B", help="default: from the checkpoint")
-    parser.add_argument("--rgb-std", metavar="R,G,B", help="default: from the checkpoint")
-    parser.add_argument("--image-shape", metavar="C,H,W", help="default: from the checkpoint")
+    parser.add_argument("--rgb-mean", metavar="R,G,B", help="mean of the images (default: the checkpoint's)")
+    parser.add_argument("--rgb-std", metavar="R,G,B", help="standard deviation (default: the checkpoint's)")
+    parser.add_argument("--image-shape", metavar="C,H,W", help="input of the network (default: the checkpoint's)")
     parser.add_argument(
         "--resize",
         type=int,
@@ -80,11 +80,10 @@ def add_model_flags(parser: argparse.ArgumentParser, default: str | None = None)
         required=default is None,
         default=default,
         metavar="FOLDER|FILE|PREFIX",
-        help="a run folder such as runs/latest, a checkpoint file (or MXNet's .params file), or the prefix of several"
-        + (" (%(default)s)" if default else ""),
+        help="a run folder such as runs/latest, a checkpoint file (or MXNet's .params file), or the prefix of several",
     )
     parser.add_argument("--load-epoch", type=int, metavar="K", help="use PREFIX-000K (default: the newest valid file)")
-    parser.add_argument("--gpus", default="", metavar="ID", help="the GPU to use (default: none)")
+    parser.add_argument("--gpus", default="", metavar="ID", help="the GPU to use (default: the CPU)")
 
 
 def show_log() -> None:

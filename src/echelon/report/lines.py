@@ -9,7 +9,7 @@ from echelon.report.columns import metric
 from echelon.report.state import FIRST_STEP, LOADING, REGISTERED, TRAINING, JobInfo, RunState
 
 STARTING = "starting"
-ENDED = "the workers have ended; measuring and saving the final weights"
+ENDED = "measuring and saving the final weights"
 PASSING_S = 15.0  # a worker that still waits says so again every 10 s
 _PHASES = (STARTING, LOADING, REGISTERED, FIRST_STEP)  # in the order in which a worker reaches them
 

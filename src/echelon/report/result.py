@@ -24,10 +24,9 @@ def result_lines(result: dict[str, Any], directory: str, width: int, block: str 
     lines += _staleness(result, width, block)
     for warning in result["warnings"]:
         lines += _entry("warning", warning, width)
-    lines.append(f"{'written to':{LABEL}}{directory}/")
-    if len(lines[-1]) + len("  (also runs/latest)") <= width:
-        lines[-1] += "  (also runs/latest)"
-    return lines
+    written, also = f"{'written to':{LABEL}}{directory}/", "(also runs/latest)"
+    fits = len(f"{written}  {also}") <= width
+    return [*lines, f"{written}  {also}"] if fits else [*lines, written, f"{'':{LABEL}}{also}"]
 
 
 def _which_accuracy(result: dict[str, Any]) -> str:

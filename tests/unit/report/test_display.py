@@ -160,7 +160,7 @@ def test_a_validation_that_takes_long_shows_its_progress_beside_that_of_training
 def test_after_the_last_step_the_final_weights_are_measured() -> None:
     state = training(1)
     state.take([progress(0, 1030.0, 1920, "done", seconds=30.0)])
-    ended = "the workers have ended; measuring and saving the final weights"
+    ended = "measuring and saving the final weights"
     assert (rendered(state, 80)[1], progress_line(state, 1030.0)) == (f"{ended}…", ended)
     state.take([event("validation", 1030.0, epoch=16.0, done=2500, total=10000)])
     assert re.fullmatch(r"validating after epoch 16  ━━━━[━╸ ]+ 2500 of 10000", rendered(state, 80)[1])

@@ -33,8 +33,8 @@ def test_the_lines_at_80_columns() -> None:
 def test_lines_are_folded_in_a_narrow_terminal_and_a_path_is_not() -> None:
     lines = result_lines(result(), "runs/" + "n" * 60, 52, "#")
     assert lines[:2] == ["accuracy      0.9861  validation of the final", "              weights, after epoch 16"]
-    assert all(len(line) <= 52 for line in lines[:-1])
-    assert lines[-1] == "written to    runs/" + "n" * 60 + "/"
+    assert all(len(line) <= 52 for line in [*lines[:-2], lines[-1]])
+    assert lines[-2:] == ["written to    runs/" + "n" * 60 + "/", "              (also runs/latest)"]
     assert any("####" in line for line in lines)
 
 

@@ -82,7 +82,16 @@ def commands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     return found
 
 
-ALL = {parser.prog: parser for name in COMMANDS for parser in commands(make_parser([name]))} | {"script": TRAIN}
+def all_commands() -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of every command. make_parser([name]) has the flags of that command only."""
+    found: dict[str, argparse.ArgumentParser] = {"script": TRAIN}
+    for name in COMMANDS:
+        whole = make_parser([name])
+        found |= {one.prog: one for one in commands(whole) if one is whole or one.prog.split()[1] == name}
+    return found
+
+
+ALL = all_commands()
 
 
 @pytest.mark.parametrize("prog", ALL)
@@ -96,7 +105,13 @@ def test_the_help_shows_every_default_and_fits(monkeypatch: pytest.MonkeyPatch, 
     for action in valued_flags(parser):
         names = ", ".join(action.option_strings)
         (row,) = (row for row in rows if re.match(rf"{names}\s", row))
-        assert "default: " in " ".join(row.split()), action.dest
+        explained = " ".join(row.split())
+        assert re.search(r"default: [^)]", explained), explained
+        assert not re.search(r"\(\S+\) \(default: none\)", explained), "two defaults"
+
+
+def test_the_usage_shows_that_several_files_can_be_given() -> None:
+    assert ALL["echelon predict"].format_usage() == "usage: echelon predict [flags] FILE…\n"
 
 
 def test_the_help_of_a_trainer_lists_every_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def _add_list_flags(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=list(lists.IMAGE_SUFFIXES),
         metavar="EXT",
-        help="suffixes of images (.jpeg .jpg .png)",
+        help="suffixes of images",
     )
     group.add_argument(
         "--recursive",
@@ -96,16 +96,16 @@ def _add_list_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_image_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--resize", type=int, metavar="N", help="shorter edge in pixels; 0 keeps the size (0)")
+    group.add_argument("--resize", type=int, metavar="N", help="shorter edge in pixels; 0 keeps the size (default: 0)")
     group.add_argument("--center-crop", action="store_true", help="crop the centre square first")
-    group.add_argument("--color", type=int, choices=(-1, 0, 1), help="1 colour, 0 grey, -1 unchanged (1)")
+    group.add_argument("--color", type=int, choices=(-1, 0, 1), help="1 colour, 0 grey, -1 unchanged (default: 1)")
     group.add_argument("--pass-through", action="store_true", help="store the files unchanged")
     group.add_argument(
         "--restart-interval",
         type=int,
         metavar="N",
         help="write restart markers into JPEGs about every N MCUs, so that crops load faster; 0 writes none "
-        f"({Encoding.restart_interval})",
+        f"(default: {Encoding.restart_interval})",
     )
     group.add_argument("--pack-label", action="store_true", help="store all labels of a list, not only the first")
     _add_encoding_flags(group, ".jpg")
@@ -114,9 +114,12 @@ def _add_image_flags(group: argparse._ArgumentGroup) -> None:
 def _add_encoding_flags(command: argparse._ActionsContainer, suffix: str) -> None:
     # The defaults are None, so that --pass-through and --list can reject flags that were given.
     command.set_defaults(default_encoding=suffix)
-    command.add_argument("--encoding", metavar=".jpg|.png", help=f"format of the stored images ({suffix})")
+    command.add_argument("--encoding", metavar=".jpg|.png", help=f"format of the stored images (default: {suffix})")
     command.add_argument(
-        "--quality", type=int, metavar="N", help="JPEG quality 1 ... 100 (95), or PNG compression level 0 ... 9 (6)"
+        "--quality",
+        type=int,
+        metavar="N",
+        help="JPEG quality 1 … 100 (default: 95), or PNG compression 0 … 9 (default: 6)",
     )
     threads = usable_cores()
     command.add_argument(
@@ -274,7 +277,7 @@ def add_convert(commands: Commands) -> None:
     about = "convert CIFAR (binary or python) or MNIST (idx or .gz) files to PREFIX_train and PREFIX_val .rec and .idx"
     command = add_command(commands, "convert", run_convert, about)
     command.add_argument("source", metavar="FOLDER", help="folder with the published files, unpacked")
-    command.add_argument("prefix", metavar="PREFIX")
+    command.add_argument("prefix", metavar="PREFIX", help="output: PREFIX_train.rec, PREFIX_val.rec and their .idx")
     command.set_defaults(resize=0, center_crop=False, color=COLOUR, pass_through=False, restart_interval=0)
     _add_encoding_flags(command, ".png")
 

@@ -23,7 +23,7 @@ def add_rec2idx(commands: Commands) -> None:
     """Add `rec2idx`."""
     about = "write the .idx of a .rec, with the keys 0, 1, 2 and so on"
     command = add_command(commands, "rec2idx", run_rec2idx, about)
-    command.add_argument("rec", metavar="REC")
+    command.add_argument("rec", metavar="REC", help="record file")
     command.add_argument("idx", metavar="IDX", nargs="?", help="default: REC with the suffix .idx")
 
 
@@ -41,7 +41,7 @@ def add_info(commands: Commands) -> None:
     """Add `info`."""
     about = "print what is in a .rec: records, images, labels, index"
     command = add_command(commands, "info", run_info, about)
-    command.add_argument("rec", metavar="REC")
+    command.add_argument("rec", metavar="REC", help="record file")
 
 
 def run_info(args: argparse.Namespace) -> int:
@@ -99,7 +99,7 @@ def add_verify(commands: Commands) -> None:
     """Add `verify`."""
     about = "check every record of a .rec; exit with status 1 and name the first bad record"
     command = add_command(commands, "verify", run_verify, about)
-    command.add_argument("rec", metavar="REC")
+    command.add_argument("rec", metavar="REC", help="record file")
     command.add_argument("--idx", metavar="IDX", help="index to check, or a.idx;b.idx; default: the .idx beside REC")
     command.add_argument("--decode", action="store_true", help="decode every image too")
 
@@ -123,8 +123,8 @@ def add_extract(commands: Commands) -> None:
     """Add `extract`."""
     about = "write the images of a .rec to a new folder, with one subfolder per label"
     command = add_command(commands, "extract", run_extract, about)
-    command.add_argument("rec", metavar="REC")
-    command.add_argument("out", metavar="FOLDER")
+    command.add_argument("rec", metavar="REC", help="record file")
+    command.add_argument("out", metavar="FOLDER", help="folder to create")
     command.add_argument("--limit", type=int, metavar="N", help="only the first N records")
     command.add_argument("--raw", action="store_true", help="write whole payloads as .bin files, images or not")
 

@@ -56,11 +56,15 @@ class HelpFormatter(argparse.HelpFormatter):
                 if one.option_strings and one.required
             ]
             positional = [self._metavar(one) for one in actions if not one.option_strings]
-            usage = " ".join(["%(prog)s", *required, "[flags]", *positional])
+            words = " ".join([self._prog, *required, "[flags]", *positional])
+            prefix = "usage: "
+            lines = _wrap(words, self._width - len(prefix), rest=" " * len(f"{prefix}{self._prog} "))
+            usage = "\n".join(lines).replace("%", "%%")
         super().add_usage(usage, actions, groups, prefix)
 
     def _metavar(self, action: argparse.Action) -> str:
-        return str(action.metavar or self._get_default_metavar_for_optional(action))
+        name = str(action.metavar or self._get_default_metavar_for_optional(action))
+        return f"{name}…" if action.nargs == "+" else name
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -70,7 +74,7 @@ class HelpFormatter(argparse.HelpFormatter):
             return f"{text} (default: off)"
         if action.nargs == 0:  # help and version
             return text
-        if action.default in (None, ""):
+        if action.default in (None, "", []):
             return f"{text} (default: {getattr(action, 'unset', 'none')})"
         shown = " ".join(map(str, action.default)) if isinstance(action.default, list) else "%(default)s"
         return f"{text} (default: {shown})".lstrip()
