@@ -42,6 +42,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def restored_wait_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script lets the waiting threads of its process sleep, and here that is the process of the tests."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_data(tmp_path_factory.mktemp("tiny"))

@@ -108,7 +108,7 @@ def test_grey_colour_palette_and_cmyk() -> None:
 @pytest.mark.parametrize(
     ("payload", "message"),
     [
-        (b"", "0 bytes"),
+        (b"", "it is empty, not an image"),
         (b"no image at all", "6e 6f 20 69"),
         (b"\xff\xd8\xff", "header"),
         (b"\xff\xd8\x00\x00\x00\x00", "byte 2, found 0x00"),
