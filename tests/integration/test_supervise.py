@@ -152,3 +152,13 @@ def test_a_killed_server_is_named_before_the_errors_of_others(tmp_path: Path) ->
     waits = Command("worker 0", [sys.executable, "-c", SAYS_STOPPED, ready], {}, essential=False)
     assert Supervisor(lambda name, text: lines.append(f"{name}: {text}")).run([waits, dies]) == 128 + signal.SIGKILL
     assert lines == ["server 0: was killed by signal 9", "worker 0: error: stopped"]
+
+
+def test_a_line_without_end_is_shown_in_parts() -> None:
+    length = 3 * supervise.MAX_LINE_BYTES
+    lines: list[str] = []
+    program = f"import sys; sys.stdout.write('x' * {length}); sys.stdout.write('end')"
+    worker = Command("worker 0", [sys.executable, "-c", program], {}, essential=False)
+    assert Supervisor(lambda name, text: lines.append(text)).run([worker]) == 0
+    assert "".join(lines) == "x" * length + "end"
+    assert len(lines) > 1

@@ -28,6 +28,7 @@ ABANDONED_S = 2.0  # to end, for servers and the scheduler of a job that was sto
 IDLE_S = 60.0  # without CPU time, for workers after the servers have ended: they may wait for a slow disk, not forever
 TICK_S = 0.2
 LAST_LINES = 20
+MAX_LINE_BYTES = 1 << 20  # a longer line is shown in parts, because all of it would be kept in memory
 
 OnLine = Callable[[str, str], None]  # gets a process's name and a line of its output
 OnEnd = Callable[[str, str, bool], None]  # gets a process's name, how it ended, and whether it failed
@@ -247,6 +248,9 @@ class Supervisor:
             child.output_ended = time.monotonic()
             data = b"\n" if child.partial else b""
         *whole, child.partial = (child.partial + data).split(b"\n")
+        if len(child.partial) > MAX_LINE_BYTES:
+            whole.append(child.partial)
+            child.partial = b""
         for raw in whole:
             text = raw.decode(errors="replace").rstrip("\r")
             child.lines.append(text)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar, overload
 
 import msgspec
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from echelon import models
 from echelon.data.images.augment import Augmenter, Normaliser
 from echelon.data.images.config import AugmentConfig
-from echelon.data.images.decode import inspect
+from echelon.data.images.decode import in_eight_bits, inspect
 from echelon.data.images.geometry import num_draws
 from echelon.errors import DataError, UsageError
 from echelon.train.checkpoint.format import Checkpoint
@@ -40,6 +39,7 @@ Ranking: TypeAlias = list[tuple[int, float]]
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+_MAX_FILE_BYTES = 1 << 30  # a device such as /dev/zero never ends
 
 
 class TrainedNetwork(msgspec.Struct):
@@ -153,11 +153,15 @@ class Predictor:
         channels = self.preprocessing.shape[0]
         if isinstance(image, (str, os.PathLike)):
             try:
-                return Path(image).read_bytes()
+                with open(image, "rb") as stream:
+                    data = stream.read(_MAX_FILE_BYTES + 1)
             except OSError as error:
                 raise DataError(f"cannot be read: {error.strerror}") from error
+            if len(data) > _MAX_FILE_BYTES:
+                raise DataError(f"has more than {_MAX_FILE_BYTES >> 20} MiB, so it is not an image")
+            return data
         if isinstance(image, Image.Image):
-            image = np.asarray(image.convert(_MODES[channels]))
+            image = np.asarray(in_eight_bits(image).convert(_MODES[channels]))
         if not isinstance(image, np.ndarray):
             raise _not_an_image(image)
         pixels = image[..., None] if image.ndim == 2 else image
@@ -221,6 +225,11 @@ def model_of(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> nn.Module:
         model.load_state_dict(averaged(checkpoint.weights, checkpoint.extra))
     except RuntimeError as error:
         raise DataError(f"{os.fspath(path)}: the weights do not fit the network {found.network!r}: {error}") from error
+    if spoilt := [name for name, weight in model.named_parameters() if not weight.isfinite().all()]:
+        raise DataError(
+            f"{os.fspath(path)}: the weight {spoilt[0]!r} has NaN or infinity, because the training diverged; use an "
+            "earlier checkpoint, or train with a lower --lr"
+        )
     return model
 
 

@@ -19,6 +19,7 @@ from echelon.data.loading.order import Sampling
 from echelon.data.loading.sources import FolderSource
 from echelon.data.sets.datasets import make_loader
 from echelon.errors import DataError, UsageError
+from echelon.train import predict as predict_module
 from echelon.train.checkpoint.format import Checkpoint, load, save
 from echelon.train.predict import Predictor, model_of
 
@@ -102,6 +103,30 @@ def test_a_grey_network_accepts_any_image(tmp_path: Path) -> None:
     grey = np.asarray(image.convert("L"))
     image.save(tmp_path / "colour.png")
     assert predict(image) == predict(grey) == predict(grey[..., None]) == predict(tmp_path / "colour.png")
+
+
+def test_a_16_bit_image_is_the_same_as_a_file_and_in_memory(tmp_path: Path) -> None:
+    predict = Predictor.load(write_checkpoint(tmp_path / "x-0001.safetensors", (1, 16, 20)))
+    path = tmp_path / "16.png"
+    Image.fromarray(picture(0)[..., 0].astype(np.uint16) * 256).save(path)
+    expected = predict.prepare([picture(0)[..., :1]])
+    for image in (path, Image.open(path)):
+        assert torch.equal(predict.prepare([image]), expected)
+
+
+def test_weights_that_diverged_are_rejected(checkpoint: Path) -> None:
+    found = load(checkpoint)
+    name = next(name for name, weight in found.weights.items() if weight.is_floating_point())
+    for value in ("nan", "inf"):
+        found.weights[name].view(-1)[-1] = float(value)
+        with pytest.raises(DataError, match=f"the weight {name!r} has NaN or infinity"):
+            model_of(found, checkpoint)
+
+
+def test_a_device_that_never_ends_is_not_an_image(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict_module, "_MAX_FILE_BYTES", 1 << 20)
+    with pytest.raises(DataError, match="/dev/zero: has more than 1 MiB, so it is not an image"):
+        Predictor.load(checkpoint)("/dev/zero")
 
 
 def test_a_photograph_is_resized_on_request(checkpoint: Path) -> None:
