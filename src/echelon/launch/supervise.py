@@ -247,10 +247,10 @@ class Supervisor:
             stream.close()
             child.output_ended = time.monotonic()
             data = b"\n" if child.partial else b""
-        *whole, child.partial = (child.partial + data).split(b"\n")
-        if len(child.partial) > MAX_LINE_BYTES:
-            whole.append(child.partial)
-            child.partial = b""
+        *whole, rest = (child.partial + data).split(b"\n")
+        cut = len(rest) // MAX_LINE_BYTES * MAX_LINE_BYTES
+        whole += [rest[at : at + MAX_LINE_BYTES] for at in range(0, cut, MAX_LINE_BYTES)]
+        child.partial = rest[cut:]
         for raw in whole:
             text = raw.decode(errors="replace").rstrip("\r")
             child.lines.append(text)
