@@ -30,6 +30,7 @@ from echelon.train.checkpoint.mxnet.recognise import Wanted
 from echelon.train.checkpoint.names import load_model
 from echelon.train.flags.arguments import parse_numbers
 from echelon.train.flags.check import check_numbers
+from echelon.train.loop.threads import limit_threads
 from echelon.train.predict import classes_of, model_of, preprocessing_of
 from echelon.train.recipe.options import METRICS
 from echelon.train.step.metrics import Metrics
@@ -102,6 +103,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"--resize must be 0 or more, not {options.resize}")
     preprocessing = preprocessing_of(with_flags(checkpoint, options), path, options.resize or -1)
     model = model_of(checkpoint, path).to(device).eval()
+    limit_threads(model, preprocessing.shape, options.batch_size, device)
     num_classes = count_classes(model, preprocessing.shape, device)
     metrics.check_classes(num_classes)
     source = source_of(options, num_classes, classes_of(checkpoint, path))

@@ -10,7 +10,7 @@ from echelon import models
 from echelon.environment import Job
 from echelon.launch.devices import library_variables
 from echelon.system import usable_cores
-from echelon.train.loop.threads import choose_threads, count_operations
+from echelon.train.loop.threads import choose_threads, count_operations, limit_threads
 
 MUCH = 10**12
 
@@ -77,3 +77,19 @@ def test_launchers_keep_the_users_number(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "OMP_NUM_THREADS" not in variables
     assert "ECHELON_LOCAL_WORKERS" not in variables
     assert variables["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+@pytest.mark.parametrize(("by_user", "expected"), [(None, 1), ("3", 3)])
+def test_scoring_a_small_network_uses_one_thread_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, by_user: str | None, expected: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if by_user:
+        monkeypatch.setenv("OMP_NUM_THREADS", by_user)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        limit_threads(nn.Linear(20, 3), (20,), 64, torch.device("cpu"))
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)

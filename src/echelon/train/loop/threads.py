@@ -105,3 +105,12 @@ def set_threads(options: TrainOptions, job: Job, dataset: Dataset, model: nn.Mod
     torch.set_num_threads(threads.number)
     if job.device_index == 0:
         log.info(str(threads))
+
+
+def limit_threads(model: nn.Module, image_shape: Sequence[int], batch_size: int, device: torch.device) -> None:
+    """Set the number of threads of a process that only evaluates a model; on a GPU it stays."""
+    if device.type == "cuda":
+        return
+    per_image = count_operations(model, image_shape)
+    operations = None if per_image is None else per_image * batch_size
+    torch.set_num_threads(choose_threads(usable_cores(), 1, operations=operations, by_user=user_threads()).number)
