@@ -16,8 +16,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c '$(NEEDED)' || { echo "Echelon needs Python 3.11 or later, but $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
 	  echo "Install one and name it: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
 	@$(BIN)/python -c '$(NEEDED)' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	touch $@
+	@echo "installing Echelon and PyTorch into $(VENV); this takes about a minute …"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
 
 demo: $(VENV)/.installed  ## train on the embedded digits, four workers and two servers
 	$(BIN)/echelon train --demo

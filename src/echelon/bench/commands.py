@@ -85,7 +85,7 @@ def add_schemes(benchmarks: Benchmarks) -> None:
         "--lr",
         type=float,
         default=0.02,
-        help="learning rate of BSP and GSP (default: %(default)s); ASP and SSP use lr/workers",
+        help="learning rate of all schemes (default: %(default)s)",
     )
     add("--batch-size", type=int, default=16, help="samples per worker and step")
     add("--limit-epochs", type=int, default=60, help="stop a run after this many epochs")

@@ -114,7 +114,9 @@ def rules_for(
     if kind.staleness is Use.REQUIRED and staleness is None:
         raise UsageError(f"{store} needs a bound: give staleness=N (--staleness N), for example 3")
     if kind.groups is Use.REQUIRED and not groups:
-        raise UsageError(f"{store} needs groups: give groups=[[0, 1], [2, 3]] or a groups file (--groups FILE)")
+        raise UsageError(
+            f"{store} needs groups: give groups=[[0, 1], [2, 3]] (--groups 0,1/2,3) or a groups file (--groups FILE)"
+        )
     for dial, use, value, stores in (
         ("staleness", kind.staleness, staleness, "dist_ssync or dist_gsync"),
         ("groups", kind.groups, groups, "dist_gsync"),
