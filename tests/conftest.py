@@ -2,6 +2,7 @@
 
 import signal
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -9,7 +10,6 @@ from leaks import leaves_nothing, marked_session
 
 __all__ = ["leaves_nothing", "marked_session"]
 
-torch.set_num_threads(1)  # on two cores that also run servers and workers, one thread is faster
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell, and their children, ignore it
 
 # On busy cores an example may be slow; a failing example is printed in a form that can be pasted into a test.
@@ -17,3 +17,12 @@ settings.register_profile(
     "echelon", deadline=None, max_examples=50, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("echelon")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Start with one thread, which is faster on two cores that also run servers and workers.
+
+    Training and `echelon score` choose the number for their process, which here is the process of the next test, too.
+    """
+    torch.set_num_threads(1)

@@ -14,11 +14,9 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_data import make_data, write_idx
 
 from echelon.train import script
@@ -31,15 +29,6 @@ MNIST = [sys.executable, str(EXAMPLES / "train_mnist.py")]
 FLAGS = shlex.split("--batch-size 8 --loss ce --model-prefix model --lr 0.05")  # 640 images: 80 steps per epoch
 RESUME = shlex.split("--disp-batches 1 --num-epochs 2 --resume auto")
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Use one thread: a second one would only slow down batches this small."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
