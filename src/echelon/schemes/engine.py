@@ -157,6 +157,13 @@ class Engine:
         group = self._keys[key].groups.get(self.rules.group_of(worker))
         return group.clock if group else 0
 
+    def rounds_ahead(self, worker: int, key: int, clock: int) -> int:
+        """Return how many rounds a worker that reads at `clock` is ahead of the slowest active group.
+
+        Negative if all active groups have applied more than `clock` rounds; 0 if the worker does not take part.
+        """
+        return clock - self._slowest(self._keys[key]) if self.is_active(worker) else 0
+
     def push(self, worker: int, key: int, clock: int, samples: float | None) -> Decision:
         """Record a worker's push of `clock`, which starts at 0. With `samples` 0 the push carries no gradient."""
         group_id = self.rules.group_of(worker)

@@ -139,7 +139,8 @@ class PendingRequests:
         self._storage.run([*tasks, *last])
         for pending, reply in answers:
             pending.version = reply.version
-            pending.rounds_ahead = max(pending.rounds_ahead, self._rounds_ahead(reply))
+            rounds = self.engine.rounds_ahead(reply.worker, reply.key, reply.clock)
+            pending.rounds_ahead = max(pending.rounds_ahead, rounds)
             self._finish_lane(pending, reply.key)
 
     def _updates(self, action: Apply) -> list[Task]:
@@ -158,13 +159,6 @@ class PendingRequests:
             if pending.output not in tasks[0].outputs:
                 tasks = [Task(keys, update, (*outputs, pending.output)) for keys, update, outputs in tasks]
         return tasks
-
-    def _rounds_ahead(self, reply: Reply) -> int:
-        """Return how many rounds a worker that reads is ahead of the slowest active worker; 0 if it only observes."""
-        engine = self.engine
-        if engine.rules.sums_over_everybody or not engine.is_active(reply.worker):
-            return 0
-        return reply.clock - min(engine.clock(worker, reply.key) for worker in engine.workers)
 
     def _answer_applied_pushes(self, lane: int) -> None:
         """Answer the pushes that do not ask for weights and whose gradient has been applied."""
