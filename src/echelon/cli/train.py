@@ -84,8 +84,6 @@ def run(given: argparse.Namespace) -> int:
     )
     options = replace(options, kv_store=store)
     if store_kind(options.kv_store).collective:
-        if given.num_servers:
-            print(f"echelon: -s {given.num_servers} has no effect: {store} has no servers", file=sys.stderr, flush=True)
         job = replace(job, num_servers=0)
     launcher = LAUNCHERS[given.launcher]
     launcher.check(job)

@@ -106,6 +106,15 @@ def test_echelon_train_warns_and_continues(caplog: pytest.LogCaptureFixture) -> 
     assert warned == ["--lr-step-epochs 3 has no effect: --lr-schedule cosine has no steps"]
 
 
+def test_echelon_train_says_once_that_servers_have_no_effect(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(shlex.split("train -n 2 -s 2 --kv-store dist_device_sync --test-io 1 --disp-batches 40")) == 0
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warned == ["--num-servers 2 has no effect: dist_device_sync runs without servers"]
+    assert "no effect" not in capsys.readouterr().err, "the warning is only logged"
+
+
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
