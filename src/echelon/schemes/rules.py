@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from echelon.errors import UsageError, unknown_name
-from echelon.schemes.stores import SCHEMES, Use, store_kind
+from echelon.schemes.stores import SCHEMES, Use, store_kind, stores_with
 
 
 class Sharing(enum.Enum):
@@ -117,12 +117,10 @@ def rules_for(
         raise UsageError(
             f"{store} needs groups: give groups=[[0, 1], [2, 3]] (--groups 0,1/2,3) or a groups file (--groups FILE)"
         )
-    for dial, use, value, stores in (
-        ("staleness", kind.staleness, staleness, "dist_ssync or dist_gsync"),
-        ("groups", kind.groups, groups, "dist_gsync"),
-    ):
-        if use is Use.NEVER and value is not None:
-            raise UsageError(f"{store} has no {dial}, but {dial}={value!r} was given; use {stores} for it")
+    for dial, value in (("staleness", staleness), ("groups", groups)):
+        if value is not None and kind.name not in (stores := stores_with(dial)):
+            instead = " or ".join(stores)
+            raise UsageError(f"{store} has no {dial}, but {dial}={value!r} was given; use {instead} for it")
     # After these checks, the settings that were given determine the scheme.
     if groups is not None:
         return gsp(groups, staleness)

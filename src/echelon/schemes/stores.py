@@ -93,6 +93,11 @@ SYNONYMS = {  # MXNet's other names, and the store of each
 SCHEMES = {kind.name: kind.scheme for kind in _ALL if not kind.collective}  # of the stores that can have servers
 
 
+def stores_with(setting: str) -> list[str]:
+    """Return the names of the stores that accept a setting, which is "staleness" or "groups"."""
+    return [kind.name for kind in _ALL if getattr(kind, setting) is not Use.NEVER]
+
+
 def store_kind(name: str) -> StoreKind:
     """Return the kind of a store, whose name may be in any case. A wrong name is an error, never a silent local run."""
     if not isinstance(name, str):

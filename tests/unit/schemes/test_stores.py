@@ -8,7 +8,7 @@ import pytest
 
 from echelon.errors import UsageError
 from echelon.schemes import SCHEMES, STORES, rules_for, store_kind
-from echelon.schemes.stores import Use
+from echelon.schemes.stores import Use, stores_with
 
 GIVEN = {Use.REQUIRED: True, Use.OPTIONAL: False, Use.NEVER: False}
 
@@ -32,6 +32,18 @@ def test_what_the_names_mean() -> None:
     assert names(takes_staleness=True) == {"dist_ssync", "dist_gsync"}
     assert names(takes_groups=True) == {"dist_gsync"}
     assert SCHEMES == {"dist_sync": "BSP", "dist_async": "ASP", "dist_ssync": "SSP", "dist_gsync": "GSP"}
+
+
+@pytest.mark.parametrize("setting", ["staleness", "groups"])
+def test_the_stores_with_a_setting_are_those_that_take_it(setting: str) -> None:
+    assert set(stores_with(setting)) == names(**{f"takes_{setting}": True})
+
+
+def test_an_error_names_the_stores_that_take_the_setting() -> None:
+    with pytest.raises(UsageError, match="staleness=3 was given; use dist_ssync or dist_gsync for it"):
+        rules_for("dist_async", 3, None)
+    with pytest.raises(UsageError, match=r"groups=\[\[0\]\] was given; use dist_gsync for it"):
+        rules_for("dist_async", None, [[0]])
 
 
 @pytest.mark.parametrize("name", STORES)

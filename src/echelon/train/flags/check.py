@@ -22,7 +22,7 @@ from echelon.environment import Job
 from echelon.errors import UsageError, unknown_name
 from echelon.launch.local import hosts_of
 from echelon.schemes import rules_for
-from echelon.schemes.stores import STORES, store_kind
+from echelon.schemes.stores import store_kind, stores_with
 from echelon.train.recipe.options import DTYPES, ENGINES, TrainOptions
 from echelon.train.recipe.plan import ProcessRank, device_batch, schedule_for, shares_for
 
@@ -176,12 +176,11 @@ def _check_job(options: TrainOptions, job: Job) -> None:
 def _check_scheme_flags(options: TrainOptions) -> None:
     """Reject a bound or groups that the store does not have, and name the stores that have them."""
     kind = store_kind(options.kv_store)
-    flags = {"--staleness": (options.staleness, "takes_staleness"), "--groups": (options.groups, "takes_groups")}
-    for flag, (value, takes) in flags.items():
-        if value is not None and not getattr(kind, takes):
-            stores = " or ".join(name for name, other in STORES.items() if getattr(other, takes))
+    for setting, value in (("staleness", options.staleness), ("groups", options.groups)):
+        if value is not None and kind.name not in (stores := stores_with(setting)):
             raise UsageError(
-                f"{flag} {value} has no meaning for --kv-store {kind.name}; use --kv-store {stores}, or leave it out"
+                f"--{setting} {value} has no meaning for --kv-store {kind.name}; use --kv-store "
+                f"{' or '.join(stores)}, or leave it out"
             )
 
 
