@@ -35,11 +35,7 @@ def add_pushpull(benchmarks: Benchmarks) -> None:
     """Add `echelon bench pushpull`."""
     parser = benchmarks.add_parser("pushpull", help="time push, sum, SGD and pull of a model's tensors")
     add = parser.add_argument
-    add(
-        "--model",
-        default="resnet50",
-        help="the tensors to move: a model's name, keys:N or keys:N:SIZE",
-    )
+    add("--model", default="resnet50", help="the tensors to move: a model's name, keys:N or keys:N:SIZE")
     _add_job(parser, stores=None, transport_help="Echelon's transport; with tcp, MXNet uses TCP too")
     _add_turns(parser, pushpull.PEERS, rounds=10, steps=10, warmup=2)
     _finish(parser, "echelon.bench.pushpull.run")
@@ -62,12 +58,7 @@ def add_costs(benchmarks: Benchmarks) -> None:
     """Add `echelon bench costs`."""
     parser = benchmarks.add_parser("costs", help="measure start-up time, latency, cost per key and memory")
     add = parser.add_argument
-    add(
-        "--starts",
-        type=int,
-        default=5,
-        help="jobs to start to measure the time to the first step",
-    )
+    add("--starts", type=int, default=5, help="jobs to start to measure the time to the first step")
     add("--rounds", type=int, default=5, help="rounds per number of keys")
     add("--steps", type=int, default=20, help="timed steps per round")
     add("--model", default="resnet50", help="the model whose memory is measured")
@@ -81,12 +72,7 @@ def add_schemes(benchmarks: Benchmarks) -> None:
     add("--target", type=float, default=0.95, help="validation accuracy to reach")
     add("--seeds", type=int, default=5, help="runs per case and scheme, each with another seed")
     add("--pace", type=float, default=0.05, help="seconds per step")
-    add(
-        "--lr",
-        type=float,
-        default=0.02,
-        help="learning rate of all schemes (default: %(default)s)",
-    )
+    add("--lr", type=float, default=0.02, help="learning rate of all schemes")
     add("--batch-size", type=int, default=16, help="samples per worker and step")
     add("--limit-epochs", type=int, default=60, help="stop a run after this many epochs")
     add("--plot", type=Path, metavar="FILE", help="draw the accuracy curves to this PNG file")
@@ -107,12 +93,7 @@ def add_io(benchmarks: Benchmarks) -> None:
         help="restart interval of the generated JPEGs, as in `echelon data im2rec`",
     )
     add("--batch-size", type=int, default=64, help="images per batch")
-    add(
-        "--threads",
-        type=int,
-        default=2,
-        help="decoding processes of Echelon, decoding threads of MXNet",
-    )
+    add("--threads", type=int, default=2, help="decoding processes of Echelon, decoding threads of MXNet")
     add("--step-batches", type=int, default=4, metavar="N", help="batches per step")
     _add_turns(parser, io.PEERS, rounds=6, steps=6, warmup=6)
     add("--cached", action="store_true", help="also measure images per second of a CIFAR-sized set kept decoded")
@@ -127,7 +108,7 @@ def _add_job(parser: argparse.ArgumentParser, stores: Iterable[str] | None, tran
     add("-n", "--num-workers", type=int, default=2, help="number of workers")
     add("-s", "--num-servers", type=int, default=2, help="number of servers")
     add("--kv-store", choices=stores, default="dist_sync", help="store of Echelon and MXNet")
-    add("--transport", choices=TRANSPORTS, default="auto", help=f"{transport_help}")
+    add("--transport", choices=TRANSPORTS, default="auto", help=transport_help)
 
 
 def _add_turns(

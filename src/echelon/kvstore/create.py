@@ -76,12 +76,21 @@ def create(
         )
     if job.num_servers < 1:
         raise UsageError(f"{name} needs at least one server; the job has {job.num_servers} (launch with -s 1 or more)")
+
+    def join_servers() -> ServerStore:
+        return join(
+            name,
+            job,
+            by_name(job.transport),
+            staleness=staleness,
+            groups=groups,
+            lr_scale=lr_scale,
+            check_finite=check_finite,
+        )
+
     if kind is MultiDeviceStore:
-        return _create_multi_device(name, job, torch.device(device), check_finite, staleness, groups, lr_scale)
-    transport_of_job = by_name(job.transport)
-    return join(
-        name, job, transport_of_job, staleness=staleness, groups=groups, lr_scale=lr_scale, check_finite=check_finite
-    )
+        return _create_multi_device(name, job, torch.device(device), join_servers, check_finite=check_finite)
+    return join_servers()
 
 
 def _warn_if_alone(name: str, job: Job) -> None:
@@ -181,13 +190,7 @@ def _create_collective(
 
 
 def _create_multi_device(
-    name: str,
-    job: Job,
-    device: torch.device,
-    check_finite: bool,
-    staleness: int | None,
-    groups: Groups | None,
-    lr_scale: str,
+    name: str, job: Job, device: torch.device, join_servers: Callable[[], ServerStore], *, check_finite: bool
 ) -> MultiDeviceStore:
     """Join the process group of this worker's devices; then device 0 joins the job for all of them."""
     if job.device_port is None:
@@ -198,12 +201,7 @@ def _create_multi_device(
     group = ProcessGroup(device, rendezvous_of_devices(name, job))
     with ExitStack() as undo:
         undo.callback(group.close, failed=True)
-        server_store = None
-        if job.device_index == 0:
-            transport = by_name(job.transport)
-            server_store = join(
-                name, job, transport, staleness=staleness, groups=groups, lr_scale=lr_scale, check_finite=check_finite
-            )
+        server_store = join_servers() if job.device_index == 0 else None
         has_events = bool(job.run_dir)
         store = MultiDeviceStore(name, group, server_store, check_finite=check_finite, job_has_events=has_events)
         undo.pop_all()

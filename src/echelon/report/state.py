@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from echelon.cluster.messages import Departure
 from echelon.report.time_curve import TimeCurve
 
 Event = dict[str, Any]
@@ -14,7 +15,7 @@ Event = dict[str, Any]
 LOADING, REGISTERED, FIRST_STEP = "loading data", "registered", "first step"
 TRAINING, FINISHED, STOPPED = "training", "finished", "stopped"  # stopped: at the end, but not after all steps
 REPORT_S = 1.0  # workers report more often than that while they make steps
-GONE = ("died", "failed", "left")  # the values of `Departure`
+GONE = tuple(departure.value for departure in Departure)  # the phases of workers that left before they finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,6 @@ class RunState:
     ended: float | None = None
     final: Event | None = None
     warnings: list[str] = field(default_factory=list)
-    saved: bool = False
     news: list[News] = field(default_factory=list)
 
     def take(self, events: Iterable[Event]) -> None:
@@ -130,8 +130,6 @@ class RunState:
                     self._validate(event)
                 case "final":
                     self.final, self.validating = event, None
-                case "checkpoint":
-                    self.saved = True
                 case "view":
                     self._leave(event)
                 case "warning":
@@ -188,7 +186,7 @@ class RunState:
             self.validating = event if event["done"] < event["total"] else None
 
     def _leave(self, event: Event) -> None:
-        if event.get("departure") in ("failed", "died"):
+        if event.get("departure") in (Departure.FAILED.value, Departure.DIED.value):
             self.news.append(News(event["at"], event["reason"]))
         for worker in self.workers.values():
             if worker.rank not in event["workers"] and not (worker.finished or worker.is_gone):

@@ -8,7 +8,7 @@ and dimensions have 32 bits. Version 3 has MXNet's `np_shape` semantics, in whic
 an array that was never filled.
 
 Every length is compared with the bytes that are left before anything is allocated, so that a damaged file is an error,
-never a crash. This module does not know what the names mean; `mxnet_names` and `mxnet_graph` do.
+never a crash. This module does not know what the names mean; `names` and `graph` do.
 """
 
 from __future__ import annotations
