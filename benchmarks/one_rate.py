@@ -7,7 +7,6 @@ on the speed of the machine, but the staleness of dist_async does, so a record s
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import subprocess
@@ -29,6 +28,7 @@ COMMANDS = {  # arguments of `echelon`
     "cifar10 resnet-20": f"{_LAUNCH} train_cifar10.py --network resnet --num-layers 20 --num-epochs 6 "
     "--data-dir {data}",
 }
+KINDS = tuple(dict.fromkeys(name.split()[0] for name in COMMANDS))
 SCHEMES = {
     "dist_sync": "--kv-store dist_sync",
     "dist_async": "--kv-store dist_async",
@@ -51,7 +51,7 @@ class Cell:
 
 def run_cell(name: str, scheme: str, workers: int, args: argparse.Namespace) -> Cell:
     """Run one command under one scheme, and read the last validation accuracy from its log."""
-    line = f"{COMMANDS[name]} {SCHEMES[scheme]} {args.extra.get(name.split()[0], '')}"
+    line = f"{COMMANDS[name]} {SCHEMES[scheme]} {dict(args.extra).get(name.split()[0], '')}"
     values = {"n": workers, "python": sys.executable, "data": args.data_dir.resolve(), "groups": _halves(workers)}
     words = shlex.split(line.format(**values))
     with tempfile.TemporaryDirectory(prefix="one-rate-") as folder:
@@ -61,7 +61,7 @@ def run_cell(name: str, scheme: str, workers: int, args: argparse.Namespace) -> 
             "echelon",
             *(str(EXAMPLES / word) if word.endswith(".py") else word for word in words),
         ]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ, check=False)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     output = done.stdout + done.stderr
     found = [plain or summary for plain, summary in _ACCURACY.findall(output)]
     if done.returncode or not found:
@@ -92,7 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", nargs="+", type=int, default=[2, 4, 8], metavar="N")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (%(default)s)")
     parser.add_argument("--data-dir", type=Path, default=Path("data"), help="folder of MNIST's and CIFAR-10's files")
-    parser.add_argument("--extra", action=_ByRow, default={}, help="flags for one kind of row: cifar10='--gpus 0'")
+    parser.add_argument(
+        "--extra",
+        action="append",
+        type=_kind_and_flags,
+        default=[],
+        metavar="KIND=FLAGS",
+        help="flags for one kind of row, such as cifar10='--gpus 0'; repeatable",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the cells to a file")
     args = parser.parse_args(argv)
     cases = [(name, scheme, workers) for name in args.only for workers in args.workers for scheme in SCHEMES]
@@ -109,10 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(cell.accuracy is None for cell in cells))
 
 
-class _ByRow(argparse.Action):
-    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
-        kind, _, flags = str(values).partition("=")
-        setattr(namespace, self.dest, {**getattr(namespace, self.dest), kind: flags})
+def _kind_and_flags(text: str) -> tuple[str, str]:
+    kind, _, flags = text.partition("=")
+    if kind not in KINDS or not flags:
+        raise argparse.ArgumentTypeError(f"{text!r} is not KIND=FLAGS, where KIND is one of {', '.join(KINDS)}")
+    return kind, flags
 
 
 if __name__ == "__main__":
