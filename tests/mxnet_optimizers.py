@@ -8,7 +8,6 @@ MXNet; the unit tests need none.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 Settings = dict[str, Any]
 
-MXNET_PYTHON = Path(os.environ.get("ECHELON_MXNET_PYTHON") or Path(__file__).parents[1] / ".peers/mxnet/bin/python")
 RECORDED = Path(__file__).with_name("mxnet_optimizers.json")
 TOLERANCE = 2e-5  # relative and absolute; the operations are the same, but MXNet's kernels round at other places
 SHAPE = (3, 4)

@@ -5,9 +5,6 @@ Needs MXNet's Python: .peers/mxnet, or the one that ECHELON_MXNET_PYTHON names.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +18,10 @@ from echelon.data.images.config import AugmentConfig
 from echelon.data.images.decode import Region
 from echelon.data.images.geometry import Geometry
 from echelon.data.records import Header, Writer, pack
+from mxnet_peer import run_mxnet
 
 pytestmark = pytest.mark.peer
 
-HERE = Path(__file__).parent
-PYTHON = Path(os.environ.get("ECHELON_MXNET_PYTHON") or HERE.parents[1] / ".peers/mxnet/bin/python")
 HEIGHT, WIDTH = 300, 400
 SIZE = (112, 96)
 # MXNet does not antialias, which explains up to 1.7 of 255 on this picture, and 0.25 where it is enlarged. Rounded to
@@ -40,13 +36,7 @@ def detailed_picture() -> NDArray[np.uint8]:
 
 
 def mxnet(cases: list[dict[str, Any]]) -> list[NDArray[Any]]:
-    if not PYTHON.exists():
-        pytest.skip(f"no MXNet interpreter {PYTHON}")
-    side = HERE / "images_mxnet_side.py"
-    done = subprocess.run(
-        [PYTHON, "-W", "ignore", side], input=json.dumps(cases), capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
+    run_mxnet("images_mxnet_side.py", cases)
     return [np.load(case["result"]).astype(float) for case in cases]
 
 

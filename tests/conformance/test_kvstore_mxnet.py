@@ -6,21 +6,16 @@ Needs MXNet's Python: .peers/mxnet, or the one that ECHELON_MXNET_PYTHON names.
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from echelon.kvstore import create
+from mxnet_peer import run_mxnet
 
 pytestmark = pytest.mark.peer
 
-HERE = Path(__file__).parent
-PYTHON = Path(os.environ.get("ECHELON_MXNET_PYTHON") or HERE.parents[1] / ".peers/mxnet/bin/python")
 DTYPES = ("float32", "float16", "float64", "int32", "uint8")
 KEYS = (["a"], ["a", "b", "a"])
 # MXNet's "local" store rejects several values of another dtype than the key's. Its "device" store casts them.
@@ -40,18 +35,6 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def mxnet(cases: list[dict[str, Any]]) -> list[Any]:
-    if not PYTHON.exists():
-        pytest.skip(f"no MXNet interpreter {PYTHON}")
-    side = HERE / "kvstore_mxnet_side.py"
-    done = subprocess.run(
-        [PYTHON, "-W", "ignore", side], input=json.dumps(cases), capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def ours(case: dict[str, Any]) -> list[list[float]]:
     dtype, pushed, out = (getattr(torch, case[name]) for name in ("dtype", "pushed", "out"))
     with create(case["store"]) as kv:
@@ -67,7 +50,7 @@ def ours(case: dict[str, Any]) -> list[list[float]]:
 
 def test_dtypes_and_repeated_keys_match_mxnet() -> None:
     """Within the rounding of the coarsest dtype of a case: two sums and a cast."""
-    for case, theirs in zip(CASES, mxnet(CASES), strict=True):
+    for case, theirs in zip(CASES, run_mxnet("kvstore_mxnet_side.py", CASES), strict=True):
         coarsest = torch.float16 if "float16" in case.values() else torch.float32
         tolerance = 4 * torch.finfo(coarsest).eps
         found, wanted = torch.tensor(ours(case)), torch.tensor(theirs)

@@ -5,10 +5,6 @@ Needs MXNet's Python: .peers/mxnet, or the one that ECHELON_MXNET_PYTHON names.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +14,10 @@ from torch.nn import functional
 
 from echelon.train.recipe.options import METRICS
 from echelon.train.step.metrics import Metrics
+from mxnet_peer import run_mxnet
 
 pytestmark = pytest.mark.peer
 
-HERE = Path(__file__).parent
-PYTHON = Path(os.environ.get("ECHELON_MXNET_PYTHON") or HERE.parents[1] / ".peers/mxnet/bin/python")
 TOLERANCE = 2e-6  # relative; both sum a hundred float32 numbers per batch, in different orders
 SAMPLES = 101
 BATCH = 25  # the last batch has one sample
@@ -30,20 +25,6 @@ BATCH = 25  # the last batch has one sample
 # MXNet averages these over batches by default, and over samples with this setting.
 OVER_SAMPLES = {"f1": {"average": "micro"}, "mcc": {"average": "micro"}, "pearsonr": {"average": "micro"}}
 MEANS_OF_BATCHES = ("mae", "mse", "rmse")  # without such a setting: compared with one batch
-
-
-def mxnet(requests: list[dict[str, Any]]) -> list[tuple[str, float]]:
-    if not PYTHON.exists():
-        pytest.skip(f"no MXNet interpreter {PYTHON}")
-    done = subprocess.run(
-        [PYTHON, "-W", "ignore", HERE / "metrics_mxnet_side.py"],
-        input=json.dumps(requests),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    return [(name, value) for name, value in json.loads(done.stdout.splitlines()[-1])]
 
 
 def request(name: str, logits: Tensor, labels: Tensor) -> dict[str, Any]:
@@ -68,6 +49,6 @@ def test_values_are_those_of_mxnet(num_classes: int) -> None:
     metrics = Metrics(others=",".join(names))
     sums = sum(metrics.measure(*part) for part in zip(logits.split(BATCH), labels.split(BATCH), strict=True))
     assert isinstance(sums, Tensor)
-    expected = dict(mxnet([request(name, logits, labels) for name in names]))
+    expected = dict(run_mxnet("metrics_mxnet_side.py", [request(name, logits, labels) for name in names]))
     assert metrics.values(sums) == pytest.approx(expected, rel=TOLERANCE)
     assert list(expected) == list(metrics.names)

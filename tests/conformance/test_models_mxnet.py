@@ -8,8 +8,6 @@ that ECHELON_MXNET_PYTHON names.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +21,11 @@ from echelon.train.checkpoint.mxnet import model as mxnet
 from echelon.train.checkpoint.mxnet import params
 from echelon.train.predict import model_of
 from mxnet_graphs import named_graph, symbol_nodes, symbol_text
+from mxnet_peer import run_mxnet
 from tolerances import reordering
 
 pytestmark = [pytest.mark.peer, pytest.mark.numeric]
 
-HERE = Path(__file__).parent
-PYTHON = Path(os.environ.get("ECHELON_MXNET_PYTHON") or HERE.parents[1] / ".peers/mxnet/bin/python")
 NUM_IMAGES = 2
 Shape = tuple[int, int, int]
 
@@ -57,14 +54,10 @@ CASES: list[tuple[str, Shape, int | None, dict[str, Any]]] = [
 ]
 
 
-def run_mxnet(folder: Path, shape: Shape, *more: str | Path) -> tuple[Tensor, Tensor]:
+def mxnet_outputs(folder: Path, shape: Shape, *more: str | Path) -> tuple[Tensor, Tensor]:
     """Return the images and MXNet's outputs."""
-    if not PYTHON.exists():
-        pytest.skip(f"no MXNet interpreter {PYTHON}")
     batch = json.dumps((NUM_IMAGES, *shape))
-    command = [PYTHON, "-W", "ignore", HERE / "models_mxnet_side.py", folder, batch, *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    run_mxnet("models_mxnet_side.py", None, folder, batch, *more, timeout_s=280)
     found = np.load(folder / "outputs.npz")
     return torch.from_numpy(found["images"]), torch.from_numpy(found["outputs"])
 
@@ -94,7 +87,7 @@ def test_the_outputs_equal_those_of_mxnet(
     network: str, shape: Shape, depth: int | None, options: dict[str, Any], tmp_path: Path
 ) -> None:
     write_symbol(tmp_path, network, shape, depth, options)
-    images, expected = run_mxnet(tmp_path, shape)
+    images, expected = mxnet_outputs(tmp_path, shape)
     path = tmp_path / "x-0012.params"
     for symbol in (True, False):
         if not symbol:
@@ -115,5 +108,5 @@ def test_mxnet_reads_what_echelon_writes(tmp_path: Path) -> None:
         if "running" in name or "bn.weight" in name:
             tensor.uniform_(0.5, 1.5)
     params.save(tmp_path / "y.params", mxnet.arrays_of("resnet", model))
-    images, expected = run_mxnet(tmp_path, shape, tmp_path / "y.params")
+    images, expected = mxnet_outputs(tmp_path, shape, tmp_path / "y.params")
     assert_same_outputs(model, images, expected)

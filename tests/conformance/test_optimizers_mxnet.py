@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from echelon.optim import SGLD, create
 from mxnet_optimizers import (
     BATCH,
     CASES,
-    MXNET_PYTHON,
     RATES,
     RECORDED,
     RECORDED_UPDATES,
@@ -29,24 +26,13 @@ from mxnet_optimizers import (
     recorded,
     settings_of,
 )
+from mxnet_peer import run_mxnet
 
 pytestmark = pytest.mark.peer
 
-HERE = Path(__file__).parent
-
 
 def mxnet(requests: list[dict[str, Any]]) -> list[torch.Tensor]:
-    if not MXNET_PYTHON.exists():
-        pytest.skip(f"no MXNet interpreter {MXNET_PYTHON}")
-    done = subprocess.run(
-        [MXNET_PYTHON, "-W", "ignore", HERE / "optimizers_mxnet_side.py"],
-        input=json.dumps(requests),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    return [torch.tensor(found) for found in json.loads(done.stdout.splitlines()[-1])]
+    return [torch.tensor(found) for found in run_mxnet("optimizers_mxnet_side.py", requests)]
 
 
 def rounded(weights: torch.Tensor) -> Any:

@@ -5,10 +5,7 @@ Needs MXNet's environment: .peers/mxnet, or another interpreter named by ECHELON
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +16,16 @@ from PIL import Image
 from echelon.data.pack import lists
 from echelon.data.pack.im2rec import Encoding, pack_list
 from echelon.data.records import Header, IndexedReader, IndexedWriter, pack, unpack
+from mxnet_peer import run_mxnet
 
 pytestmark = pytest.mark.peer
 
-HERE = Path(__file__).parent
-PYTHON = Path(os.environ.get("ECHELON_MXNET_PYTHON") or HERE.parents[1] / ".peers/mxnet/bin/python")
 MAGIC = bytes.fromhex("0a23d7ce")
 LABELS: list[tuple[float | list[float], int]] = [(3.0, 7), (0.5, 2**40), ([1.0, 2.0], 7), ([9.0], 0)]
 
 
 def mxnet(do: str, **request: Any) -> Any:
-    if not PYTHON.exists():
-        pytest.skip(f"no MXNet interpreter {PYTHON}")
-    done = subprocess.run(
-        [PYTHON, "-W", "ignore", HERE / "recordio_mxnet_side.py"],
-        input=json.dumps({"do": do, **request}),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_mxnet("recordio_mxnet_side.py", {"do": do, **request})
 
 
 def payloads() -> list[tuple[int, bytes]]:

@@ -6,8 +6,6 @@ Needs MXNet's Python: .peers/mxnet, or the one that ECHELON_MXNET_PYTHON names.
 from __future__ import annotations
 
 import copy
-import json
-import subprocess
 from functools import partial
 from typing import Any
 
@@ -24,11 +22,10 @@ from echelon.train.recipe.optimizers import make_optimizer
 from echelon.train.recipe.plan import LargeBatch
 from echelon.train.recipe.schedules import make_schedule
 from echelon.train.step.captured import set_learning_rate
-from mxnet_optimizers import MXNET_PYTHON
+from mxnet_peer import run_mxnet
 
 pytestmark = pytest.mark.peer
 
-SIDE = "tests/conformance/training_mxnet_side.py"
 BATCHES, BATCH, WIDTH, HIDDEN = 12, 8, 6, 5
 STEPS = (4, 9)  # updates after which the rate drops
 NAMES = {"0.weight": "fc1_weight", "0.bias": "fc1_bias", "2.weight": "fc2_weight", "2.bias": "fc2_bias"}
@@ -60,8 +57,6 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def mxnet() -> dict[str, dict[str, Tensor]]:
-    if not MXNET_PYTHON.exists():
-        pytest.skip(f"no MXNet interpreter {MXNET_PYTHON}")
     images, labels = (tensor.tolist() for tensor in data())
     weights = {NAMES[name]: value.tolist() for name, value in network().state_dict().items()}
     requests = [
@@ -75,11 +70,7 @@ def mxnet() -> dict[str, dict[str, Tensor]]:
         }
         for name, settings in CASES.items()
     ]
-    done = subprocess.run(
-        [MXNET_PYTHON, "-W", "ignore", SIDE], input=json.dumps(requests), capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout.splitlines()[-1])
+    answers = run_mxnet("training_mxnet_side.py", requests)
     return {
         case: {name: torch.tensor(answer[theirs]) for name, theirs in NAMES.items()}
         for case, answer in zip(CASES, answers, strict=True)
