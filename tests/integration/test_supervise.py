@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from echelon.launch import supervise
@@ -97,18 +98,24 @@ def test_a_worker_that_still_works_is_not_killed(monkeypatch: pytest.MonkeyPatch
     assert run_beside_a_server_that_ends(in_a_shell) == 0
 
 
+def make_fifo(path: Path) -> str:
+    """Make a named pipe, through which one process waits for another: opening it to read waits for a writer."""
+    os.mkfifo(path)
+    return str(path)
+
+
 FAILS_FIRST = """
-import pathlib, signal, sys, time
+import signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("error: the cause", flush=True)
-pathlib.Path(sys.argv[1]).touch()
-time.sleep(0.5)  # it takes time to end
+failed, may_end = sys.argv[1:]
+open(failed, "w").close()
+open(may_end).readline()
 sys.exit(3)
 """
 FAILS_BECAUSE_OF_IT = """
-import pathlib, sys, time
-while not pathlib.Path(sys.argv[1]).exists():
-    time.sleep(0.01)
+import sys
+open(sys.argv[1]).read()
 print("error: lost the connection", flush=True)
 sys.exit(4)
 """
@@ -118,12 +125,23 @@ def test_the_process_that_failed_first_is_named_although_another_ends_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines: list[str] = []
+    failed, may_end = (make_fifo(tmp_path / name) for name in ("failed", "may end"))
     programs = {"server 0": FAILS_FIRST, "worker 0": FAILS_BECAUSE_OF_IT}
     commands = [
-        Command(name, [sys.executable, "-c", program, str(tmp_path / "failed")], {}, essential=name == "server 0")
+        Command(name, [sys.executable, "-c", program, failed, may_end], {}, essential=name == "server 0")
         for name, program in programs.items()
     ]
-    assert Supervisor(lambda name, text: lines.append(f"{name}: {text}")).run(commands) == 3
+    turns = 0  # of the supervisor, after the worker's end
+    with open(os.open(may_end, os.O_RDWR), "w") as let_end:  # O_RDWR: opening does not wait for the reader
+
+        def on_tick() -> None:
+            """Let the server end only when the supervisor has had a turn in which it saw that the worker ended."""
+            nonlocal turns
+            turns += any(child.status() == psutil.STATUS_ZOMBIE for child in psutil.Process().children())
+            if turns == 2:
+                print(file=let_end, flush=True)
+
+        assert Supervisor(lambda name, text: lines.append(f"{name}: {text}"), on_tick).run(commands) == 3
     assert lines == ["server 0: error: the cause", "worker 0: error: lost the connection"]
     printed = capsys.readouterr().err
     assert printed.startswith("echelon: server 0 (pid ")
@@ -131,23 +149,22 @@ def test_the_process_that_failed_first_is_named_although_another_ends_before(
 
 
 KILLS_ITSELF = """
-import os, signal, sys, time
-while not os.path.exists(sys.argv[1]):
-    time.sleep(0.01)
+import os, signal, sys
+open(sys.argv[1]).read()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 SAYS_STOPPED = """
-import pathlib, signal, sys
-signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: stopped"))
-pathlib.Path(sys.argv[1]).touch()
-while True:
-    signal.pause()
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+open(sys.argv[1], "w").close()
+signal.sigwait([signal.SIGTERM])
+sys.exit("error: stopped")
 """
 
 
 def test_a_killed_server_is_named_before_the_errors_of_others(tmp_path: Path) -> None:
     lines: list[str] = []
-    ready = str(tmp_path / "ready")
+    ready = make_fifo(tmp_path / "ready")
     dies = Command("server 0", [sys.executable, "-c", KILLS_ITSELF, ready], {}, essential=True)
     waits = Command("worker 0", [sys.executable, "-c", SAYS_STOPPED, ready], {}, essential=False)
     assert Supervisor(lambda name, text: lines.append(f"{name}: {text}")).run([waits, dies]) == 128 + signal.SIGKILL
