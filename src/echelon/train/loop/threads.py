@@ -11,6 +11,8 @@ shared with twelve other busy processes, a step took (ms; `active` waits in a lo
     mlp, 64                           14        1.7                  7.0                  44
     digits-cnn, 32                    39         11                   46                 264
     lenet, 64                        294        126                   97                 644
+
+The table was measured once with a throw-away script; no command prints it.
 """
 
 from __future__ import annotations
