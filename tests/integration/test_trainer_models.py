@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -189,3 +190,29 @@ def test_without_average_buffers_nothing_is_averaged() -> None:
     alone, other = run(program, "dist_sync", num_workers=2)
     assert torch.equal(alone["norm.running_mean"], expected["norm.running_mean"])
     assert (other["norm.running_mean"] > 10).all()
+
+
+@pytest.mark.parametrize("store", ["local", "dist_sync"])
+def test_a_saved_or_copied_model_has_no_part_in_the_training(store: str) -> None:
+    """As in plain PyTorch, `torch.save(model)` and `deepcopy(model)` work; the result is a model without a Trainer."""
+    model, (batch, other) = seeded(Net), batches(2)
+
+    def program(kv: KVStore) -> bytes:
+        mine = copy.deepcopy(model)
+        trainer = echelon.Trainer(mine, momentum(mine), kv, push_factors=True)
+        copied = copy.deepcopy(mine)
+        file = io.BytesIO()
+        torch.save(mine, file)
+        loss_of(mine, batch).backward()
+        loss_of(copied, (other[0][:1], other[1][:1])).backward()
+        trainer.step()
+        assert trainer.samples == len(batch[0])
+        assert_same_bits(snapshot(copied), snapshot(model))
+        trainer.close()
+        return file.getvalue()
+
+    data = on_one_worker(program, store)
+    assert b"echelon" not in data
+    loaded = torch.load(io.BytesIO(data), weights_only=False)
+    assert_same_bits(snapshot(loaded), snapshot(model))
+    assert torch.equal(loaded(batch[0]), model(batch[0]))

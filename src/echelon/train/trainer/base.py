@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, Self
 
@@ -34,6 +34,7 @@ from echelon.kvstore.state_files import by_key
 from echelon.kvstore.values import is_finite
 from echelon.schemes.stores import store_kind
 from echelon.train.trainer.guards import GuardedOptimizer
+from echelon.train.trainer.model_hook import ModelHook
 from echelon.train.trainer.optimizer_state import load_state, state_of
 
 REPORT_S = 0.25
@@ -136,7 +137,8 @@ class Trainer:
         self._start()
         self._guarded_optimizer = GuardedOptimizer(optimizer)
         self._hooks.append(self._guarded_optimizer)
-        self._batch_size_hook: Hook = model.register_forward_pre_hook(self._make_batch_size_hook(), with_kwargs=True)
+        before_forward = ModelHook(model, self._before_forward)
+        self._batch_size_hook: Hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
         self._hooks.append(self._batch_size_hook)
 
     @classmethod
@@ -257,15 +259,6 @@ class Trainer:
         return False
 
     # --- batch sizes
-
-    def _make_batch_size_hook(self) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        """Return a function, because a copy of the model would copy a bound method together with the trainer."""
-
-        def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is self.model:  # a copy of the model has the hook, too
-                self._before_forward(module, args, kwargs)
-
-        return before_forward
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():

@@ -25,6 +25,7 @@ from echelon.train.trainer.base import Hook, Trainer, flatten, unflatten
 from echelon.train.trainer.buckets import names_by_bucket
 from echelon.train.trainer.factors import FactoredLinear, factorable_layers
 from echelon.train.trainer.guards import FixedSettings, WatchedGradients
+from echelon.train.trainer.model_hook import ModelHook
 from echelon.train.trainer.optimizer_state import state_of
 from echelon.train.trainer.server_buckets import Bucket
 
@@ -190,8 +191,9 @@ class ServerTrainer(Trainer, store=ServerStore):
 
     def _add_hooks(self) -> None:
         self._factorable = self._find_factorable() if self._push_factors else {}  # before the model has our hooks
-        self._hooks.append(self.model.register_state_dict_pre_hook(lambda *_: self.sync()))
-        self._hooks.append(self.model.register_load_state_dict_post_hook(self._make_load_hook()))
+        sync, warn = ModelHook(self.model, lambda *_: self.sync()), ModelHook(self.model, self._warn_of_loading)
+        self._hooks.append(self.model.register_state_dict_pre_hook(sync))
+        self._hooks.append(self.model.register_load_state_dict_post_hook(warn))
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for module in self.model.modules():
             own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
@@ -204,16 +206,13 @@ class ServerTrainer(Trainer, store=ServerStore):
             self._step_hooks.append(self._make_factored(name, module))
         self._hooks += self._step_hooks
 
-    def _make_load_hook(self) -> Any:
-        def warn(module: nn.Module, _: object) -> None:
-            if module is self.model and not self._loading:
-                log.warning(
-                    "weights were loaded into a model that has a Trainer; the servers keep their own weights, which "
-                    "replace these after the next step. To continue from the loaded weights, call "
-                    "trainer.load_weights(weights) on all workers"
-                )
-
-        return warn
+    def _warn_of_loading(self, *_: object) -> None:
+        if not self._loading:
+            log.warning(
+                "weights were loaded into a model that has a Trainer; the servers keep their own weights, which "
+                "replace these after the next step. To continue from the loaded weights, call "
+                "trainer.load_weights(weights) on all workers"
+            )
 
     def _find_factorable(self) -> dict[str, nn.Linear]:
         """Return the layers that may push factors, by the names of their weights. Each is a bucket by itself.
@@ -242,18 +241,16 @@ class ServerTrainer(Trainer, store=ServerStore):
             if bucket.read_early:
                 self._wait_if_in_flight(bucket)
 
-    def _make_wait_hook(self, watched: nn.Module, names: list[str]) -> Any:
+    def _make_wait_hook(self, module: nn.Module, names: list[str]) -> ModelHook:
         indices = sorted({self._bucket_of[name].index for name in names})
         buckets = [self._buckets[index] for index in indices]
 
-        def wait(module: nn.Module, args: Any) -> None:
-            if module is not watched:
-                return  # a copy, which has the hook, and weights of its own
+        def wait(*_: object) -> None:
             self._called.update(names)
             for bucket in buckets:
                 self._wait_if_in_flight(bucket)
 
-        return wait
+        return ModelHook(module, wait)
 
     def _make_grad_hook(self, name: str) -> Any:
         bucket = self._bucket_of[name]
