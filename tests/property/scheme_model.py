@@ -22,6 +22,7 @@ class KeyModel:
     last: dict[Hashable, int] = field(default_factory=dict)  # group -> version after its last update
     first: dict[int, int] = field(default_factory=dict)  # worker -> the first clock that it takes part in
     pending: dict[tuple[int, int], float | None] = field(default_factory=dict)  # (worker, clock) -> samples
+    absent: dict[tuple[int, int], float] = field(default_factory=dict)  # the same for batches without a gradient
     pushed: list[tuple[int, float]] = field(default_factory=list)  # (worker, samples), in the order of arrival
     held: set[tuple[int, int]] = field(default_factory=set)
     read: dict[int, int] = field(default_factory=dict)
@@ -69,15 +70,16 @@ class Model:
         members = {worker for worker in self.active if self.group(worker) == group}
         return {w for w in members if state.first.get(w, 0) <= now and (w, now) not in state.pending}
 
-    def push(self, worker: int, key: int, clock: int, samples: float | None) -> list[Action]:
+    def push(self, worker: int, key: int, clock: int, samples: float | None, absent: float = 0.0) -> list[Action]:
         state = self.keys[key]
         if worker not in self.active or clock < max(self.done(key, worker), state.first.get(worker, 0)):
             return []
         if (worker, clock) in state.pending:
             return []
         state.pending[worker, clock] = samples
+        state.absent[worker, clock] = absent
         if samples is not None:
-            state.pushed.append((worker, samples))
+            state.pushed.append((worker, samples + absent))
         return self.settle()
 
     def pull(self, worker: int, key: int, clock: int) -> list[Action]:
@@ -130,16 +132,17 @@ class Model:
             if self.owed(key, group):  # this ends: every active member has a first clock
                 return actions
             now = state.done.get(group, 0)
-            parts = []
+            parts, absent = [], 0.0
             for worker in sorted(w for w, clock in state.pending if clock == now and self.group(w) == group):
                 samples = state.pending.pop((worker, now))
+                absent += state.absent[worker, now]
                 if samples is None or samples > 0:
                     parts.append(Contribution(worker, samples, state.version - state.read.get(worker, 0)))
             if parts:
                 divisor = self.divisor_of(state, group, parts)
                 state.version += 1
                 state.last[group] = state.version
-                state.applied.append(Apply(key, now, tuple(parts), divisor, state.version))
+                state.applied.append(Apply(key, now, tuple(parts), divisor, state.version, absent))
                 actions.append(state.applied[-1])
             state.done[group] = now + 1
 

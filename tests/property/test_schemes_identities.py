@@ -263,6 +263,21 @@ def test_a_round_without_samples_is_complete_and_changes_nothing() -> None:
     assert (done.actions, done.reason, engine.version(0), engine.clock(0, 0)) == ((), "the round is complete", 0, 1)
 
 
+def test_a_batch_without_a_gradient_counts_in_the_mean() -> None:
+    """In BSP in the round's mean, in ASP in the divisor. A round without any gradient changes nothing."""
+    engine = Engine(bsp(), range(2))
+    engine.add_key(0)
+    engine.push(0, 0, 0, 0.0, 6.0)
+    (applied,) = engine.push(1, 0, 0, 2.0).actions
+    assert applied == Apply(0, 0, (Contribution(1, 2.0, 0),), 1, 1, 6.0)
+    engine.push(0, 0, 1, 0.0, 6.0)
+    assert engine.push(1, 0, 1, 0.0, 2.0).actions == ()
+    engine = Engine(asp(), range(2))
+    engine.add_key(0)
+    engine.push(0, 0, 0, 0.0, 6.0)
+    assert divisor_of(engine.push(1, 0, 0, 2.0)) == 4
+
+
 def test_a_worker_that_returns_never_repeats_a_clock() -> None:
     engine = Engine(asp(), range(2))
     engine.add_key(0)

@@ -68,6 +68,7 @@ CASES = {
 
 who = st.sampled_from([*range(WORKERS), STRANGER])
 amounts = st.sampled_from([1.0, 32.0, 7.5, 0.0, None])
+pushed = st.sampled_from([(1.0,), (32.0,), (7.5,), (0.0,), (0.0, 4.0), (None,)])  # samples, absent
 
 
 def ordered(actions: list[Action] | tuple[Action, ...], key: int) -> tuple[list[Apply], list[Reply]]:
@@ -110,7 +111,7 @@ class Anything(RuleBasedStateMachine):
                 assert ranks == sorted(set(ranks))
                 self.counted.update((rank, action.key, action.clock) for rank in ranks)
 
-    def expect(self, kind: str, worker: int, key: int, clock: int, *rest: float | None) -> tuple[list[Action], str]:
+    def expect(self, kind: str, worker: int, key: int, clock: int, *rest: Any) -> tuple[list[Action], str]:
         """Return the actions of the model and the expected reason."""
         model, active, before = self.model, worker in self.model.active, self.model.done(key, worker)
         if kind == "pull":
@@ -126,15 +127,15 @@ class Anything(RuleBasedStateMachine):
         self.sent.append(message)
         self.deliver(message)
 
-    @rule(worker=who, number=st.integers(0, 2), samples=amounts)
-    def push_the_next(self, worker: int, number: int, samples: float | None) -> None:
+    @rule(worker=who, number=st.integers(0, 2), samples=pushed)
+    def push_the_next(self, worker: int, number: int, samples: tuple[float | None, ...]) -> None:
         key = self.key(number)
-        self.send("push", worker, key, self.model.next_clock(key, worker), samples)
+        self.send("push", worker, key, self.model.next_clock(key, worker), *samples)
 
-    @rule(worker=who, number=st.integers(0, 2), offset=st.integers(-2, 3), samples=amounts)
-    def push_any(self, worker: int, number: int, offset: int, samples: float | None) -> None:
+    @rule(worker=who, number=st.integers(0, 2), offset=st.integers(-2, 3), samples=pushed)
+    def push_any(self, worker: int, number: int, offset: int, samples: tuple[float | None, ...]) -> None:
         key = self.key(number)
-        self.send("push", worker, key, max(0, self.model.done(key, worker) + offset), samples)
+        self.send("push", worker, key, max(0, self.model.done(key, worker) + offset), *samples)
 
     @rule(worker=who, number=st.integers(0, 2))
     def pull_after_push(self, worker: int, number: int) -> None:

@@ -205,6 +205,7 @@ class Push(_Message, frozen=True):
     halt         this worker asks all workers to stop; answers to this clock and to later ones carry the request
     factor_rank  if above 0, the push carries the two factors of one key's gradient, which have this rank
     more         another push of the same step follows within milliseconds
+    absent       if `samples` is 0: the samples in the worker's batch, of which none gives these keys a gradient
     """
 
     id: int
@@ -217,6 +218,7 @@ class Push(_Message, frozen=True):
     halt: bool = False
     factor_rank: int = 0
     more: bool = False
+    absent: float = 0.0
 
 
 class Pull(_Message, frozen=True):

@@ -37,13 +37,17 @@ class Contribution(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Sum these contributions in rank order and update the key once, with the step divided by `divisor`."""
+    """Sum these contributions in rank order and update the key once, with the step divided by `divisor`.
+
+    `absent`: samples of the round's workers whose batches give the key no gradient. They count as zero gradients.
+    """
 
     key: int
     clock: int
     contributions: tuple[Contribution, ...]
     divisor: float
     version: int
+    absent: float = 0.0
 
 
 class Reply(NamedTuple):
@@ -79,12 +83,13 @@ _REJECTED = Decision((), NOT_A_MEMBER)
 class _Group:
     """The rounds of one group for one key."""
 
-    __slots__ = ("clock", "rounds", "seen")
+    __slots__ = ("absent", "clock", "rounds", "seen")
 
     def __init__(self, clock: int) -> None:
         self.clock = clock  # rounds applied
         self.seen = 0  # the version of the key after this group's last update
         self.rounds: dict[int, dict[int, float | None]] = {}  # clock -> worker -> samples
+        self.absent: dict[int, float] = {}  # clock -> samples of pushes that carry no gradient
 
 
 class _Key:
@@ -164,8 +169,11 @@ class Engine:
         """
         return clock - self._slowest(self._keys[key]) if self.is_active(worker) else 0
 
-    def push(self, worker: int, key: int, clock: int, samples: float | None) -> Decision:
-        """Record a worker's push of `clock`, which starts at 0. With `samples` 0 the push carries no gradient."""
+    def push(self, worker: int, key: int, clock: int, samples: float | None, absent: float = 0.0) -> Decision:
+        """Record a worker's push of `clock`, which starts at 0. With `samples` 0 the push carries no gradient.
+
+        `absent` is then the number of samples in the worker's batch, of which none gives the key a gradient.
+        """
         group_id = self.rules.group_of(worker)
         if worker not in self._members.get(group_id, ()):
             return _REJECTED
@@ -175,8 +183,10 @@ class Engine:
         if early or worker in (waiting := group.rounds.setdefault(clock, {})):
             return _IGNORED
         waiting[worker] = samples
+        if absent:
+            group.absent[clock] = group.absent.get(clock, 0.0) + absent
         if samples is not None:
-            state.samples[worker] = samples
+            state.samples[worker] = samples + absent
         actions: list[Apply | Reply] = []
         before = group.clock
         self._advance(key, state, group_id, actions)
@@ -272,6 +282,7 @@ class Engine:
 
     def _apply(self, key: int, state: _Key, group: _Group, actions: list[Apply | Reply]) -> None:
         arrived = group.rounds.pop(group.clock)
+        absent = group.absent.pop(group.clock, 0.0)
         parts = tuple(
             Contribution(worker, arrived[worker], state.version - state.read.get(worker, 0))
             for worker in sorted(arrived)
@@ -281,7 +292,7 @@ class Engine:
             divisor = self._divisor(state, group, parts)
             state.version += 1
             group.seen = state.version
-            actions.append(Apply(key, group.clock, parts, divisor, state.version))
+            actions.append(Apply(key, group.clock, parts, divisor, state.version, absent))
         group.clock += 1
 
     def _divisor(self, state: _Key, group: _Group, parts: tuple[Contribution, ...]) -> float:

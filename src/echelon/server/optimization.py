@@ -20,11 +20,12 @@ NO_OPTIMIZER = -1  # the group of keys with plain values: the sum of pushes repl
 
 @dataclass(slots=True, eq=False)
 class PushedGradient:
-    """A gradient that waits to be applied. `samples` None: it is added without a weight."""
+    """A gradient that waits to be applied. `samples` None: it is added without a weight. `absent`: see `Push`."""
 
     window: Window
     samples: float | None
     lrs: list[float]
+    absent: float = 0.0
 
 
 class Optimization:
@@ -86,7 +87,7 @@ class Optimization:
     def tasks(self, action: Apply, keys: tuple[int, ...], pushes: Sequence[PushedGradient]) -> list[Task]:
         """Count an update of a lane and return its tasks, one for each parameter group among its keys."""
         self.steps[action.key] += 1
-        total = sum(part.samples or 0.0 for part in action.contributions)
+        total = sum(part.samples or 0.0 for part in action.contributions) + action.absent
         shares = [1.0 if part.samples is None else part.samples / total for part in action.contributions]
         tasks = []
         for group, members in self._plan(action.key, keys):

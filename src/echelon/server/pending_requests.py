@@ -70,7 +70,7 @@ class PendingRequests:
         decisions: list[Decision] = []
         for lane in lanes:
             self._gradients.setdefault((worker, lane, clock), gradient)
-            decisions.append(self.engine.push(worker, lane, clock, gradient.samples))
+            decisions.append(self.engine.push(worker, lane, clock, gradient.samples, gradient.absent))
             if output is not None:
                 decisions.append(self.engine.pull(worker, lane, clock + 1))
             else:

@@ -164,7 +164,7 @@ class Shard:
         self._optimization.check_rates(request.lrs)
         memory = self._workers[worker]
         window = self._tensors.pushed(memory.gradients, request, frames)
-        gradient = PushedGradient(window, request.samples, request.lrs)
+        gradient = PushedGradient(window, request.samples, request.lrs, request.absent)
         memory.last_push = time.monotonic()
         output = self._tensors.outgoing(memory.weights, request.keys, request.framed) if request.pull else None
         if request.halt:

@@ -174,16 +174,31 @@ class ServerStore(KVStore):
         self.optimizer_spec = spec
 
     def push_bucket(
-        self, slots: Sequence[Slot], samples: float, lrs: list[float], *, factor_rank: int = 0, more: bool = False
+        self,
+        slots: Sequence[Slot],
+        samples: float,
+        lrs: list[float],
+        *,
+        factor_rank: int = 0,
+        more: bool = False,
+        absent: float = 0.0,
     ) -> list[Ticket]:
         """Push the gradients that are in `views`, ask for the new weights, and do not wait.
 
         `factor_rank` above 0: the memory of the one key begins with the factors of its gradient. `more`: the next
-        bucket follows within milliseconds, so servers should stay awake.
+        bucket follows within milliseconds, so servers should stay awake. `absent`: the samples of a batch that gives
+        these keys no gradient; `samples` is then 0.
         """
-        halt = self._halt_requested
         return self._wire.push(
-            slots, None, pull=True, samples=samples, lrs=lrs, halt=halt, factor_rank=factor_rank, more=more
+            slots,
+            None,
+            pull=True,
+            samples=samples,
+            lrs=lrs,
+            halt=self._halt_requested,
+            factor_rank=factor_rank,
+            more=more,
+            absent=absent,
         )
 
     def wait(self, tickets: Sequence[Ticket]) -> None:

@@ -120,12 +120,14 @@ class Wire:
         halt: bool = False,
         factor_rank: int = 0,
         more: bool = False,
+        absent: float = 0.0,
     ) -> list[Ticket]:
         """Send gradients without waiting. `values` None: they are in this worker's memory already.
 
         `pull`: ask for the new weights, too. `halt`: ask all workers to stop. `factor_rank` above 0: the memory of the
         one key holds the factors of its gradient. Every server needs both factors whole, whichever part of the key it
-        stores. `more`: the next push follows within milliseconds.
+        stores. `more`: the next push follows within milliseconds. `absent`: the samples of a batch that gives these
+        keys no gradient; `samples` is then 0.
         """
         tickets: list[Ticket] = []
         rates = list(lrs)
@@ -138,7 +140,8 @@ class Wire:
                 framed = unwritten is not None or self._framed[route.server]
                 frames = self._gradient_frames(route, chosen, unwritten, factor_rank) if framed else ()
                 request = self._client.next_id()
-                message = Push(request, clock, route.keys, samples, rates, pull, framed, halt, factor_rank, more)
+                rest = (rates, pull, framed, halt, factor_rank, more, absent)
+                message = Push(request, clock, route.keys, samples, *rest)
                 places = self._weight_bytes(route) if pull and framed else ()
                 sent.append(self._client.send(route.server, message, frames, places))
             keys = [slot.key for slot in chosen]

@@ -78,7 +78,7 @@ class LocalUpdateTrainer(Trainer, local_update_of=ServerTrainer):
         for name, gradient in gradients.items():
             self.kvstore.views(name)[1].copy_(gradient)
         tickets = self._push(list(gradients), samples)
-        tickets += self._push([name for name in self._names if name not in gradients], 0)
+        tickets += self._push([name for name in self._names if name not in gradients], 0, absent=samples)
         flags = torch.tensor([float(active), *(float(name in gradients) for name in self._names)])
         began = time.perf_counter()
         self.kvstore.pushpull(_FLAGS, flags)
@@ -91,9 +91,10 @@ class LocalUpdateTrainer(Trainer, local_update_of=ServerTrainer):
         self._clear_gradients()
         return bool(flags[0])
 
-    def _push(self, names: list[str], samples: int) -> list[Ticket]:
-        """Push gradients that are in the store's memory. With 0 samples, tell the servers that there are none."""
-        return self.kvstore.push_bucket(self.kvstore.slots(names), float(samples), []) if names else []
+    def _push(self, names: list[str], samples: int, absent: int = 0) -> list[Ticket]:
+        """Push gradients that are in the store's memory, or tell the servers that `absent` samples give none."""
+        slots = self.kvstore.slots(names)
+        return self.kvstore.push_bucket(slots, float(samples), [], absent=float(absent)) if names else []
 
     def _take_part_without_data(self) -> None:
         """Make steps without samples until no worker has data."""

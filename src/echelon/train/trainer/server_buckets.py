@@ -60,11 +60,13 @@ class Bucket:
         """Push the gradients of some parameters, and tell the servers that the others have none."""
         self._pushed = self._push([self._slots[name] for name in given], samples) if given else []
         if absent := [slot for name, slot in self._slots.items() if name not in given]:
-            self._pushed += self._push(absent, 0)
+            self._pushed += self._push(absent, 0, absent=samples)
 
     def push_captured(self, samples: int, *, more: bool) -> None:
         """Push the bucket of a captured step. `more`: another bucket of the step follows soon."""
-        tickets = self._push(self._unused, 0, more=more or bool(self._used)) if self._unused else []
+        tickets = []
+        if self._unused:
+            tickets += self._push(self._unused, 0, more=more or bool(self._used), absent=samples)
         if self._used:
             tickets += self._push(self._used, samples, more=more)
         self._in_flight = tickets
@@ -74,9 +76,13 @@ class Bucket:
         self._unused = [self._slots[name] for name in names]
         self._used = [slot for name, slot in self._slots.items() if name not in names]
 
-    def _push(self, slots: Sequence[Slot], samples: int, *, factor_rank: int = 0, more: bool = False) -> list[Ticket]:
+    def _push(
+        self, slots: Sequence[Slot], samples: int, *, factor_rank: int = 0, more: bool = False, absent: int = 0
+    ) -> list[Ticket]:
         rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        return self._store.push_bucket(slots, float(samples), rates, factor_rank=factor_rank, more=more)
+        return self._store.push_bucket(
+            slots, float(samples), rates, factor_rank=factor_rank, more=more, absent=float(absent)
+        )
 
     def discard(self) -> None:
         """Discard the gradients of the current step, unless they were pushed."""
