@@ -88,19 +88,6 @@ def test_an_optimizer_that_servers_do_not_have_is_an_error() -> None:
     on_one_worker(program, "dist_sync")
 
 
-def test_servers_accept_no_schedule_but_that_of_the_learning_rate() -> None:
-    def program(kv: KVStore) -> None:
-        model = nn.Linear(4, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        trainer = echelon.Trainer(model, optimizer, kv)
-        model(torch.ones(3, 4)).sum().backward()
-        optimizer.param_groups[0]["momentum"] = 0.8
-        with pytest.raises(UsageError, match=r"momentum changed from 0.9 to 0.8"):
-            trainer.step(3)
-
-    on_one_worker(program, "dist_sync")
-
-
 def test_a_process_alone_may_clip_and_schedule_anything() -> None:
     def step(model: nn.Module, optimizer: Optimizer, trainer: echelon.Trainer | None, batch: Batch) -> None:
         loss_of(model, batch).backward()

@@ -181,11 +181,14 @@ class Init(_Message, frozen=True):
     overwrite: bool = False  # existing keys take the values too
 
 
+Setting = float | int | bool | str | list[float | int | bool | str | None] | None
+
+
 class OptimizerSpec(msgspec.Struct, frozen=True):
     """An optimizer as a name and numbers: the options of each parameter group, and the group of each key."""
 
     name: str
-    groups: list[dict[str, float | int | bool | list[float] | None]]
+    groups: list[dict[str, Setting]]
     members: dict[str, int] = {}
 
 
@@ -206,6 +209,7 @@ class Push(_Message, frozen=True):
     factor_rank  if above 0, the push carries the two factors of one key's gradient, which have this rank
     more         another push of the same step follows within milliseconds
     absent       if `samples` is 0: the samples in the worker's batch, of which none gives these keys a gradient
+    settings     of each parameter group, the settings other than lr that differ from those of SetOptimizer; None: none
     """
 
     id: int
@@ -219,6 +223,7 @@ class Push(_Message, frozen=True):
     factor_rank: int = 0
     more: bool = False
     absent: float = 0.0
+    settings: list[dict[str, Setting]] | None = None
 
 
 class Pull(_Message, frozen=True):
@@ -243,11 +248,11 @@ class GetStates(_Message, frozen=True):
 
 
 class PutStates(_Message, frozen=True):
-    """Restores the optimizer state that GetStates returned: one frame for each (key, state) pair."""
+    """Restores optimizer states: one frame for each entry, which is a key and the name of its state."""
 
     id: int
     steps: dict[int, int]
-    entries: list[tuple[int, int]]
+    entries: list[tuple[int, str]]
 
 
 class Ask(_Message, frozen=True):
@@ -272,7 +277,7 @@ class Done(_Message, frozen=True):
     """The request is complete. The weights are in the worker's shared memory or in the frames that follow.
 
     `staleness`: updates by others between the worker's last read and this push. `rounds_ahead`: of the slowest active
-    worker when the weights were read; SSP and GSP bound it.
+    worker when the weights were read; SSP and GSP bound it. `notice`: what the worker should warn its user about.
     """
 
     id: int
@@ -280,6 +285,7 @@ class Done(_Message, frozen=True):
     staleness: int = 0
     halt: bool = False
     rounds_ahead: int = 0
+    notice: str = ""
 
 
 class Failed(_Message, frozen=True):
@@ -291,11 +297,11 @@ class Failed(_Message, frozen=True):
 
 
 class States(_Message, frozen=True):
-    """Optimizer state: one frame for each (key, state) pair."""
+    """Optimizer states: the updates of each key, and one frame for each entry, a key and the name of its state."""
 
     id: int
     steps: dict[int, int]
-    entries: list[tuple[int, int]]
+    entries: list[tuple[int, str]]
 
 
 class Status(_Message, frozen=True):

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from echelon.cluster.messages import OptimizerSpec
+from echelon.cluster.messages import OptimizerSpec, Setting
 from echelon.errors import UsageError, unknown_name
 from echelon.optim import RULES, create
-
-Setting = float | int | bool | list[float] | None
 
 _TORCH: dict[str, type[Optimizer]] = {
     "sgd": SGD,
@@ -50,6 +48,40 @@ def spec_of(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
     return OptimizerSpec(name, [_options(optimizer, group) for group in optimizer.param_groups], members)
 
 
+class StepSettings:
+    """The settings of an optimizer that travel with every push. Schedules and loops may change any of them."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """The settings of now are those that the servers get with the optimizer's spec."""
+        self._optimizer = optimizer
+        self._known = [_options(optimizer, group) for group in optimizer.param_groups]
+        self._is_decoupled = _decoupled(optimizer)
+        self._seen: list[tuple[Any, ...]] = []
+        self._changes: list[dict[str, Setting]] | None = None
+
+    def rates(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def changes(self) -> list[dict[str, Setting]] | None:
+        """Return the other settings of each group that differ from those that the servers know; None if none do."""
+        names = [name for name in self._optimizer.defaults if name != "lr"]
+        seen = [tuple(map(group.get, names)) for group in self._optimizer.param_groups]
+        if seen != self._seen:
+            self._changes = self._find_changes()
+            self._seen = seen
+        return self._changes
+
+    def _find_changes(self) -> list[dict[str, Setting]] | None:
+        if _decoupled(self._optimizer) != self._is_decoupled:
+            raise UsageError("decoupled_weight_decay cannot change after the Trainer was created")
+        changes = []
+        for group, known in zip(self._optimizer.param_groups, self._known, strict=True):
+            options = _options(self._optimizer, group)
+            changes.append({name: value for name, value in options.items() if value != known[name] and name != "lr"})
+        return changes if any(changes) else None
+
+
 def spec_by_name(name: str, settings: Mapping[str, Any], style: str = "torch") -> OptimizerSpec:
     """Return the spec of an optimizer by name, with torch.optim's settings and defaults or, by `style`, MXNet's."""
     if not isinstance(name, str):
@@ -85,9 +117,16 @@ def _not_an_optimizer(given: object) -> UsageError:
     )
 
 
+def _decoupled(optimizer: Optimizer) -> set[bool]:
+    """Return the values of decoupled_weight_decay in the groups of an Adam or AdamW."""
+    if not isinstance(optimizer, Adam):
+        return set()
+    return {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+
+
 def _adam_or_adamw(optimizer: Optimizer) -> str:
     """Return adamw for torch's Adam with decoupled_weight_decay, which is the same optimizer."""
-    decoupled = {bool(group.get("decoupled_weight_decay")) for group in optimizer.param_groups}
+    decoupled = _decoupled(optimizer)
     if len(decoupled) > 1:
         raise UsageError("the servers run one optimizer: decoupled_weight_decay must be the same in all groups")
     return "adamw" if True in decoupled else "adam"

@@ -18,6 +18,7 @@ from echelon.cluster.messages import OptimizerSpec
 from echelon.cluster.placement import KeySpec
 from echelon.errors import DataError, UsageError
 from echelon.optim import RULES
+from echelon.server.kernels import Kernel, kernel_for
 from echelon.server.optimization import NO_OPTIMIZER
 
 SCALARS = frozenset({"step", "mu_product"})  # one number per key; all other states have the key's shape
@@ -58,23 +59,10 @@ def by_key(states: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def state_names(spec: OptimizerSpec, key: str) -> list[str]:
-    """Return torch.optim's names for the states of a key, in the order of `server/kernels.py`."""
+def kernel_of(spec: OptimizerSpec, key: str) -> Kernel | None:
+    """Return the servers' kernel for a key, or None if the optimizer does not update it."""
     group = spec.members.get(key, 0)
-    if group == NO_OPTIMIZER:
-        return []
-    options = spec.groups[group]
-    if spec.name in RULES:
-        return RULES[spec.name].state_names(options)
-    match spec.name:
-        case "sgd":
-            return ["momentum_buffer"] if options["momentum"] else []
-        case "adagrad":
-            return ["sum"]
-        case "rmsprop":
-            averages = ["grad_avg"] if options["centered"] else []
-            return ["square_avg", *averages, *(["momentum_buffer"] if options["momentum"] else [])]
-    return ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if options["amsgrad"] else [])]
+    return None if group == NO_OPTIMIZER else kernel_for(spec.name, spec.groups[group])
 
 
 def counts_updates(spec: OptimizerSpec) -> bool:
@@ -94,10 +82,12 @@ def check_fit(
             raise UsageError(
                 f"{source} has states for key {name!r}, which this job does not have; is it from another model?"
             )
-        wanted, given = state_names(spec, name), sorted(kinds.keys() - SCALARS)
-        if sorted(wanted) != given:
+        kernel, given = kernel_of(spec, name), sorted(kinds.keys() - SCALARS)
+        wanted = list(kernel.state_names) if kernel else []
+        late = kernel is not None and kernel.begins_states_late and kernel.possible_states.issuperset(given)
+        if sorted(wanted) != given and not late:
             raise UsageError(f"{source}: the states {given} of key {name!r} do not fit {spec.name}, which has {wanted}")
-        for kind in wanted:
+        for kind in given:
             if kinds[kind].numel() != keys[name].length:
                 raise UsageError(
                     f"{source}: state {kind} of key {name!r} has {kinds[kind].numel()} elements, "

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from echelon.cluster.placement import Layout, Piece, Segment, join
 from echelon.server.factored import Factored, summed_blocks
-from echelon.server.kernels import Kernel
+from echelon.server.kernels import Kernel, Progress
 from echelon.server.memory import Window, master_dtype, zeros
 
 _MAX_CACHED = 4096
@@ -34,11 +34,14 @@ class WeightedGradient(NamedTuple):
 
 
 class Update(NamedTuple):
-    """How keys are updated. `kernel` None: the sum replaces the weights. Keys with equal updates can share a run."""
+    """How keys are updated. `kernel` None: the sum replaces the weights. Keys with equal updates can share a run.
+
+    `progress` is that before the update.
+    """
 
     gradients: tuple[WeightedGradient, ...]
     kernel: Kernel | None
-    step: int
+    progress: Progress
     lr: float
     divisor: float
 
@@ -58,7 +61,7 @@ class Storage:
         self._layout = layout
         self._rank = rank
         self._weights: dict[int, Tensor] = {}
-        self._states: dict[int, list[Tensor]] = {}
+        self._states: dict[int, dict[str, Tensor]] = {}  # segment -> name -> state
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._joined: dict[tuple[int, ...], list[Piece]] = {}
 
@@ -70,18 +73,17 @@ class Storage:
             stored = self._weights[piece.segment] = zeros(self._size(segment), master_dtype(segment.dtype))
         return stored[piece.local : piece.local + piece.stop - piece.start]
 
-    def states(self, piece: Piece, kernel: Kernel) -> list[Tensor]:
-        """Return the optimizer states of a piece, as views. They are created at first use."""
-        fills = kernel.state_fills()
-        states = self._states.setdefault(piece.segment, [])
-        segment = self._layout.segments[piece.segment]
-        while len(states) < len(fills):
-            state = zeros(self._size(segment), master_dtype(segment.dtype))
-            if fill := fills[len(states)]:
-                state.fill_(fill)
-            states.append(state)
+    def states(self, piece: Piece, names: Sequence[str]) -> list[Tensor]:
+        """Return optimizer states of a piece by name, as views. They are created at first use, as zeros."""
         stop = piece.local + piece.stop - piece.start
-        return [state[piece.local : stop] for state in states[: len(fills)]]
+        return [self._state(piece.segment, name)[piece.local : stop] for name in names]
+
+    def _state(self, index: int, name: str) -> Tensor:
+        states = self._states.setdefault(index, {})
+        if name not in states:
+            segment = self._layout.segments[index]
+            states[name] = zeros(self._size(segment), master_dtype(segment.dtype))
+        return states[name]
 
     def run(self, tasks: Sequence[Task]) -> None:
         """Run tasks in order. Neighbouring tasks with equal updates and outputs run together."""
@@ -126,7 +128,7 @@ class Storage:
     def _update(self, piece: Piece, update: Update, outputs: Sequence[Window]) -> None:
         weights = self.weights(piece)
         kernel = update.kernel
-        states = self.states(piece, kernel) if kernel else []
+        states = self.states(piece, kernel.state_names) if kernel else []
         chunks = zip(
             _split(weights),
             self._sums(update.gradients, piece, weights.dtype),
@@ -140,7 +142,7 @@ class Storage:
             if kernel is None:
                 weight.copy_(total)
             else:
-                kernel.update(weight, total, state, update.step, update.lr, update.divisor, scale)
+                kernel.update(weight, total, state, update.progress, update.lr, update.divisor, scale)
             for copy in copies:
                 _copy_into(copy, weight)
 
@@ -154,8 +156,10 @@ class Storage:
             pieces = list(_cut_at_seams(whole, windows))
             for piece in pieces:
                 self._sum_into(total[piece.start - whole.start : piece.stop - whole.start], piece, update.gradients)
-            states = [state.view(shape) for state in self.states(whole, kernel)]
-            kernel.update(weights.view(shape), total.view(shape), states, update.step, update.lr, update.divisor, 1.0)
+            states = [state.view(shape) for state in self.states(whole, kernel.state_names)]
+            kernel.update(
+                weights.view(shape), total.view(shape), states, update.progress, update.lr, update.divisor, 1.0
+            )
             for piece in pieces:
                 self._copy(piece, outputs)
 

@@ -10,6 +10,10 @@ which needs one pass, serves an unfused SGD as well. With `fused=True` the user'
 contains the smaller step. MXNet's SGD divides the learning rate, which its momentum contains anyway. The adaptive
 optimizers divide the learning rate, because they would normalize a smaller gradient.
 
+Settings may change between updates, so a kernel has no memory: what an optimizer has done so far is in `Progress`, and
+a state begins when the first kernel that names it updates. torch's SGD begins its momentum late as well; the others of
+torch.optim fail if a setting begins to need a state after the first update, and `check_change` refuses that.
+
 `RuleKernel` runs any optimizer of `echelon.optim`; some of those need a key as a whole.
 """
 
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +37,17 @@ Options = Mapping[str, Any]
 States = Sequence[Tensor]
 
 
+class Progress(NamedTuple):
+    """What an optimizer has done with some keys so far: the number of updates, and the states that exist."""
+
+    step: int = 0
+    states: frozenset[str] = frozenset()
+
+
 class Kernel:
     """One optimizer with one set of options."""
 
+    begins_states_late = False  # a change of settings may need a state that does not exist yet
     divides_gradient = False  # by the divisor, instead of the learning rate
     scales_gradient = False  # applies the scale of a sum itself, which saves a pass over the gradient
     whole = False  # needs all elements of a key in one call
@@ -44,23 +56,42 @@ class Kernel:
         self.options = options
         self.exact = bool(options.get("fused"))
 
-    def state_fills(self) -> tuple[float, ...]:
-        """Return the initial value of each state."""
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The names of the states that `update` takes, in order; torch.optim's names."""
         raise NotImplementedError
 
-    def update(
-        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, divisor: float, scale: float
-    ) -> None:
-        """Update a piece in place. `step` counts from 1, and `scale` is 1 unless the kernel `scales_gradient`.
+    @property
+    def possible_states(self) -> frozenset[str]:
+        """The states that a key may have: with `begins_states_late`, those of other settings, too."""
+        return frozenset(self.state_names)
 
-        With scale 1 the gradient may be the worker's own memory, so kernels must not write to it.
+    def progress(self, before: Progress) -> Progress:
+        """Return the progress after an update."""
+        return Progress(before.step + 1, before.states.union(self.state_names))
+
+    def update(
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        states: States,
+        before: Progress,
+        lr: float,
+        divisor: float,
+        scale: float,
+    ) -> None:
+        """Update a piece in place. `before`: the progress so far. A state that it does not have is zero.
+
+        `scale` is 1 unless the kernel `scales_gradient`. Then the gradient may be the worker's own memory, so kernels
+        must not write to it.
         """
         raise NotImplementedError
 
 
 class Sgd(Kernel):
-    """torch.optim.SGD."""
+    """torch.optim.SGD. The first momentum of a key is its gradient, whenever momentum begins."""
 
+    begins_states_late = True
     divides_gradient = True
     scales_gradient = True
 
@@ -72,13 +103,26 @@ class Sgd(Kernel):
         self._nesterov = bool(options["nesterov"])
         self._maximize = bool(options["maximize"])
 
-    def state_fills(self) -> tuple[float, ...]:
-        return (0.0,) if self._momentum else ()
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self._momentum else ()
+
+    @property
+    def possible_states(self) -> frozenset[str]:
+        return frozenset({"momentum_buffer"})
 
     def update(
-        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, divisor: float, scale: float
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        states: States,
+        before: Progress,
+        lr: float,
+        divisor: float,
+        scale: float,
     ) -> None:
-        self._descend(weights, gradient, states, lr, self._dampening, self._weight_decay / divisor, step == 1, scale)
+        is_first = "momentum_buffer" not in before.states
+        self._descend(weights, gradient, states, lr, self._dampening, self._weight_decay / divisor, is_first, scale)
 
     def _descend(
         self,
@@ -124,7 +168,14 @@ class MxnetSgd(Sgd):
         self._prepares = options.get("rescale_grad", 1.0) != 1 or options.get("clip_gradient") is not None
 
     def update(
-        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, divisor: float, scale: float
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        states: States,
+        before: Progress,
+        lr: float,
+        divisor: float,
+        scale: float,
     ) -> None:
         if self._prepares:
             (gradient,), scale = SGD.prepared([gradient * scale], [weights], self.options), 1.0
@@ -148,9 +199,16 @@ class Functional(Kernel):
         raise NotImplementedError
 
     def update(
-        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, divisor: float, scale: float
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        states: States,
+        before: Progress,
+        lr: float,
+        divisor: float,
+        scale: float,
     ) -> None:
-        steps_before = [torch.tensor(float(step - 1))]
+        steps_before = [torch.tensor(float(before.step))]
         lists = self._lists(states)
         type(self)._function(
             [weights], [gradient], *lists, steps_before, foreach=False, lr=lr / divisor, **self._keywords
@@ -168,8 +226,9 @@ class Adam(Functional):
         beta1, beta2 = options["betas"]
         self._keywords |= {"beta1": beta1, "beta2": beta2, "fused": self.exact}
 
-    def state_fills(self) -> tuple[float, ...]:
-        return (0.0, 0.0, 0.0) if self.options["amsgrad"] else (0.0, 0.0)
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if self.options["amsgrad"] else ()))
 
     def _lists(self, states: States) -> list[list[Tensor]]:
         return [[states[0]], [states[1]], list(states[2:])]
@@ -191,11 +250,26 @@ class Adagrad(Functional):
         super().__init__(options)
         self._keywords["fused"] = self.exact
 
-    def state_fills(self) -> tuple[float, ...]:
-        return (float(self.options["initial_accumulator_value"]),)
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("sum",)
 
     def _lists(self, states: States) -> list[list[Tensor]]:
         return [[states[0]]]
+
+    def update(
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        states: States,
+        before: Progress,
+        lr: float,
+        divisor: float,
+        scale: float,
+    ) -> None:
+        if not before.step:
+            states[0].fill_(float(self.options["initial_accumulator_value"]))
+        super().update(weights, gradient, states, before, lr, divisor, scale)
 
 
 class RMSprop(Functional):
@@ -204,8 +278,10 @@ class RMSprop(Functional):
     _function = staticmethod(rmsprop)
     _passed = ("alpha", "eps", "weight_decay", "momentum", "centered", "maximize")
 
-    def state_fills(self) -> tuple[float, ...]:
-        return (0.0,) * (1 + bool(self.options["centered"]) + bool(self.options["momentum"]))
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        averages = ("square_avg", "grad_avg") if self.options["centered"] else ("square_avg",)
+        return (*averages, *(("momentum_buffer",) if self.options["momentum"] else ()))
 
     def _lists(self, states: States) -> list[list[Tensor]]:
         averages = 1 + bool(self.options["centered"])
@@ -215,17 +291,32 @@ class RMSprop(Functional):
 class RuleKernel(Kernel):
     """An optimizer of `echelon.optim`."""
 
+    begins_states_late = True
+
     def __init__(self, rule: type[Rule], options: Options) -> None:
         super().__init__(options)
         self._rule = rule
         self.divides_gradient = rule.divides_gradient
         self.whole = rule.whole
 
-    def state_fills(self) -> tuple[float, ...]:
-        return (0.0,) * len(self._rule.state_names(self.options))
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(self._rule.state_names(self.options))
+
+    @property
+    def possible_states(self) -> frozenset[str]:
+        most = {name: 2.0 for name in ("momentum", "batch_scale") if name in self.options}
+        return frozenset(self._rule.state_names({**self.options, **most}))
 
     def update(
-        self, weights: Tensor, gradient: Tensor, states: States, step: int, lr: float, divisor: float, scale: float
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        states: States,
+        before: Progress,
+        lr: float,
+        divisor: float,
+        scale: float,
     ) -> None:
         rate = 1.0 if self._rule.ignores_rate else lr
         options = self.options
@@ -233,7 +324,7 @@ class RuleKernel(Kernel):
             rate /= divisor
         elif divisor != 1 and options.get("clip_gradient") is not None:  # the limit is that of an undivided gradient
             options = {**options, "clip_gradient": options["clip_gradient"] / divisor}
-        self._rule.apply(weights, gradient, states, step, rate, options)
+        self._rule.apply(weights, gradient, states, before.step + 1, rate, options)
 
 
 KERNELS: dict[str, Callable[[Options], Kernel]] = {
@@ -254,7 +345,21 @@ def kernel_for(name: str, options: Options) -> Kernel:
     try:
         kernel = KERNELS[name](options)
         float(options["lr"])
-        kernel.state_fills()
+        _ = kernel.state_names
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"the options of optimizer {name!r} are incomplete or invalid: {error!r}") from error
     return kernel
+
+
+def check_change(name: str, known: Kernel, changed: Kernel) -> None:
+    """Raise UsageError if other settings need a state that was not begun at the first update, as in torch.optim."""
+    missing = sorted(set(changed.state_names) - set(known.state_names))
+    if missing and not changed.begins_states_late:
+        names = [option for option, value in changed.options.items() if value != known.options.get(option)]
+        changes = ", ".join(
+            f"{option} from {known.options.get(option)} to {changed.options[option]}" for option in names
+        )
+        raise UsageError(
+            f"{name} cannot change {changes} after the first step: it would need the state {', '.join(missing)}, which "
+            "torch.optim creates in the first step only; begin with that setting"
+        )

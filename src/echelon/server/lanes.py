@@ -8,7 +8,7 @@ it in two, each with a copy of the state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from echelon.schemes import Engine
 
@@ -46,6 +46,10 @@ class Lanes:
     def lane_of(self, key: int) -> int:
         """Return the lane of a key."""
         return self._lane_of[key]
+
+    def all(self) -> Iterable[int]:
+        """Return all keys."""
+        return self._lane_of.keys()
 
     def __contains__(self, key: int) -> bool:
         return key in self._lane_of

@@ -1,31 +1,42 @@
-"""The optimizer of a server: its kernels, the step count of each lane, and the tasks of an update."""
+"""The optimizer of a server: its kernels, the progress of each lane, and the tasks of an update.
+
+Every push carries the learning rates of its step, and the other settings if they differ from those that the optimizer
+was set with. In a round of several workers, those of the lowest rank count, and all workers of the round are told of a
+difference.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from echelon.cluster.messages import OptimizerSpec
+from echelon.cluster.messages import OptimizerSpec, Setting
 from echelon.cluster.placement import Layout
 from echelon.errors import UsageError
 from echelon.schemes import Apply
 from echelon.server.execute import Task, Update, WeightedGradient
-from echelon.server.kernels import Kernel, kernel_for
+from echelon.server.kernels import Kernel, Progress, check_change, kernel_for
 from echelon.server.memory import Window
 
 INTEGER_KEY = "an optimizer cannot update integers"
 NO_OPTIMIZER = -1  # the group of keys with plain values: the sum of pushes replaces the value
+_MAX_CACHED = 256  # kernels: a schedule of the momentum needs a new one in every step
+Settings = Sequence[Mapping[str, Setting]]
 
 
 @dataclass(slots=True, eq=False)
 class PushedGradient:
-    """A gradient that waits to be applied. `samples` None: it is added without a weight. `absent`: see `Push`."""
+    """A gradient that waits to be applied. `samples` None: it is added without a weight. `absent`: see `Push`.
+
+    `settings` has the changed settings of each parameter group; None: they are those that the optimizer was set with.
+    """
 
     window: Window
     samples: float | None
     lrs: list[float]
     absent: float = 0.0
+    settings: Settings | None = None
 
 
 class Optimization:
@@ -37,7 +48,8 @@ class Optimization:
         self._kernels: list[Kernel] = []
         self._plans: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # lane -> its keys by parameter group
         self._integer_keys: set[int] = set()
-        self.steps: dict[int, int] = {}  # lane -> updates so far
+        self._progress: dict[int, dict[int, Progress]] = {}  # lane -> parameter group -> progress of its keys
+        self._variants: dict[tuple[object, ...], Kernel] = {}  # kernels by parameter group and changed settings
 
     @property
     def has_optimizer(self) -> bool:
@@ -61,7 +73,7 @@ class Optimization:
 
     def add(self, key: int) -> None:
         """Add a new key, which is a lane by itself and has no updates."""
-        self.steps[key] = 0
+        self._progress[key] = {}
         if "float" not in self._layout.slots[key].spec.dtype:
             self._integer_keys.add(key)
 
@@ -72,47 +84,104 @@ class Optimization:
                 spec = self._layout.slots[key].spec
                 raise UsageError(f"key {spec.name!r} is {spec}: {INTEGER_KEY}")
 
-    def check_rates(self, lrs: Sequence[float]) -> None:
-        """Check that a push carries one learning rate per parameter group, or none."""
-        if lrs and len(lrs) != len(self._kernels):
-            raise UsageError(
-                f"the push has {len(lrs)} learning rates, but the optimizer has {len(self._kernels)} parameter groups"
-            )
+    def check_settings(self, lrs: Sequence[float], settings: Settings | None) -> None:
+        """Check that a push has one learning rate per parameter group, or none, and settings that are possible."""
+        for what, given in (("learning rates", lrs), ("changed settings", settings)):
+            if given and len(given) != len(self._kernels):
+                raise UsageError(
+                    f"the push has {what} of {len(given)} parameter groups, but the optimizer has {len(self._kernels)}"
+                )
+        for group, changes in enumerate(settings or ()):
+            self._kernel(group, changes)
 
     def kernel(self, key: int) -> Kernel | None:
-        """Return the kernel that updates a key, or None if the key holds plain values."""
+        """Return the kernel that a key's optimizer was set with, or None if the key holds plain values."""
         group = self._group(key)
         return None if group == NO_OPTIMIZER else self._kernels[group]
 
+    def progress(self, lane: int, key: int) -> Progress:
+        """Return what the optimizer has done with a key of a lane."""
+        return self._progress[lane].get(self._group(key), Progress())
+
+    def set_progress(self, lane: int, key: int, progress: Progress) -> None:
+        """Replace what the optimizer has done with a key, whose states were loaded."""
+        self._progress[lane][self._group(key)] = progress
+
     def tasks(self, action: Apply, keys: tuple[int, ...], pushes: Sequence[PushedGradient]) -> list[Task]:
         """Count an update of a lane and return its tasks, one for each parameter group among its keys."""
-        self.steps[action.key] += 1
         total = sum(part.samples or 0.0 for part in action.contributions) + action.absent
         shares = [1.0 if part.samples is None else part.samples / total for part in action.contributions]
+        lrs, settings = pushes[0].lrs, pushes[0].settings
+        before = dict(self._progress[action.key])
         tasks = []
         for group, members in self._plan(action.key, keys):
-            kernel = None if group == NO_OPTIMIZER else self._kernels[group]
+            kernel = None if group == NO_OPTIMIZER else self._kernel(group, settings[group] if settings else {})
             divisor = action.divisor if kernel is not None and kernel.divides_gradient else 1
             gradients = tuple(
                 WeightedGradient(pushed.window, share / divisor) for pushed, share in zip(pushes, shares, strict=True)
             )
-            lr = self._rate(kernel, group, pushes[0].lrs)
-            tasks.append(Task(members, Update(gradients, kernel, self.steps[action.key], lr, action.divisor), ()))
+            lr = self._rate(kernel, group, lrs)
+            progress = before.get(group, Progress())
+            if kernel is not None:
+                self._progress[action.key][group] = kernel.progress(progress)
+            tasks.append(Task(members, Update(gradients, kernel, progress, lr, action.divisor), ()))
         return tasks
 
+    def disagreement(self, ranks: Sequence[int], pushes: Sequence[PushedGradient]) -> str:
+        """Return how the settings of a round's workers differ, or an empty text. Those of the first worker count."""
+        first = pushes[0]
+        for rank, pushed in zip(ranks[1:], pushes[1:], strict=True):
+            if pushed.lrs == first.lrs and pushed.settings == first.settings:
+                continue
+            for group in range(len(self._kernels)):
+                own, other = (self._settings(group, gradient) for gradient in (first, pushed))
+                for name in (name for name in own if own[name] != other[name]):
+                    return (
+                        f"worker {ranks[0]} has {name} {own[name]} in parameter group {group}, but worker {rank} has "
+                        f"{other[name]} in the same step; the servers use worker {ranks[0]}'s. Give all workers the "
+                        "same schedule"
+                    )
+        return ""
+
+    def _settings(self, group: int, pushed: PushedGradient) -> dict[str, Setting]:
+        changes = pushed.settings[group] if pushed.settings else {}
+        rate = {"lr": pushed.lrs[group]} if pushed.lrs else {}
+        return {**self._kernels[group].options, **changes, **rate}
+
     def unite(self, keys: tuple[int, ...], lane: int) -> bool:
-        """Merge keys into a lane. Return False if their step counts differ because states were loaded."""
-        if len({self.steps[key] for key in keys}) > 1:
-            return False
+        """Merge keys into a lane. Return False if their progress differs because states were loaded."""
+        found: dict[int, Progress] = {}
         for key in keys:
-            self.steps[lane] = self.steps.pop(key)
+            progress = self.progress(key, key)
+            if found.setdefault(self._group(key), progress) != progress:
+                return False
+        for key in keys:
+            del self._progress[key]
             self._plans.pop(key, None)
+        self._progress[lane] = found
         return True
 
     def split(self, lane: int, parts: tuple[int, ...]) -> None:
         """Replace a lane by its parts."""
         self._plans.pop(lane, None)
-        self.steps |= dict.fromkeys(parts, self.steps.pop(lane))
+        progress = self._progress.pop(lane)
+        self._progress |= {part: dict(progress) for part in parts}
+
+    def _kernel(self, group: int, changes: Mapping[str, Setting]) -> Kernel:
+        """Return the kernel of a parameter group. Equal settings give the same kernel."""
+        known = self._kernels[group]
+        if not changes:
+            return known
+        cached = (group, *((name, _hashable(value)) for name, value in changes.items()))
+        kernel = self._variants.get(cached)
+        if kernel is None:
+            assert self._spec is not None
+            kernel = kernel_for(self._spec.name, {**known.options, **changes})
+            check_change(self._spec.name, known, kernel)
+            if len(self._variants) >= _MAX_CACHED:
+                self._variants.clear()
+            self._variants[cached] = kernel
+        return kernel
 
     def _rate(self, kernel: Kernel | None, group: int, lrs: Sequence[float]) -> float:
         if kernel is None:
@@ -136,3 +205,7 @@ class Optimization:
 def _described(spec: OptimizerSpec) -> str:
     groups = (", ".join(f"{name}={value}" for name, value in sorted(options.items())) for options in spec.groups)
     return f"{spec.name}({'; '.join(groups)})"
+
+
+def _hashable(value: Setting) -> object:
+    return tuple(value) if isinstance(value, list) else value

@@ -34,6 +34,7 @@ class PendingRequest:
     version: int = 0
     staleness: int = 0
     rounds_ahead: int = 0
+    notice: str = ""
 
 
 class PendingRequests:
@@ -145,9 +146,11 @@ class PendingRequests:
 
     def _updates(self, action: Apply) -> list[Task]:
         gradients = [self._gradients.pop((part.worker, action.key, action.clock)) for part in action.contributions]
+        notice = self._optimization.disagreement([part.worker for part in action.contributions], gradients)
         for part in action.contributions:
             for pending in self._pulls.get((part.worker, action.key, action.clock + 1), ()):
                 pending.staleness = max(pending.staleness, part.staleness)
+                pending.notice = pending.notice or notice
         return self._optimization.tasks(action, self.lanes.keys(action.key), gradients)
 
     def _with_outputs(self, reply: Reply, tasks: list[Task], answers: list[tuple[PendingRequest, Reply]]) -> list[Task]:
@@ -175,7 +178,7 @@ class PendingRequests:
         if not pending.waiting and self._pending.get(pending.worker, {}).pop(pending.id, None) is not None:
             frames = pending.output.buffers() if isinstance(pending.output, Framed) else ()
             halt = self._halt_clock is not None and self._halt_clock < pending.clock
-            done = Done(pending.id, pending.version, pending.staleness, halt, pending.rounds_ahead)
+            done = Done(pending.id, pending.version, pending.staleness, halt, pending.rounds_ahead, pending.notice)
             self._answer(pending.worker, done, frames)
 
     def _split(self, lane: int, parts: tuple[int, ...]) -> None:

@@ -7,7 +7,7 @@ This module checks what all workers must agree on and dispatches requests. `pend
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -36,6 +36,7 @@ from echelon.cluster.placement import Layout
 from echelon.errors import UsageError
 from echelon.schemes import Engine, Rules, rules_for
 from echelon.server.execute import Storage, Task, Update, WeightedGradient
+from echelon.server.kernels import Progress
 from echelon.server.memory import Mapped, RequestTensors, as_tensor
 from echelon.server.optimization import Optimization, PushedGradient
 from echelon.server.pending_requests import PendingRequests
@@ -148,7 +149,7 @@ class Shard:
             lanes.add(key)
             self._optimization.add(key)
         written = keys if request.overwrite else new_keys
-        self._storage.run([Task(written, Update((WeightedGradient(values, 1.0),), None, 0, 0.0, 1), ())])
+        self._storage.run([Task(written, Update((WeightedGradient(values, 1.0),), None, Progress(), 0.0, 1), ())])
 
     # --- push and pull
 
@@ -161,10 +162,10 @@ class Shard:
         if not rules.sums_over_everybody and not self._optimization.has_optimizer:
             raise UsageError(f"{rules.name} needs an optimizer on the servers: call set_optimizer before push")
         self._optimization.check_keys(request.keys)
-        self._optimization.check_rates(request.lrs)
+        self._optimization.check_settings(request.lrs, request.settings)
         memory = self._workers[worker]
         window = self._tensors.pushed(memory.gradients, request, frames)
-        gradient = PushedGradient(window, request.samples, request.lrs, request.absent)
+        gradient = PushedGradient(window, request.samples, request.lrs, request.absent, request.settings)
         memory.last_push = time.monotonic()
         output = self._tensors.outgoing(memory.weights, request.keys, request.framed) if request.pull else None
         if request.halt:
@@ -219,38 +220,51 @@ class Shard:
         return f"worker {worker} to push clock {clock} ({ago})"
 
     def _get_states(self, request: GetStates) -> tuple[States, list[memoryview]]:
-        lanes, steps = self._configured().lanes, self._optimization.steps
-        keys = sorted(key for lane in steps for key in lanes.keys(lane) if self._optimization.kernel(key))
-        entries: list[tuple[int, int]] = []
+        lanes, optimization = self._configured().lanes, self._optimization
+        progress = {
+            key: optimization.progress(lanes.lane_of(key), key)
+            for key in sorted(lanes.all())
+            if optimization.kernel(key)
+        }
+        entries: list[tuple[int, str]] = []
         frames: list[memoryview] = []
-        for key in keys:
-            for index, state in self._states(key):
-                entries.append((key, index))
+        for key, made in progress.items():
+            for name, state in self._states(key, sorted(made.states)):
+                entries.append((key, name))
                 frames.append(state.clone().numpy().data)
-        return States(request.id, {key: steps[lanes.lane_of(key)] for key in keys}, entries), frames
+        return States(request.id, {key: made.step for key, made in progress.items()}, entries), frames
 
     def _put_states(self, request: PutStates, frames: Sequence[memoryview]) -> None:
         if not self._optimization.has_optimizer:
             raise UsageError("set the optimizer before its states are loaded")
         if request.steps:
             self._check_keys(list(request.steps))
-        keys = dict.fromkeys(key for key, _ in request.entries)
-        states = [state for key in keys for _, state in self._states(key)]
+        names: dict[int, dict[str, None]] = {key: {} for key in request.steps}
+        for key, name in request.entries:
+            names[key][name] = None
+        states = [state for key, found in names.items() for _, state in self._states(key, list(found))]
         if [state.nbytes for state in states] != [len(frame) for frame in frames]:
             raise UsageError("the optimizer states do not fit the keys and the optimizer of this job")
         for state, frame in zip(states, frames, strict=True):
             state.copy_(as_tensor(bytearray(frame), str(state.dtype).removeprefix("torch.")))
-        lanes = self._configured().lanes
-        for key, step in request.steps.items():
-            self._optimization.steps[lanes.lane_of(key)] = step
+        self._set_progress({key: Progress(request.steps[key], frozenset(found)) for key, found in names.items()})
 
-    def _states(self, key: int) -> list[tuple[int, Tensor]]:
-        """Return the states of a key on this server, piece by piece, each with its index."""
-        kernel = self._optimization.kernel(key)
-        if kernel is None:
-            return []
+    def _set_progress(self, progress: Mapping[int, Progress]) -> None:
+        """Set the progress of keys, after splitting lanes whose keys do not have the same any more."""
+        lanes = self._configured().lanes
+        for made in dict.fromkeys(progress.values()):
+            lanes.resolve([key for key, its in progress.items() if its == made], pushed=False)
+        for key, made in progress.items():
+            self._optimization.set_progress(lanes.lane_of(key), key, made)
+
+    def _states(self, key: int, names: Sequence[str]) -> list[tuple[str, Tensor]]:
+        """Return states of a key on this server, piece by piece, each with its name."""
         pieces = self._layout.pieces(self._layout.slots[key], self.rank)
-        return [entry for piece in pieces for entry in enumerate(self._storage.states(piece, kernel))]
+        return [
+            (name, state)
+            for piece in pieces
+            for name, state in zip(names, self._storage.states(piece, names), strict=True)
+        ]
 
 
 def _rules(config: Configure) -> Rules:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from echelon.errors import UsageError
 from echelon.kvstore.optimizer_spec import spec_by_name
 from echelon.optim import LBSGD, NAG, SGD, Adamax, GroupAdaGrad, Nadam, Rule, create
-from echelon.server.kernels import kernel_for
+from echelon.server.kernels import Progress, kernel_for
 from mxnet_optimizers import CASES, RATES, RECORDED_UPDATES, assert_close, inputs, recorded, settings_of
 
 pytestmark = pytest.mark.numeric
@@ -48,12 +48,12 @@ def test_servers_compute_the_same_bits(case: str) -> None:
     kernel = kernel_for(spec.name, spec.groups[0])
     weights, gradients = inputs()
     whole = weights.repeat(copies, 1)
-    states = [torch.full_like(whole, fill) for fill in kernel.state_fills()]
+    states = [torch.zeros_like(whole) for _ in kernel.state_names]
     cuts = [slice(None)] if kernel.whole else [slice(0, 16), slice(16, 48), slice(48, None)]
     for number, (gradient, rate) in enumerate(zip(gradients, RATES, strict=True)):
         total = gradient.repeat(copies, 1)
         for cut in cuts:
-            kernel.update(whole[cut], total[cut], [state[cut] for state in states], number + 1, rate, 1, 1.0)
+            kernel.update(whole[cut], total[cut], [state[cut] for state in states], Progress(number), rate, 1, 1.0)
         assert torch.equal(whole, expected[number]), f"update {number + 1}"
 
 
@@ -68,8 +68,8 @@ def test_a_divided_step_is_smaller(case: str) -> None:
     steps = []
     for divisor in (1, 4):
         weights = torch.ones(64)
-        states = [torch.full_like(weights, fill) for fill in kernel.state_fills()]
-        kernel.update(weights, torch.full((64,), 0.5), states, 1, 0.01, divisor, 1.0)
+        states = [torch.zeros_like(weights) for _ in kernel.state_names]
+        kernel.update(weights, torch.full((64,), 0.5), states, Progress(), 0.01, divisor, 1.0)
         steps.append(float(weights[0]) - 1)
     assert steps[1] / steps[0] == pytest.approx(1 / 4, rel=1e-3)
 

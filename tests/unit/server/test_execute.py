@@ -11,7 +11,7 @@ from torch import Tensor
 from echelon.cluster.placement import ALIGN, KeySpec, Layout, Piece
 from echelon.server.execute import CHUNK, Storage, Task, Update, WeightedGradient
 from echelon.server.factored import Factored
-from echelon.server.kernels import Kernel, kernel_for
+from echelon.server.kernels import Kernel, Progress, kernel_for
 from echelon.server.memory import FRAME_ELEMENTS, Mapped, Window, empty_frames, frame_pieces
 
 pytestmark = pytest.mark.numeric
@@ -23,25 +23,26 @@ class Recorder(Kernel):
     """Subtracts the scaled gradient and records the calls."""
 
     def __init__(
-        self, *, exact: bool = False, whole: bool = False, scales: bool = False, fills: Sequence[float] = ()
+        self, *, exact: bool = False, whole: bool = False, scales: bool = False, names: Sequence[str] = ()
     ) -> None:
         super().__init__({"fused": exact})
         self.whole = whole
         self.scales_gradient = scales
-        self._fills = tuple(fills)
+        self._names = tuple(names)
         self.lengths: list[int] = []
         self.scales: list[float] = []
         self.places: list[int] = []
 
-    def state_fills(self) -> tuple[float, ...]:
-        return self._fills
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return self._names
 
     def update(
         self,
         weights: Tensor,
         gradient: Tensor,
         states: Sequence[Tensor],
-        step: int,
+        before: Progress,
         lr: float,
         divisor: float,
         scale: float,
@@ -96,7 +97,7 @@ class Keys:
 
 
 def update(*gradients: tuple[Window, float], kernel: Kernel | None = None) -> Update:
-    return Update(tuple(WeightedGradient(*gradient) for gradient in gradients), kernel, 1, 0.1, 1)
+    return Update(tuple(WeightedGradient(*gradient) for gradient in gradients), kernel, Progress(), 0.1, 1)
 
 
 def replaced(storage: Storage, keys: Keys, *gradients: tuple[Window, float]) -> Mapped:
@@ -224,13 +225,14 @@ def test_a_whole_kernel_gets_each_key_in_one_call() -> None:
         assert torch.equal(keys.values(output, key), -(keys.values(one, key) + keys.values(two, key)))
 
 
-def test_states_start_with_their_fills_and_are_kept() -> None:
+def test_states_start_as_zeros_and_are_kept_by_name() -> None:
     keys = Keys(64)
-    storage, kernel = keys.storage(), Recorder(fills=(0.0, 0.5))
+    storage = keys.storage()
     (piece,) = keys.layout.pieces(keys.slots[0], 0)
-    for step in range(3):
-        assert [set(state.tolist()) for state in storage.states(piece, kernel)] == [{step}, {0.5 + step}]
-        storage.run([Task((0,), update((keys.window(1), 1.0), kernel=kernel), ())])
+    for names in (("one", "two"), ("two",), ("two", "three")):
+        storage.run([Task((0,), update((keys.window(1), 1.0), kernel=Recorder(names=names)), ())])
+    states = storage.states(piece, ("three", "two", "one"))
+    assert [set(state.tolist()) for state in states] == [{1}, {3}, {1}]
 
 
 # --- pieces, frames and servers
@@ -273,7 +275,7 @@ def test_servers_together_do_what_one_does(num_servers: int) -> None:
                 step = Update(
                     (WeightedGradient(keys.window(seed), 0.5), WeightedGradient(keys.window(9), 0.5)),
                     kernel_for("sgd", SGD),
-                    seed + 1,
+                    Progress(seed, frozenset({"momentum_buffer"}) if seed else frozenset()),
                     0.1,
                     1,
                 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tolerances
-from echelon.server.kernels import kernel_for
+from echelon.server.kernels import Progress, kernel_for
 
 pytestmark = pytest.mark.numeric
 
@@ -19,7 +19,7 @@ FTRL = {"lr": 0.1, "lamda1": 0.0, "beta": 1.0, "weight_decay": 0.0, "rescale_gra
 def test_sgd_scales_a_gradient_in_the_precision_of_the_weights(dtype: torch.dtype, scale: float) -> None:
     weights, gradient = torch.zeros(128, dtype=dtype), torch.linspace(0.5, 2, 128, dtype=dtype)
     expected = gradient * (-0.1 * scale)
-    kernel_for("sgd", SGD).update(weights, gradient, [], 1, 0.1, 1 / scale, scale)
+    kernel_for("sgd", SGD).update(weights, gradient, [], Progress(), 0.1, 1 / scale, scale)
     bound = tolerances.reordering(dtype, terms=1, steps=1)
     torch.testing.assert_close(weights, expected, rtol=bound, atol=0)
 
@@ -27,8 +27,8 @@ def test_sgd_scales_a_gradient_in_the_precision_of_the_weights(dtype: torch.dtyp
 def test_ftrl_clips_the_gradient_before_it_is_divided() -> None:
     def after_one_push(clip: float | None, gradient: float, divisor: float) -> torch.Tensor:
         kernel = kernel_for("ftrl", FTRL | {"clip_gradient": clip})
-        weights, states = torch.zeros(64), [torch.zeros(64) for _ in kernel.state_fills()]
-        kernel.update(weights, torch.full((64,), gradient / divisor), states, 1, 0.1, divisor, 1.0)
+        weights, states = torch.zeros(64), [torch.zeros(64) for _ in kernel.state_names]
+        kernel.update(weights, torch.full((64,), gradient / divisor), states, Progress(), 0.1, divisor, 1.0)
         return weights
 
     for divisor in (1.0, 4.0):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from echelon.cluster.messages import GetStates, OptimizerSpec, PutStates, States
-from echelon.cluster.placement import Layout, Slot
+from echelon.cluster.placement import Layout, Piece, Slot
 from echelon.kvstore.servers.client import Client
-from echelon.kvstore.state_files import by_key, check_fit, counts_updates, state_names
+from echelon.kvstore.state_files import SCALARS, by_key, check_fit, counts_updates
 from echelon.server.memory import master_dtype
 
 _STEP_OF_UNCOUNTED = 1  # any count above 0: the step is not the first one
@@ -25,22 +27,17 @@ def gather(client: Client, layout: Layout, spec: OptimizerSpec) -> dict[str, Ten
         answer = ticket.response
         assert isinstance(answer, States)
         frames = iter(ticket.frames)
-        counts: dict[int, int] = {}
-        for key, index in answer.entries:
-            counts[key] = max(counts.get(key, 0), index + 1)
-        for key, step in answer.steps.items():
+        for key, entries in itertools.groupby(answer.entries, key=itemgetter(0)):
             slot = layout.slots[key]
-            names = state_names(spec, str(slot.spec.name)) if step else []
-            if step and counts_updates(spec) and names:
-                found[f"{slot.spec.name}/step"] = torch.tensor(float(step))
+            names = list(dict.fromkeys(name for _, name in entries))
+            if counts_updates(spec):
+                found[f"{slot.spec.name}/step"] = torch.tensor(float(answer.steps[key]))
             for piece in layout.pieces(slot, ticket.server):
                 stop = min(piece.stop, slot.start + slot.length)
-                for index in range(counts.get(key, 0)):
-                    frame = next(frames)
-                    if index < len(names):
-                        flat = found.setdefault(f"{slot.spec.name}/{names[index]}", _empty(slot)).view(-1)
-                        received = torch.frombuffer(bytearray(frame), dtype=flat.dtype)
-                        flat[piece.start - slot.start : stop - slot.start] = received[: stop - piece.start]
+                for name in names:
+                    flat = found.setdefault(f"{slot.spec.name}/{name}", _empty(slot)).view(-1)
+                    received = torch.frombuffer(bytearray(next(frames)), dtype=flat.dtype)
+                    flat[piece.start - slot.start : stop - slot.start] = received[: stop - piece.start]
     return found
 
 
@@ -49,26 +46,31 @@ def scatter(source: str, client: Client, layout: Layout, spec: OptimizerSpec, st
     given = by_key(states)
     slots = {str(slot.spec.name): slot for slot in layout.slots.values()}
     check_fit(source, spec, {name: slot.spec for name, slot in slots.items()}, given)
-    ordered = {name: [kinds[kind] for kind in state_names(spec, name)] for name, kinds in given.items()}
     requests = []
     for server in range(layout.num_servers):
-        entries: list[tuple[int, int]] = []
+        entries: list[tuple[int, str]] = []
         frames: list[memoryview] = []
         here: dict[int, int] = {}
-        for name, tensors in ordered.items():
+        for name, kinds in given.items():
             slot = slots[name]
             pieces = layout.pieces(slot, server)
             if pieces:
-                here[slot.key] = int(given[name].get("step", torch.tensor(_STEP_OF_UNCOUNTED)))
+                here[slot.key] = int(kinds.get("step", torch.tensor(_STEP_OF_UNCOUNTED)))
             for piece in pieces:
-                for index, state in enumerate(tensors):
-                    part = torch.zeros(piece.stop - piece.start, dtype=master_dtype(slot.spec.dtype))
-                    stop = min(piece.stop, slot.start + slot.length)
-                    part[: stop - piece.start] = state.reshape(-1)[piece.start - slot.start : stop - slot.start]
-                    entries.append((slot.key, index))
-                    frames.append(part.numpy().data)
+                for kind, state in kinds.items():
+                    if kind not in SCALARS:
+                        entries.append((slot.key, kind))
+                        frames.append(_part(state, slot, piece).numpy().data)
         requests.append((server, PutStates(client.next_id(), here, entries), frames))
     client.wait([client.send(server, request, frames) for server, request, frames in requests])
+
+
+def _part(state: Tensor, slot: Slot, piece: Piece) -> Tensor:
+    """Return a piece of a state, with zeros for the padding after the key."""
+    part = torch.zeros(piece.stop - piece.start, dtype=master_dtype(slot.spec.dtype))
+    stop = min(piece.stop, slot.start + slot.length)
+    part[: stop - piece.start] = state.reshape(-1)[piece.start - slot.start : stop - slot.start]
+    return part
 
 
 def _empty(slot: Slot) -> Tensor:

@@ -10,6 +10,7 @@ none of them makes a step that the others do not make.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from echelon.cluster.messages import Configure, Done, OptimizerSpec, Retire, SetOptimizer
+from echelon.cluster.messages import Configure, Done, OptimizerSpec, Retire, SetOptimizer, Setting
 from echelon.cluster.placement import KeySpec, Slot
 from echelon.errors import UsageError
 from echelon.kvstore import state_files
@@ -29,6 +30,8 @@ from echelon.kvstore.store import KVStore
 from echelon.kvstore.values import Key, Keys, Values, as_keys
 from echelon.observe.events import EventLog
 from echelon.transport.interface import Transport
+
+log = logging.getLogger(__name__)
 
 
 class ServerStore(KVStore):
@@ -52,6 +55,7 @@ class ServerStore(KVStore):
         self._client = client
         self._wire = Wire(client, len(session.servers), transport, events)
         self._halt_requested = False
+        self._noticed = False  # whether a notice of the servers was logged; a later one would say the same
         self._to_all(lambda i: Configure(i, session.rank, self.kind.name, staleness, groups, lr_scale))
 
     # --- who and where
@@ -179,15 +183,17 @@ class ServerStore(KVStore):
         samples: float,
         lrs: list[float],
         *,
+        settings: list[dict[str, Setting]] | None = None,
         factor_rank: int = 0,
         more: bool = False,
         absent: float = 0.0,
     ) -> list[Ticket]:
         """Push the gradients that are in `views`, ask for the new weights, and do not wait.
 
-        `factor_rank` above 0: the memory of the one key begins with the factors of its gradient. `more`: the next
-        bucket follows within milliseconds, so servers should stay awake. `absent`: the samples of a batch that gives
-        these keys no gradient; `samples` is then 0.
+        `settings`: those of each parameter group that differ from the optimizer that was set, if any do. `factor_rank`
+        above 0: the memory of the one key begins with the factors of its gradient. `more`: the next bucket follows
+        within milliseconds, so servers should stay awake. `absent`: the samples of a batch that gives these keys no
+        gradient; `samples` is then 0.
         """
         return self._wire.push(
             slots,
@@ -199,11 +205,17 @@ class ServerStore(KVStore):
             factor_rank=factor_rank,
             more=more,
             absent=absent,
+            settings=settings,
         )
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
-        """Wait until a bucket's push is answered."""
+        """Wait until a bucket's push is answered. Log the servers' first notice."""
         self._client.wait(tickets)
+        if not self._noticed:
+            notices = (ticket.response.notice for ticket in tickets if isinstance(ticket.response, Done))
+            if notice := next(filter(None, notices), ""):
+                self._noticed = True
+                log.warning("%s", notice)
 
     def is_answered(self, tickets: Sequence[Ticket]) -> bool:
         """Return whether a bucket's push is answered, without waiting."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from echelon.cluster.messages import Attach, Init, Place, Placed, Pull, Push
+from echelon.cluster.messages import Attach, Init, Place, Placed, Pull, Push, Setting
 from echelon.cluster.placement import ITEM_BYTES, KeySpec, Layout, Piece, Segment, Slot
 from echelon.errors import UsageError
 from echelon.kvstore.servers.client import Client, Ticket
@@ -121,13 +121,14 @@ class Wire:
         factor_rank: int = 0,
         more: bool = False,
         absent: float = 0.0,
+        settings: list[dict[str, Setting]] | None = None,
     ) -> list[Ticket]:
         """Send gradients without waiting. `values` None: they are in this worker's memory already.
 
         `pull`: ask for the new weights, too. `halt`: ask all workers to stop. `factor_rank` above 0: the memory of the
         one key holds the factors of its gradient. Every server needs both factors whole, whichever part of the key it
         stores. `more`: the next push follows within milliseconds. `absent`: the samples of a batch that gives these
-        keys no gradient; `samples` is then 0.
+        keys no gradient; `samples` is then 0. `settings`: those that changed, for each parameter group.
         """
         tickets: list[Ticket] = []
         rates = list(lrs)
@@ -140,7 +141,7 @@ class Wire:
                 framed = unwritten is not None or self._framed[route.server]
                 frames = self._gradient_frames(route, chosen, unwritten, factor_rank) if framed else ()
                 request = self._client.next_id()
-                rest = (rates, pull, framed, halt, factor_rank, more, absent)
+                rest = (rates, pull, framed, halt, factor_rank, more, absent, settings)
                 message = Push(request, clock, route.keys, samples, *rest)
                 places = self._weight_bytes(route) if pull and framed else ()
                 sent.append(self._client.send(route.server, message, frames, places))

@@ -1,7 +1,7 @@
 """Checks for calls and changes in the user's loop that would have the wrong effect or none.
 
-Gradients that were pushed and settings that the servers took over cannot be changed in this process any more. A
-change is an error, because the job would continue with the old values. `optimizer.step()` in place of `trainer.step()`
+Gradients that were pushed cannot be changed in this process any more. A change is an error, because the job would
+continue with the old values. `optimizer.step()` in place of `trainer.step()`
 would update this process alone.
 """
 
@@ -16,11 +16,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from echelon.errors import UsageError
-
-_FIXED = (
-    *("momentum", "betas", "weight_decay", "alpha", "eps", "dampening", "nesterov", "lr_decay"),
-    *("rescale_grad", "clip_gradient", "batch_scale"),
-)
 
 
 class WatchedGradients:
@@ -85,21 +80,3 @@ class GuardedOptimizer:
 
 
 _STEP_HOOKS: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-
-
-class FixedSettings:
-    """The settings of an optimizer that the servers took over at the start."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._settings = [{name: group[name] for name in _FIXED if name in group} for group in optimizer.param_groups]
-
-    def check(self) -> None:
-        """Raise UsageError if one of them has changed."""
-        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
-            for name, before in settings.items():
-                if group[name] != before:
-                    raise UsageError(
-                        f"the optimizer's {name} changed from {before} to {group[name]}; only the learning rate can "
-                        "change during training (for OneCycleLR pass cycle_momentum=False)"
-                    )

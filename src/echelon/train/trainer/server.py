@@ -2,7 +2,7 @@
 
 The parameters move into the store's memory. When autograd has finished a gradient, a hook copies it to its place there.
 When a bucket is complete it is pushed, while backward continues. The optimizer runs on the servers; the optimizer in
-this process only defines which one, its settings, and the learning rate of each step. `step` does not wait: the next
+this process only defines which one and its settings, which are sent with every step. `step` does not wait: the next
 forward pass waits for the weights of each module when it reaches the module, and so does `sync`.
 """
 
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from echelon.cluster.messages import Done, OptimizerSpec
 from echelon.errors import UsageError
-from echelon.kvstore.optimizer_spec import spec_of
+from echelon.kvstore.optimizer_spec import StepSettings, spec_of
 from echelon.kvstore.servers.store import ServerStore
 from echelon.server.optimization import NO_OPTIMIZER
 from echelon.train.trainer.base import Hook, Trainer, flatten, unflatten
 from echelon.train.trainer.buckets import names_by_bucket
 from echelon.train.trainer.factors import FactoredLinear, factorable_layers
-from echelon.train.trainer.guards import FixedSettings, WatchedGradients
+from echelon.train.trainer.guards import WatchedGradients
 from echelon.train.trainer.model_hook import ModelHook
 from echelon.train.trainer.optimizer_state import state_of
 from echelon.train.trainer.server_buckets import Bucket
@@ -47,12 +47,12 @@ class ServerTrainer(Trainer, store=ServerStore):
         self._loading = False
         self._pushed_step = 0  # the step that pushes in flight belong to
         self._halts_at: int | None = None  # the step after which all workers stop
+        self._settings = StepSettings(self.optimizer)
         self._buckets = self._make_buckets()
         self._names = [name for bucket in self._buckets for name in bucket.names]
         self._parameters = {name: self._parameters[name] for name in self._names}
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._watched = WatchedGradients({name: self._bucket_of[name].gradients[name] for name in self._names})
-        self._settings = FixedSettings(self.optimizer)
         self._initialise_servers()
         self._add_hooks()
 
@@ -156,7 +156,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         names = [name for group in groups for name in group]
         self.kvstore.init(names, [self._parameters[name].detach() for name in names])
         return [
-            Bucket(index, {name: self._parameters[name] for name in group}, self.kvstore, self.optimizer)
+            Bucket(index, {name: self._parameters[name] for name in group}, self.kvstore, self._settings)
             for index, group in enumerate(groups)
         ]
 
@@ -323,7 +323,7 @@ class ServerTrainer(Trainer, store=ServerStore):
     # --- changes that would have no effect
 
     def _check_unchanged(self) -> None:
-        """Raise UsageError if gradients were changed after they were pushed, or settings that the servers have."""
+        """Raise UsageError if gradients were changed after they were pushed."""
         self._check_frozen()
         factors = any(
             name in self._bucket_of[name].arrived and self._parameters[name].grad is None for name in self._factorable
@@ -334,7 +334,6 @@ class ServerTrainer(Trainer, store=ServerStore):
             # If factors were pushed, a change of this gradient may have been meant for them, too.
             if (pushed and self._replaced(name)) or (written and (pushed or factors)):
                 raise self._changed_gradient_error(name)
-        self._settings.check()
 
     def _replaced(self, name: str) -> bool:
         bucket, gradient = self._bucket_of[name], self._parameters[name].grad

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from echelon.cluster.placement import Slot
+from echelon.kvstore.optimizer_spec import StepSettings
 from echelon.kvstore.servers.client import Ticket
 from echelon.kvstore.servers.store import ServerStore
 
@@ -20,14 +20,14 @@ class Bucket:
     """Parameters that are pushed together, and what is known of them in the current step."""
 
     def __init__(
-        self, index: int, parameters: Mapping[str, nn.Parameter], store: ServerStore, optimizer: Optimizer
+        self, index: int, parameters: Mapping[str, nn.Parameter], store: ServerStore, settings: StepSettings
     ) -> None:
         """`store` has keys of the parameters' names."""
         self.index = index
         self.parameters = parameters
         self.names = list(parameters)
         self._store = store
-        self._optimizer = optimizer
+        self._settings = settings
         self._slots = dict(zip(self.names, store.slots(self.names), strict=True))
         self._all = list(self._slots.values())
         self._used, self._unused = self._all, list[Slot]()  # with and without gradients in captured steps
@@ -79,9 +79,14 @@ class Bucket:
     def _push(
         self, slots: Sequence[Slot], samples: int, *, factor_rank: int = 0, more: bool = False, absent: int = 0
     ) -> list[Ticket]:
-        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         return self._store.push_bucket(
-            slots, float(samples), rates, factor_rank=factor_rank, more=more, absent=float(absent)
+            slots,
+            float(samples),
+            self._settings.rates(),
+            settings=self._settings.changes(),
+            factor_rank=factor_rank,
+            more=more,
+            absent=float(absent),
         )
 
     def discard(self) -> None:
