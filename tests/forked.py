@@ -74,13 +74,22 @@ def _job(store: str, rank: int, size: int, port: int, fd: int | None, timeout_s:
 
 
 class Fork:
-    """A forked process that calls `program` with the arguments and its own copies of the sockets."""
+    """A forked process that calls `program` with the arguments and its own copies of the sockets.
 
-    def __init__(self, program: Callable[..., Any], *arguments: Any, sockets: Sequence[socket.socket] = ()) -> None:
+    `server` is the socket of another fork server, a fork that calls `serve_forks` after more imports.
+    """
+
+    def __init__(
+        self,
+        program: Callable[..., Any],
+        *arguments: Any,
+        sockets: Sequence[socket.socket] = (),
+        server: socket.socket | None = None,
+    ) -> None:
         self._connection, theirs = socket.socketpair()
         with theirs:
             files = [theirs.fileno(), 1, 2, *(one.fileno() for one in sockets)]
-            socket.send_fds(_fork_server()[0], [b"fork"], files)
+            socket.send_fds(server or _fork_server()[0], [b"fork"], files)
         context = (sys.path, dict(os.environ), os.getcwd())
         payload = (pickle.dumps(context), cloudpickle.dumps((program, arguments)))
         self._connection.sendall(pickle.dumps(payload))

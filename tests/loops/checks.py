@@ -1,0 +1,127 @@
+"""Runs a loop in one way, and compares it with its reference."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+import tolerances
+from loops.kinds import FEATURES
+from loops.loop import ALONE, RELAXED, Case, Outcome, Way, all_cases
+from loops.pending import PENDING
+from loops.results import Flat, differences
+from loops.workers import WORKERS, Error, Pool, Task
+
+STEPS = 6
+STEPS_TO_LEARN = 24
+TOLERANCE = tolerances.reordering(torch.float64, WORKERS * 8 * FEATURES, STEPS, magnification=10)
+
+_OPTIONS: dict[Way, dict[str, Any]] = {Way.SSYNC: {"staleness": 2}, Way.GSYNC: {"groups": [[0], [1]]}}
+_STORES = {Way.ONE: "dist_sync", Way.COLLECTIVE: "dist_sync"}
+
+pool = functools.cache(Pool)
+
+
+def parameters(ways: Iterable[Way], *, only_reading: bool = False) -> list[Any]:
+    """Return the parameters of a test: every loop in these ways, marked if it is known to fail."""
+    cases = [case for case in all_cases().values() if case.reads_weights or not only_reading]
+    return [
+        pytest.param(case, way, id=f"{case.name}-{way.value}", marks=_marks(case, way))
+        for case in cases
+        for way in ways
+        if way not in case.skip
+    ]
+
+
+def _marks(case: Case, way: Way) -> list[pytest.MarkDecorator]:
+    reason = PENDING.get(case.name, {}).get(way)
+    return [pytest.mark.xfail(reason=reason, strict=not case.reads_weights)] if reason else []  # a race may be won
+
+
+def check(case: Case, way: Way, *, delay_s: float = 0.0) -> None:
+    """Run a loop in a way. Fail if it does not end as the table says."""
+    expected = None if way in RELAXED else reference(case, way)
+    found = pool().run(*_tasks(case, way, delay_s))
+    outcome = case.outcomes[way]
+    if outcome.refused is not None:
+        _check_refused(found, outcome)
+        return
+    for rank, one in enumerate(found):
+        if isinstance(one, Error):
+            pytest.fail(f"worker {rank}: {one.trace}", pytrace=False)
+        if expected is None:
+            _check_learns(case, one)
+        else:
+            tolerance = 0.0 if way is Way.ONE else TOLERANCE * case.magnification
+            _check_same(one, expected[rank], tolerance, f"worker {rank}")
+
+
+@functools.cache
+def _reference(case: str, kind: str, dtype: torch.dtype, size: int) -> list[Flat]:
+    if kind == "ddp":
+        tasks = [Task(case, STEPS, dtype, "ddp", [rank], size) for rank in range(size)]
+    else:
+        tasks = [Task(case, STEPS, dtype, "plain", range(size), 1)]
+    found = pool().run(*tasks)
+    for one in found:
+        if isinstance(one, Error):
+            pytest.fail(f"the reference ({kind}) fails: {one.trace}", pytrace=False)
+    return [one for one in found if not isinstance(one, Error)] * (size if kind != "ddp" else 1)
+
+
+def reference(case: Case, way: Way) -> list[Flat]:
+    """Return what each worker must end with: what plain PyTorch or DDP gives."""
+    if way is Way.ONE:
+        return _reference(case.name, "plain", torch.float32, 1)
+    return _reference(case.name, "plain" if case.reference == ALONE else "ddp", torch.float64, WORKERS)
+
+
+def _tasks(case: Case, way: Way, delay_s: float) -> list[Task]:
+    size = 1 if way is Way.ONE else WORKERS
+    return [
+        Task(
+            case.name,
+            STEPS_TO_LEARN if way in RELAXED else STEPS,
+            torch.float32 if way is Way.ONE else torch.float64,
+            "trainer",
+            [rank],
+            size,
+            store=_STORES.get(way, way.value),
+            servers=way is not Way.COLLECTIVE,
+            delay_s=delay_s,
+            options=_OPTIONS.get(way, {}),
+        )
+        for rank in range(size)
+    ]
+
+
+def _check_refused(found: list[Flat | Error], outcome: Outcome) -> None:
+    """At least one worker gets the error. The others may only see that the job has failed."""
+    errors = [one for one in found if isinstance(one, Error)]
+    assert len(errors) == len(found), "a worker ended without an error"
+    text = outcome.refused or ""
+    matching = [error for error in errors if text in error.text]
+    if not matching:
+        pytest.fail(f"no error contains {text!r}:\n" + "\n".join(error.trace for error in errors), pytrace=False)
+    for error in errors:
+        assert error.refused, f"not an error of Echelon: {error.trace}"
+        assert "\n" not in error.text, f"more than one line: {error.text}"
+
+
+def _check_same(found: Flat, expected: Flat, tolerance: float, who: str) -> None:
+    if lines := differences(found, expected, tolerance):
+        pytest.fail(f"{who}:\n  " + "\n  ".join(lines[:12]), pytrace=False)
+
+
+def _check_learns(case: Case, found: Flat) -> None:
+    losses = [value for path, value in found.items() if path.startswith("losses[")]
+    values = torch.stack([value.to(torch.float64) for value in losses if isinstance(value, torch.Tensor)])
+    assert values.isfinite().all(), f"losses are not finite: {values.tolist()}"
+    third = len(values) // 3
+    if case.learns:
+        first, last = float(values[:third].mean()), float(values[-third:].mean())
+        assert last < first, f"the mean loss went from {first:g} to {last:g}: {values.tolist()}"

@@ -1,0 +1,57 @@
+"""Writes the table of loops into the documentation: `PYTHONPATH=src:tests python -m loops.table`."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from loops.cases import THEMES
+from loops.loop import SAME, Case, Way, all_cases
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "use-your-own-loop.md"
+BEGIN, END = "<!-- loops: begin -->", "<!-- loops: end -->"
+COMMAND = "PYTHONPATH=src:tests python -m loops.table"
+
+_COLUMNS = {  # what a column is called, which way stands for it, and how success is written
+    "one worker": (Way.ONE, "same bits"),
+    "`dist_sync`": (Way.SYNC, "as DDP"),
+    "no servers": (Way.COLLECTIVE, "as DDP"),
+    "relaxed": (Way.ASYNC, "learns"),
+}
+
+
+def table() -> str:
+    """Return the table as Markdown, one part per theme."""
+    cases = list(all_cases().values())
+    parts = [f"{len(cases)} loops:"]
+    for theme, group in groupby(cases, key=lambda case: case.theme):
+        parts.append("\n".join([_row([THEMES[theme], *_COLUMNS]), _row(["---"] * 5), *map(_line, group)]))
+    return "\n\n".join(parts)
+
+
+def _line(case: Case) -> str:
+    return _row([case.name, *(_cell(case, way, success) for way, success in _COLUMNS.values())])
+
+
+def _cell(case: Case, way: Way, success: str) -> str:
+    outcome = case.outcomes[way]
+    if way in case.skip:
+        return f"({case.skip[way]})"
+    return success if outcome == SAME else f"refused: “{outcome.refused}”"
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def with_table(text: str) -> str:
+    """Return the text of the document with the newest table between its markers."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{DOCUMENT} has no {BEGIN} … {END}")
+    return f"{before}{begin}\n{table()}\n{end}{after}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(with_table(DOCUMENT.read_text()))
