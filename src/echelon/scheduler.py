@@ -25,6 +25,8 @@ from echelon.cluster.messages import (
     Refused,
     Register,
     ServersUnused,
+    StoreClosed,
+    StoreOpened,
     View,
     WorkerExited,
 )
@@ -131,8 +133,14 @@ class _Scheduler:
             case Register():
                 sends = membership.register(number, message)
                 self._events.write("registered", who=str(membership.member(number) or message))
-            case Barrier(sequence):
-                sends = membership.barrier(number, sequence) if membership.member(number) else []
+            case Barrier(sequence, store):
+                sends = membership.barrier(number, sequence, store)
+            case StoreOpened(store):
+                sends = membership.store_opened(number, store)
+                self._write_stores("store_opened", number, store)
+            case StoreClosed(store):
+                sends = membership.store_closed(number, store)
+                self._write_stores("store_closed", number, store)
             case Halt():
                 sends = membership.halt(message) if membership.member(number) else []
             case Leave():
@@ -147,6 +155,12 @@ class _Scheduler:
             case _:
                 sends = [Send(number, Refused(f"the scheduler does not accept {type(message).__name__} messages"))]
         self._send(sends)
+
+    def _write_stores(self, event: str, number: int, store: int) -> None:
+        """Write that a worker has opened or closed a store, and how many it has open now."""
+        if member := self._membership.member(number):
+            open_stores = self._membership.num_open_stores(number)
+            self._events.write(event, worker=member.rank, store=store, open=open_stores)
 
     def _say_unused(self, message: ServersUnused) -> None:
         """Say once that the servers are idle."""

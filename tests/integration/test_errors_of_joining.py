@@ -19,6 +19,7 @@ from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.kvstore.create import join
+from echelon.kvstore.servers.session import SESSIONS
 from echelon.launch.in_process import run
 from echelon.scheduler import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
@@ -72,8 +73,11 @@ def run_two(program: Callable[[KVStore], None], ours: Any, theirs: Any, transpor
 
     def work(rank: int) -> None:
         name, dials = (ours, theirs)[rank]
-        with join(name, job.as_role("worker", rank), network, **dials) as kv:
-            program(kv)
+        own = job.as_role("worker", rank)
+        try:
+            program(join(name, own, network, **dials))
+        finally:
+            SESSIONS.finish(own)
 
     with ThreadPoolExecutor(5) as pool:
         jobs = [pool.submit(serve_scheduler, job, listener)]
@@ -131,6 +135,7 @@ def test_a_process_that_has_left_its_job_cannot_join_again() -> None:
 
     def rejoin(rank: int) -> str:
         join("dist_sync", whole.as_role("worker", rank), transport).close()
+        SESSIONS.finish(whole.as_role("worker", rank))
         began = time.monotonic()
         message = error_of(lambda: join("dist_sync", whole.as_role("worker", rank), transport))
         assert time.monotonic() - began < DEADLINE_S
@@ -142,7 +147,7 @@ def test_a_process_that_has_left_its_job_cannot_join_again() -> None:
         messages = [job.result() for job in [pool.submit(rejoin, rank) for rank in range(2)]]
     for message in (*messages, rejoin_later(whole, transport)):
         assert f"this process has left the job of 127.0.0.1:{whole.scheduler_port}" in message
-        assert "create one store, give it to every Trainer (kvstore=store)" in message
+        assert "create all stores and Trainers before the process leaves the job" in message
 
 
 def rejoin_later(whole: Job, transport: InProcessTransport) -> str:

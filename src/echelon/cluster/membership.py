@@ -3,12 +3,17 @@
 The scheduler's loop calls one method per event; each returns the messages to send. The job is gathering until all
 processes have registered, then running, then over. A worker that leaves shrinks the view; a server that leaves ends the
 job. No barrier and no view waits for a process that has left.
+
+A worker has one or more stores, which it numbers in the order of their creation. Each has barriers of its own, which
+do not wait for a worker that has closed the store. A worker without an open store may leave without announcing it.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import NamedTuple
 
+from echelon.cluster.barriers import Barriers
 from echelon.cluster.messages import (
     SERVER,
     WORKER,
@@ -25,6 +30,7 @@ from echelon.cluster.messages import (
     Registered,
     Roster,
     ServersUnused,
+    StoreClosed,
     View,
     WorkerExited,
 )
@@ -43,8 +49,8 @@ class Membership:
     def __init__(self, num_workers: int, num_servers: int) -> None:
         self._wanted = {WORKER: num_workers, SERVER: num_servers}
         self._members: dict[int, Member] = {}
-        self._barriers: dict[int, int] = {}  # rank -> the last barrier that it reached
-        self._barriers_done = 0
+        self._barriers: defaultdict[int, Barriers] = defaultdict(Barriers)  # by the number of the store
+        self._open: dict[int, set[int]] = {}  # rank -> the numbers of its open stores, once it has opened one
         self._exited: dict[int, str] = {}  # rank -> how a worker exited that never registered
         self.view = 0
         self.running = False
@@ -75,7 +81,7 @@ class Membership:
         if len(self._members) == sum(self._wanted.values()):
             self.running, self.view = True, 1
             roster = Roster(sorted(self._members.values(), key=lambda m: (m.role, m.rank)))
-            sends += self._to_all(roster) + self._barrier_done()
+            sends += self._to_all(roster) + self._barriers_done()
         return sends + self._finish_if_all_exited()
 
     @property
@@ -107,13 +113,33 @@ class Membership:
             return self._abort(self._exited[message.rank])
         return self._finish_if_all_exited()
 
-    def barrier(self, connection: int, sequence: int) -> list[Send]:
-        """Record that a worker has reached a barrier."""
+    def barrier(self, connection: int, sequence: int, store: int = 0) -> list[Send]:
+        """Record that a worker has reached a barrier of a store."""
         member = self._members.get(connection)
         if member is None or member.role != WORKER:
             return []
-        self._barriers[member.rank] = sequence
-        return self._barrier_done()
+        self._barriers[store].reach(member.rank, sequence)
+        return self._barriers_done()
+
+    def store_opened(self, connection: int, store: int) -> list[Send]:
+        """Record that a worker has created a store."""
+        if member := self._members.get(connection):
+            self._open.setdefault(member.rank, set()).add(store)
+        return []
+
+    def store_closed(self, connection: int, store: int) -> list[Send]:
+        """Record that a worker has closed a store, and tell everybody."""
+        member = self._members.get(connection)
+        if member is None or member.role != WORKER:
+            return []
+        self._open.setdefault(member.rank, set()).discard(store)
+        self._barriers[store].close(member.rank)
+        return self._to_all(StoreClosed(store, member.rank)) + self._barriers_done()
+
+    def num_open_stores(self, connection: int) -> int:
+        """Return how many stores of a worker are open."""
+        member = self._members.get(connection)
+        return len(self._open.get(member.rank, ())) if member is not None else 0
 
     def halt(self, request: Halt) -> list[Send]:
         """Forward a worker's request to stop training to all workers."""
@@ -129,6 +155,9 @@ class Membership:
         if connection in self._unused:
             self._unused.remove(connection)
             return self._finish_if_all_exited()
+        member = self._members.get(connection)
+        if member is not None and member.role == WORKER and self._open.get(member.rank) == set():
+            return self._remove(connection, Departure.LEFT, "it had closed its stores")
         return self._remove(connection, Departure.DIED, why)
 
     def waiting_for(self) -> str:
@@ -168,7 +197,7 @@ class Membership:
         workers = sorted(m.rank for m in self._members.values() if m.role == WORKER)
         self.view += 1
         view = View(self.view, workers, f"{member} {departure.value}: {why}", departure)
-        sends = self._to_all(view) + self._barrier_done()
+        sends = self._to_all(view) + self._barriers_done()
         if not workers:
             self.over = True
             sends += self._to_all(Finish())
@@ -184,13 +213,17 @@ class Membership:
         self.over = True
         return self._to_all(Finish())
 
-    def _barrier_done(self) -> list[Send]:
-        workers = {c: m.rank for c, m in self._members.items() if m.role == WORKER}
+    def _barriers_done(self) -> list[Send]:
+        """Return the messages of barriers that are complete now, and forget the stores that all workers have closed."""
+        workers = {m.rank: c for c, m in self._members.items() if m.role == WORKER}
         sends: list[Send] = []
-        reached = self._barriers
-        while self.running and workers and all(reached.get(r, 0) > self._barriers_done for r in workers.values()):
-            self._barriers_done += 1
-            sends += [Send(connection, BarrierDone(self._barriers_done)) for connection in workers]
+        if self.running:
+            for store, barriers in list(self._barriers.items()):
+                members = [rank for rank in workers if rank not in barriers.closed]
+                for sequence in barriers.complete(members):
+                    sends += [Send(workers[rank], BarrierDone(sequence, store)) for rank in members]
+                if not members:
+                    del self._barriers[store]
         return sends
 
     def _abort(self, reason: str) -> list[Send]:

@@ -60,9 +60,10 @@ class Heartbeat(_Message, frozen=True):
 
 
 class Barrier(_Message, frozen=True):
-    """This worker has reached barrier number `sequence`."""
+    """This worker has reached barrier number `sequence` of a store."""
 
     sequence: int
+    store: int = 0
 
 
 class Leave(_Message, frozen=True):
@@ -73,9 +74,26 @@ class Leave(_Message, frozen=True):
 
 
 class Halt(_Message, frozen=True):
-    """Asks all workers to stop training, for example at a target accuracy. The scheduler forwards it to all workers."""
+    """Asks all workers of a store to stop training, for example at a target accuracy. Forwarded to all workers."""
 
     reason: str
+    store: int = 0
+
+
+class StoreOpened(_Message, frozen=True):
+    """This worker has created its store number `store`. The numbers count the stores of a worker, from 0."""
+
+    store: int
+
+
+class StoreClosed(_Message, frozen=True):
+    """A worker has closed a store: nothing in this store waits for it. The scheduler forwards it to all processes.
+
+    Servers free a store when all workers have closed it.
+    """
+
+    store: int
+    rank: int
 
 
 class WorkerExited(_Message, frozen=True):
@@ -126,9 +144,10 @@ class View(_Message, frozen=True):
 
 
 class BarrierDone(_Message, frozen=True):
-    """All workers of the view have reached barrier number `sequence`."""
+    """All workers of the view that have not closed the store have reached its barrier number `sequence`."""
 
     sequence: int
+    store: int = 0
 
 
 class Finish(_Message, frozen=True):
@@ -145,7 +164,11 @@ class Abort(_Message, frozen=True):
 
 
 class Configure(_Message, frozen=True):
-    """The worker's rank and store. A server adopts the first store and compares those of later workers with it."""
+    """The first request of a connection: the worker's rank, the number of its store, and what kind of store it is.
+
+    A server adopts the first worker's kind and compares those of later workers with it. All requests that follow on
+    this connection are for this store.
+    """
 
     id: int
     rank: int
@@ -153,6 +176,7 @@ class Configure(_Message, frozen=True):
     staleness: int | None
     groups: list[list[int]] | None
     lr_scale: str
+    number: int = 0
 
 
 class Place(_Message, frozen=True):
@@ -313,7 +337,7 @@ class Status(_Message, frozen=True):
     waiting: str
 
 
-FromProcess = Register | Heartbeat | Barrier | Leave | Halt | WorkerExited | ServersUnused
+FromProcess = Register | Heartbeat | Barrier | Leave | Halt | StoreOpened | StoreClosed | WorkerExited | ServersUnused
 FromScheduler = Registered | Refused | Roster | View | BarrierDone | Finish | Abort
 ControlMessage = FromProcess | FromScheduler
 Request = Configure | Place | Attach | Init | SetOptimizer | Push | Pull | Retire | GetStates | PutStates | Ask

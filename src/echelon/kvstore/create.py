@@ -24,9 +24,10 @@ from echelon.kvstore.collective.rendezvous import rendezvous_of_devices, rendezv
 from echelon.kvstore.collective.store import CollectiveStore
 from echelon.kvstore.multi_device import MultiDeviceStore
 from echelon.kvstore.servers.client import Client
-from echelon.kvstore.servers.session import Session
+from echelon.kvstore.servers.session import SESSIONS
 from echelon.kvstore.servers.store import ServerStore
 from echelon.kvstore.store import KVStore
+from echelon.kvstore.worker import current_job, transport_for
 from echelon.observe.events import EventLog
 from echelon.schemes import check_lr_scale, rules_for, store_kind
 from echelon.transport import by_name
@@ -53,6 +54,9 @@ def create(
     pushes do. "share": by its share of the samples of a round, so that one learning rate serves all schemes. "mxnet":
     not at all.
 
+    Each call creates a store of its own, with its own keys, optimizer, scheme and barriers. All workers of a job create
+    their stores in the same order. A process joins the job with its first store, and leaves it when it exits.
+
     `device` is where a store without servers keeps its values: NCCL moves them between GPUs, Gloo between CPUs.
 
     In a process whose `DMLC_ROLE` is server or scheduler this call serves until the job ends and then exits. The same
@@ -60,7 +64,7 @@ def create(
     """
     store_kind(name)  # an unknown name raises an error in every role
     check_lr_scale(lr_scale)
-    job = job or Job.from_environment()
+    job = job or current_job()
     if transport is not None:
         job = replace(job, transport=transport)
     if job.role != "worker":
@@ -81,7 +85,7 @@ def create(
         return join(
             name,
             job,
-            by_name(job.transport),
+            transport_for(job),
             staleness=staleness,
             groups=groups,
             lr_scale=lr_scale,
@@ -122,7 +126,10 @@ def join(
     lr_scale: str = "share",
     check_finite: bool = False,
 ) -> ServerStore:
-    """Join a job with servers as a worker, over a given transport."""
+    """Create a store in a job with servers, over a given transport. The first one of a worker joins the job.
+
+    All workers create their stores in the same order.
+    """
     kind = store_kind(name)
     if kind.takes_staleness and staleness is None:
         staleness = job.staleness
@@ -130,21 +137,24 @@ def join(
         groups = find_groups(job.groups)
     # Check the settings before the other workers wait for this one. Host names in groups can only be checked later.
     rules_for(name, staleness, [[0]] if isinstance(groups, str | Path) else groups, lr_scale)
-    session = Session(job, transport)
+    session, is_new = SESSIONS.join(job, transport)
     with ExitStack() as undo:
-        undo.callback(session.abandon)
+        if is_new:
+            undo.callback(session.abandon)
+        store_session = session.open_store()
+        undo.callback(store_session.close)
         events = EventLog.open(job.run_dir, "worker", session.rank)
         undo.callback(events.close)
         endpoint = transport.connect(f"worker-{session.rank}", [server.address for server in session.servers])
         undo.callback(endpoint.close)
-        undo.callback(session.abandon)  # before the endpoint is closed, because the session's thread wakes it
-        session.on_change = endpoint.wake
+        undo.callback(store_session.close)  # before the endpoint is closed, because the session's thread wakes it
+        store_session.on_change = endpoint.wake
         listed = None if groups is None else read_groups(groups, session.hosts)
         rules_for(name, staleness, listed, lr_scale)
-        client = Client(endpoint, session, events, job.stall_seconds, job.timeout_s)
+        client = Client(endpoint, store_session, events, job.stall_seconds, job.timeout_s)
         store = ServerStore(
             name,
-            session,
+            store_session,
             client,
             transport,
             events,
@@ -154,7 +164,8 @@ def join(
             check_finite=check_finite,
         )
         undo.pop_all()
-    _call_at_exit(store, lambda failed: session.abandon() if failed else store.close())
+    if is_new:
+        session.on_left = _call_at_exit(lambda failed: session.abandon() if failed else session.finish())
     return store
 
 
@@ -185,7 +196,7 @@ def _create_collective(
         announce_servers_unused(job, name)
     group = ProcessGroup(device, rendezvous)
     store = CollectiveStore(name, group, EventLog.open(job.run_dir, "worker", group.rank), check_finite=check_finite)
-    _call_at_exit(store, lambda failed: store.close(failed=failed))
+    store.on_closed = _call_at_exit(lambda failed: store.close(failed=failed))
     return store
 
 
@@ -205,12 +216,12 @@ def _create_multi_device(
         has_events = bool(job.run_dir)
         store = MultiDeviceStore(name, group, server_store, check_finite=check_finite, job_has_events=has_events)
         undo.pop_all()
-    _call_at_exit(store, lambda failed: store.close(failed=failed))
+    store.on_closed = _call_at_exit(lambda failed: store.close(failed=failed))
     return store
 
 
-def _call_at_exit(store: KVStore, end: Callable[[bool], None]) -> None:
-    """Call `end(failed)` when the interpreter exits, unless the store was closed before.
+def _call_at_exit(end: Callable[[bool], None]) -> Callable[[], None]:
+    """Call `end(failed)` when the interpreter exits. Return a function that cancels this.
 
     After an uncaught exception `failed` is True, so that the other workers see a death and not a normal end.
     """
@@ -222,4 +233,4 @@ def _call_at_exit(store: KVStore, end: Callable[[bool], None]) -> None:
             print(f"error: {error}", file=sys.stderr, flush=True)
 
     atexit.register(at_exit)
-    store.on_closed = partial(atexit.unregister, at_exit)
+    return partial(atexit.unregister, at_exit)

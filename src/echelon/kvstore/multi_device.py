@@ -72,6 +72,10 @@ class MultiDeviceStore(KVStore):
         return [worker * self.group.size + device for worker in self._workers for device in devices]
 
     @property
+    def number(self) -> int:
+        return 0 if self.server_store is None else self.server_store.number
+
+    @property
     def halt_flag(self) -> float:
         """1.0 if this device asks to stop, else 0.0. The sum over the worker's devices goes to `forward_halt`."""
         return float(self._halt_requested)

@@ -86,6 +86,11 @@ class KVStore(ABC):
         return len(self.workers)
 
     @property
+    def number(self) -> int:
+        """Which store with servers of this worker it is, counted from 0."""
+        return 0
+
+    @property
     def halted(self) -> str | None:
         """The reason why a worker asked all workers to stop training, or None."""
         return self._halted
@@ -188,7 +193,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for requests in flight and leave the job. A second call does nothing."""
+        """Wait for requests in flight; nothing waits for this worker any more. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self

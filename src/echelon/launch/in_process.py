@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from echelon.cluster.shares import Groups
 from echelon.environment import Job
-from echelon.kvstore import KVStore
-from echelon.kvstore.create import join
+from echelon.kvstore import KVStore, create
+from echelon.kvstore.servers.session import SESSIONS
+from echelon.kvstore.worker import thread_is_worker
 from echelon.launch.processes import listen_on_loopback
 from echelon.scheduler import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
@@ -49,10 +50,12 @@ def run(
 
     def work(rank: int) -> None:
         own = job.as_role("worker", rank)
-        with join(
-            store, own, shared, staleness=staleness, groups=groups, lr_scale=lr_scale, check_finite=check_finite
-        ) as kv:
-            results[rank] = program(kv)
+        try:
+            with thread_is_worker(own, shared):
+                kv = create(store, staleness=staleness, groups=groups, lr_scale=lr_scale, check_finite=check_finite)
+                results[rank] = program(kv)
+        finally:
+            SESSIONS.finish(own)
 
     def keep_error(target: Callable[[], object]) -> None:
         try:

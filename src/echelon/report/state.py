@@ -54,6 +54,7 @@ class WorkerState:
     loss: float | None = None  # of the training samples since the last event
     accuracy: float | None = None
     first_report: tuple[float, int] | None = None  # time and clock of the first report with a step
+    store: int | None = None  # the number of the store whose steps are shown, of those that the worker has open
 
     @property
     def finished(self) -> bool:
@@ -132,6 +133,10 @@ class RunState:
                     self.final, self.validating = event, None
                 case "view":
                     self._leave(event)
+                case "store_opened":
+                    self._open_store(event)
+                case "store_closed":
+                    self._close_store(event)
                 case "warning":
                     self.warnings.append(event["text"])
                     self.news.append(News(event["at"], event["text"]))
@@ -150,8 +155,10 @@ class RunState:
 
     def _report(self, event: Event) -> None:
         worker = self.workers.setdefault(event["rank"], WorkerState(event["rank"], reported_at=event["at"]))
-        if worker.finished:
+        store = event.get("store", 0)
+        if worker.finished or store > (store if worker.store is None else worker.store):
             return
+        worker.store = store
         elapsed = event["at"] - worker.reported_at
         if elapsed > 0.05:
             now = (event["samples"] - worker.samples) / elapsed
@@ -191,6 +198,22 @@ class RunState:
         for worker in self.workers.values():
             if worker.rank not in event["workers"] and not (worker.finished or worker.is_gone):
                 worker.phase = event["departure"]
+
+    def _open_store(self, event: Event) -> None:
+        """Start again with a worker that had closed its stores, for example for the next fold of a cross-validation."""
+        worker = self.workers.get(event["worker"])
+        if worker is not None and worker.phase == Departure.LEFT.value:
+            self.workers[worker.rank] = WorkerState(worker.rank, reported_at=event["at"])
+
+    def _close_store(self, event: Event) -> None:
+        """Show the steps of another store, or that the worker has left: a process may do other things after that."""
+        worker = self.workers.get(event["worker"])
+        if worker is None:
+            return
+        if event["store"] == worker.store:
+            worker.store = None
+        if not event["open"] and not (worker.finished or worker.is_gone):
+            worker.phase = Departure.LEFT.value
 
     @property
     def has_trained(self) -> bool:

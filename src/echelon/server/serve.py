@@ -1,4 +1,8 @@
-"""A server's loop: registers, receives requests and passes them to the shard, until all workers have left."""
+"""A server's loop: registers, receives requests and passes them to the shard of their store, until all workers left.
+
+A worker has one connection per store; the `Configure` at its beginning says which. A shard exists from the first
+worker's `Configure` until all workers have closed the store or left.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -20,9 +25,11 @@ from echelon.cluster.messages import (
     Finish,
     Malformed,
     Push,
+    Request,
     Response,
     Roster,
     Status,
+    StoreClosed,
     View,
     decode_request,
     encode,
@@ -37,6 +44,8 @@ from echelon.transport.registration import register
 
 POLL_S = 1.0
 AWAKE_S = 5e-3  # how long to poll for the next push of a step: waking up from sleep takes a tenth of a millisecond
+
+_Seat = tuple[int, int]  # the rank of a worker, and the number of one of its stores
 
 
 def serve(job: Job, transport: Transport) -> int:
@@ -67,12 +76,13 @@ class _Server:
         self._rank = rank
         self._endpoint = endpoint
         self._events = events
-        self._peers: dict[int, Peer] = {}
-        self._ranks: dict[Peer, int] = {}
-        workers = [member.rank for member in roster.members if member.role == WORKER]
-        servers = sum(member.role == SERVER for member in roster.members)
-        self._shard = Shard(rank, servers, workers, self._answer, transport.attach)
-        self._view = workers
+        self._transport = transport
+        self._shards: dict[int, Shard] = {}  # by the number of the store
+        self._closed: dict[int, set[int]] = {}  # by the number of the store: the workers that have closed it
+        self._peers: dict[_Seat, Peer] = {}
+        self._seats: dict[Peer, _Seat] = {}
+        self._num_servers = sum(member.role == SERVER for member in roster.members)
+        self._view = [member.rank for member in roster.members if member.role == WORKER]
         self._spare_cores = has_spare_cores(roster, rank)
         self._awake_until = 0.0
         self.malformed = 0
@@ -85,6 +95,8 @@ class _Server:
                 match message:
                     case View():
                         self._change_view(message)
+                    case StoreClosed(number, worker):
+                        self._close(worker, number)
                     case Finish():
                         return 0
                     case Abort(reason):
@@ -109,13 +121,10 @@ class _Server:
                 )
             return
         if isinstance(request, Configure) and request.rank in self._view:
-            self._peers[request.rank], self._ranks[peer] = peer, request.rank
-        worker = self._ranks.get(peer)
-        if worker is not None and worker in self._view:
-            self._shard.handle(worker, request, frames[1:])
-            if isinstance(request, Push):
-                awake = request.more and self._spare_cores
-                self._awake_until = time.monotonic() + AWAKE_S if awake else 0.0
+            self._open(peer, request)
+        seat = self._seats.get(peer)
+        if seat is not None:
+            self._handle(*seat, request, frames[1:])
         elif isinstance(request, Ask):  # its Configure was lost, so the request that it asks about never arrived
             self._endpoint.send(peer, [encode(Status(request.id, request.about, False, ""))])
         else:
@@ -123,16 +132,48 @@ class _Server:
             refusal = Failed(request.id, f"server {self._rank}: {reason}", not_in_view=True)
             self._endpoint.send(peer, [encode(refusal)])
 
+    def _open(self, peer: Peer, request: Configure) -> None:
+        """Let a connection be that of a worker's store. The first worker that comes creates the shard of the store."""
+        seat = (request.rank, request.number)
+        self._peers[seat], self._seats[peer] = peer, seat
+        if request.number not in self._shards:
+            answer = partial(self._answer, request.number)
+            workers = [worker for worker in self._view if worker not in self._closed.get(request.number, ())]
+            shard = Shard(self._rank, self._num_servers, workers, answer, self._transport.attach)
+            self._shards[request.number] = shard
+
+    def _handle(self, worker: int, number: int, request: Request, frames: Sequence[memoryview]) -> None:
+        self._shards[number].handle(worker, request, frames)
+        if isinstance(request, Push):
+            awake = request.more and self._spare_cores
+            self._awake_until = time.monotonic() + AWAKE_S if awake else 0.0
+
+    def _close(self, worker: int, number: int) -> None:
+        """Stop waiting for a worker that has closed a store."""
+        if number in self._shards:
+            self._shards[number].close(worker)
+        self._closed.setdefault(number, set()).add(worker)
+        self._forget(worker, number)
+
     def _change_view(self, view: View) -> None:
         gone = [worker for worker in self._view if worker not in view.workers]
         self._view = view.workers
         for worker in gone:
-            released = self._shard.leave(worker)
-            self._events.write("left", worker=worker, view=view.number, reason=view.reason, released=released)
-            self._ranks.pop(self._peers.pop(worker, b""), None)
+            released = [shard.leave(worker) for shard in self._shards.values()]
+            reason = "; ".join(dict.fromkeys(filter(None, released)))
+            self._events.write("left", worker=worker, view=view.number, reason=view.reason, released=reason)
+            for number in {*self._shards, *self._closed}:
+                self._forget(worker, number)
 
-    def _answer(self, worker: int, response: Response, frames: Sequence[memoryview]) -> None:
-        if peer := self._peers.get(worker):
+    def _forget(self, worker: int, number: int) -> None:
+        """Drop the connection of a worker's store, and free a store that no living worker has open or will open."""
+        self._seats.pop(self._peers.pop((worker, number), b""), None)
+        if self._closed.get(number, set()).issuperset(self._view):
+            self._shards.pop(number, None)
+            self._closed.pop(number, None)
+
+    def _answer(self, number: int, worker: int, response: Response, frames: Sequence[memoryview]) -> None:
+        if peer := self._peers.get((worker, number)):
             self._endpoint.send(peer, [encode(response), *frames])
 
     def _stop(self, reason: str) -> int:

@@ -85,6 +85,12 @@ class Shard:
         self._workers.pop(worker, None)
         return self._requests.remove(worker) if self._requests is not None else ""
 
+    def close(self, worker: int) -> None:
+        """Remove a worker that has closed the store. Like one that retired, it still counts in the size of a round."""
+        if self._requests is not None:
+            self._requests.retire(worker)
+        self.leave(worker)
+
     def _respond(
         self, worker: int, request: Request, frames: Sequence[memoryview]
     ) -> tuple[Response, Sequence[memoryview]] | None:
@@ -127,7 +133,7 @@ class Shard:
         elif _rules(known) != _rules(request) or known.store != request.store:
             raise UsageError(
                 f"worker {known.rank} created {_described(known)}, but worker {request.rank} created "
-                f"{_described(request)}; all workers must create the same store"
+                f"{_described(request)}; all workers must create the same store{_in_order(request.number)}"
             )
 
     def _attach_segment(self, worker: int, request: Attach) -> None:
@@ -269,6 +275,10 @@ class Shard:
 
 def _rules(config: Configure) -> Rules:
     return rules_for(config.store, config.staleness, config.groups, config.lr_scale)
+
+
+def _in_order(number: int) -> str:
+    return f"s in the same order: this is store {number} of each, counted from 0" if number else ""
 
 
 def _described(config: Configure) -> str:

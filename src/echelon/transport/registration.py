@@ -36,7 +36,7 @@ _SIOCGIFADDR = 0x8915
 _ANNOUNCE_S = 1.0
 _ANNOUNCED: set[tuple[str, int]] = set()  # the schedulers that have got this process's announcement
 Handler = Callable[[ControlMessage], None]
-_Place = tuple[str, int, str, int | None]  # address of the scheduler, role and rank
+Place = tuple[str, int, str, int | None]  # address of the scheduler, role and rank
 
 
 class DepartedJobs:
@@ -47,14 +47,14 @@ class DepartedJobs:
     """
 
     def __init__(self) -> None:
-        self._places: set[_Place] = set()
+        self._places: set[Place] = set()
 
     def add(self, job: Job) -> None:
         """Record that this process has left a job."""
-        self._places.add(_place(job))
+        self._places.add(place_of(job))
 
     def __contains__(self, job: Job) -> bool:
-        return _place(job) in self._places
+        return place_of(job) in self._places
 
     @contextmanager
     def joining(self, job: Job) -> Iterator[float]:
@@ -67,11 +67,11 @@ class DepartedJobs:
                 raise
             scheduler = f"{job.scheduler_host}:{job.scheduler_port}"
             raise UsageError(
-                f"this process has left the job of {scheduler} when its store was closed, and cannot join it again: "
-                "create one store, give it to every Trainer (kvstore=store), and close it after the last use"
+                f"this process has left the job of {scheduler}, and a job admits no process twice: start a new job, "
+                "or create all stores and Trainers before the process leaves the job"
             ) from error
         if departed:  # a new job has the same address
-            self._places.discard(_place(job))
+            self._places.discard(place_of(job))
 
 
 DEPARTED = DepartedJobs()
@@ -145,7 +145,8 @@ def register(job: Job, role: str, transport: Transport, departed: DepartedJobs =
         yield Registration(rank, roster, control, endpoint, mailbox.set_handler)
 
 
-def _place(job: Job) -> _Place:
+def place_of(job: Job) -> Place:
+    """Return what identifies a process of a job in this process."""
     return job.scheduler_host, job.scheduler_port, job.role, job.rank
 
 

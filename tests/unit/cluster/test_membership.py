@@ -21,6 +21,7 @@ from echelon.cluster.messages import (
     Registered,
     Roster,
     ServersUnused,
+    StoreClosed,
     View,
     WorkerExited,
 )
@@ -401,6 +402,53 @@ def test_a_server_does_not_count_at_a_barrier() -> None:
     assert membership.barrier(200, 1) == []
     assert membership.barrier(101, 1) == []  # worker 0 is missing, and server 0 does not replace it
     assert sent(membership.barrier(100, 1), BarrierDone).keys() == {100, 101}
+
+
+# --- stores
+
+
+def test_stores_have_barriers_of_their_own() -> None:
+    membership = gathered(2, 0)
+    membership.barrier(100, 1, store=0)
+    assert membership.barrier(101, 1, store=1) == []
+    assert sent(membership.barrier(100, 1, store=1), BarrierDone) == dict.fromkeys((100, 101), BarrierDone(1, 1))
+    assert sent(membership.barrier(101, 1, store=0), BarrierDone) == dict.fromkeys((100, 101), BarrierDone(1, 0))
+
+
+def test_a_closed_store_is_announced_and_its_barriers_do_not_wait() -> None:
+    membership = gathered(2, 1)
+    membership.barrier(100, 1, store=3)
+    *told, last = membership.store_closed(101, 3)
+    assert sent(told, StoreClosed) == dict.fromkeys((100, 101, 200), StoreClosed(3, 1))
+    assert last == Send(100, BarrierDone(1, 3))
+    assert membership.barrier(100, 1, store=4) == [], "worker 1 has not closed this one"
+
+
+def test_a_store_that_everybody_closed_is_forgotten() -> None:
+    membership = gathered(2, 0)
+    for store in range(5):
+        membership.barrier(100, 1, store)
+        membership.store_closed(100, store)
+        membership.store_closed(101, store)
+    assert not membership._barriers
+
+
+@pytest.mark.parametrize(("closed", "departure"), [(False, Departure.DIED), (True, Departure.LEFT)])
+def test_a_lost_worker_has_died_unless_its_stores_were_closed(closed: bool, departure: Departure) -> None:
+    membership = gathered(2, 1)
+    membership.store_opened(100, 0)
+    membership.store_opened(100, 1)
+    membership.store_closed(100, 0)
+    assert membership.num_open_stores(100) == 1
+    if closed:
+        membership.store_closed(100, 1)
+    assert sent(membership.lost(100, "its connection closed"), View)[101].departure is departure
+
+
+def test_a_server_or_a_stranger_has_no_stores() -> None:
+    membership = gathered(1, 1)
+    assert membership.store_closed(200, 0) == membership.store_closed(999, 0) == membership.store_opened(999, 0) == []
+    assert membership.num_open_stores(999) == 0
 
 
 # --- halt

@@ -9,21 +9,24 @@ from typing import Any
 from echelon.cluster.messages import Ask, Attach, Done, Place, Placed, Request, Response, decode_request, encode
 from echelon.cluster.placement import Layout
 from echelon.errors import JobError, UsageError
-from echelon.kvstore.servers.session import Session
+from echelon.kvstore.servers.store_session import StoreSession
 from echelon.observe.events import EventLog
 from echelon.transport.interface import Buffer, Peer, Placer
 
 Answer = Response | tuple[Response, list[bytes]]
 
 
-class FakeSession(Session):
+class FakeSession(StoreSession):
     """Worker 0 of a job. Set an attribute to make the check of the same name fail."""
 
     def __init__(self) -> None:
-        self.rank = 0
         self.broken: str | None = None
         self.removed: str | None = None
         self.left = False
+
+    @property
+    def rank(self) -> int:
+        return 0
 
     def check_job(self) -> None:
         if self.broken:

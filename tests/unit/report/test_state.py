@@ -80,6 +80,31 @@ def test_without_the_plan_of_the_run_nothing_is_guessed() -> None:
     assert (state.fraction_done, state.seconds_left(1002.0), state.workers[0].epochs_done) == (None, None, 0.0)
 
 
+def stores(kind: str, store: int, open_stores: int) -> Event:
+    return event(kind, worker=0, store=store, open=open_stores)
+
+
+def test_a_worker_that_has_closed_its_stores_has_left_until_it_opens_another() -> None:
+    state = taken(stores("store_opened", 0, 1), progress(0, 1001.0, 1), stores("store_closed", 0, 0))
+    assert state.workers[0].phase == "left"
+    state.take([progress(0, 1001.1, 1)])  # written before it left
+    assert state.workers[0].phase == "left"
+    state.take([stores("store_opened", 1, 1), progress(0, 1002.0, 5, store=1)])
+    assert (state.workers[0].phase, state.workers[0].clock) == ("training", 5)
+
+
+def test_a_worker_with_two_stores_shows_the_steps_of_one() -> None:
+    state = taken(progress(0, 1001.0, 1, store=0), progress(0, 1001.1, 7, store=1), progress(0, 1002.0, 2, store=0))
+    assert state.workers[0].clock == 2
+    state.take([stores("store_closed", 0, 1), progress(0, 1003.0, 8, store=1)])
+    assert (state.workers[0].phase, state.workers[0].clock) == ("training", 8)
+
+
+def test_a_worker_that_finished_before_it_closed_its_store_stays_finished() -> None:
+    state = taken(begin(0), progress(0, 1001.0, 40, "done", seconds=1.0), stores("store_closed", 0, 0))
+    assert state.workers[0].phase == "finished"
+
+
 def test_a_worker_that_leaves_has_its_departure_as_phase() -> None:
     state = taken(begin(0), begin(1), begin(2), progress(2, 1001.0, 40, "done", seconds=1.0))
     state.take([view([0, 1], "left"), view([0], "died", "worker 1 (pid 3 on host) died: its connection closed")])

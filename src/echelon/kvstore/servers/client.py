@@ -25,7 +25,7 @@ from echelon.cluster.messages import (
     encode,
 )
 from echelon.errors import JobError, UsageError
-from echelon.kvstore.servers.session import Session
+from echelon.kvstore.servers.store_session import StoreSession
 from echelon.observe.events import EventLog
 from echelon.transport.interface import Buffer, Endpoint, Peer
 
@@ -58,7 +58,7 @@ class Client:
     """Sends requests to all servers and waits for answers. Thread-safe: a lock admits one thread at a time."""
 
     def __init__(
-        self, endpoint: Endpoint, session: Session, events: EventLog, stall_seconds: float, timeout_s: float
+        self, endpoint: Endpoint, session: StoreSession, events: EventLog, stall_seconds: float, timeout_s: float
     ) -> None:
         self._endpoint = endpoint
         self._session = session

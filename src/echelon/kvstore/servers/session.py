@@ -1,9 +1,12 @@
-"""A worker's membership of the job: its rank, the living workers, barriers, halt requests, and failures of the job."""
+"""A worker's membership of the job, which all its stores share: its rank, the living workers, failures of the job.
+
+A process joins the job when it creates its first store, and leaves it when it exits. Each store has a `StoreSession`
+for what it does not share with other stores.
+"""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -11,36 +14,33 @@ from echelon.cluster.messages import (
     SERVER,
     WORKER,
     Abort,
-    Barrier,
     BarrierDone,
     ControlMessage,
     Halt,
     Leave,
     Member,
+    StoreClosed,
+    StoreOpened,
     View,
 )
 from echelon.environment import Job
-from echelon.errors import JobError, UsageError
-from echelon.kvstore.store import CLOSED
+from echelon.errors import JobError
+from echelon.kvstore.servers.store_session import StoreSession
 from echelon.transport.interface import Transport
-from echelon.transport.registration import register
-
-REASON_S = 2.0
+from echelon.transport.registration import Place, place_of, register
 
 
 class Session:
     """A worker that is registered with the scheduler. A thread of the control connection calls `_receive`."""
 
     def __init__(self, job: Job, transport: Transport) -> None:
-        self._job = job
-        self._changed = threading.Condition()
-        self._broken: str | None = None
-        self._barriers = 0
-        self._barriers_done = 0
-        self._halted_at_barrier: str | None = None  # the value of `halted` when the last barrier completed
-        self._left = False
-        self.on_change: Callable[[], None] = lambda: None
-        self.halted: str | None = None
+        self.changed = threading.Condition()  # also protects the state of all stores
+        self.timeout_s = job.timeout_s
+        self.broken: str | None = None
+        self.has_left = False
+        self.on_left: Callable[[], None] = lambda: None
+        self._stores: dict[int, StoreSession] = {}  # by number: those that are open, and those to be opened
+        self._num_opened = 0
         self._stack = ExitStack()
         post = self._stack.enter_context(register(job, WORKER, transport))
         self._control = post.control
@@ -51,83 +51,110 @@ class Session:
         self.servers: list[Member] = [member for member in post.roster.members if member.role == SERVER]
         post.set_handler(self._receive)  # last, because a view that arrived meanwhile needs all of the above
 
+    @property
+    def failure(self) -> str | None:
+        """Why the job is broken, or None."""
+        return self.broken or self._control.lost
+
     def check_job(self) -> None:
         """Raise JobError if a server or the scheduler is gone, or the scheduler counts this worker as dead."""
-        broken = self._broken or self._control.lost
-        if broken is not None:
-            raise JobError(f"worker {self.rank}: the job is broken: {broken}")
+        if (failure := self.failure) is not None:
+            raise JobError(f"worker {self.rank}: the job is broken: {failure}")
 
-    def check_joined(self) -> None:
-        """Raise UsageError if this worker has left the job."""
-        if self._left:
-            raise UsageError(f"worker {self.rank}: {CLOSED}")
+    def send(self, message: ControlMessage) -> None:
+        """Send a message to the scheduler."""
+        self._control.send(message)
 
-    def check_removed(self) -> None:
-        """Wait up to `REASON_S` for the scheduler to say why it removed this worker, and raise JobError if it does.
+    def open_store(self) -> StoreSession:
+        """Return the session of this worker's next store. All workers open their stores in the same order."""
+        with self.changed:
+            store = self._store(self._num_opened)
+            assert store is not None
+            self._num_opened += 1
+        self.send(StoreOpened(store.number))
+        return store
 
-        A server that refuses a removed worker may be faster than the scheduler's message with the reason.
-        """
-        with self._changed:
-            self._changed.wait_for(lambda: self._broken is not None or self._control.lost is not None, REASON_S)
-        self.check_job()
+    def close_store(self, store: StoreSession) -> None:
+        """Tell the scheduler that this worker has closed a store."""
+        with self.changed:
+            self._stores.pop(store.number, None)
+        if not self.has_left and not self.broken:
+            self.send(StoreClosed(store.number, self.rank))
 
-    def barrier(self) -> str | None:
-        """Wait for all living workers, with a deadline. Return the reason to stop, if one was given before that.
-
-        All workers return the same reason. A worker that wakes up late may already have received a newer one, which
-        the others have not, so the reason is the one that was known when the barrier completed.
-        """
-        with self._changed:
-            self._barriers += 1
-            wanted = self._barriers
-            self._control.send(Barrier(wanted))
-            deadline = time.monotonic() + self._job.timeout_s
-            while self._barriers_done < wanted:
-                self.check_job()
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise JobError(
-                        f"worker {self.rank}: not all workers reached barrier {wanted} within {self._job.timeout_s:g} s"
-                    )
-            return self._halted_at_barrier
-
-    def halt(self, reason: str) -> None:
-        """Ask all workers to stop training; `halted` is set when the scheduler has sent the request to everybody."""
-        self._control.send(Halt(reason))
-
-    def wait_for_halt_reason(self) -> str:
-        """Wait until the scheduler has sent the reason of a halt that a server announced, and return it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.halted or self._broken or self._control.lost, self._job.timeout_s)
-        self.check_job()
-        return self.halted or "a worker that has left the job asked all workers to stop"
+    def finish(self) -> None:
+        """Close the stores that are open, then leave the job."""
+        errors: list[JobError] = []
+        for store in list(self._stores.values()):
+            try:
+                store.on_finish()
+            except JobError as error:
+                errors.append(error)
+        self.leave("it finished")
+        if errors:
+            raise errors[0]
 
     def leave(self, reason: str, *, failed: bool = False) -> None:
         """Tell the scheduler that this worker leaves, and close the connection."""
-        if not self._left:
-            self._left = True
-            if not self._broken:
-                self._control.send(Leave(reason, failed))
-            self._stack.close()
+        if not self.has_left:
+            self.has_left = True
+            if not self.broken:
+                self.send(Leave(reason, failed))
+            self._close()
 
     def abandon(self) -> None:
         """Close the connection without a message, so that the scheduler reports this worker's death."""
-        if not self._left:
-            self._left = True
-            self._stack.close()
+        if not self.has_left:
+            self.has_left = True
+            self._close()
+
+    def _close(self) -> None:
+        self._stack.close()
+        self.on_left()
+
+    def _store(self, number: int) -> StoreSession | None:
+        """Return the session of a store. Another worker may have opened, halted or closed it before this one opens it.
+
+        None: this worker has closed the store.
+        """
+        if number >= self._num_opened:
+            return self._stores.setdefault(number, StoreSession(self, number))
+        return self._stores.get(number)
 
     def _receive(self, message: ControlMessage) -> None:
-        with self._changed:
+        with self.changed:
             match message:
                 case View(number, workers, reason):
                     self.workers = workers
-                    if self.rank not in workers and not self._left:
-                        self._broken = f"view {number} does not include this worker: {reason}"
-                case BarrierDone(sequence):
-                    self._barriers_done = max(self._barriers_done, sequence)
-                    self._halted_at_barrier = self.halted
+                    if self.rank not in workers and not self.has_left:
+                        self.broken = f"view {number} does not include this worker: {reason}"
                 case Abort(reason):
-                    self._broken = reason
-                case Halt(reason):  # the first reason counts, because all workers receive them in the same order
-                    self.halted = self.halted or reason
-            self._changed.notify_all()
-        self.on_change()
+                    self.broken = reason
+                case BarrierDone() | Halt() | StoreClosed():
+                    if (store := self._store(message.store)) is not None:
+                        store.receive(message)
+            self.changed.notify_all()
+            for store in self._stores.values():  # with the lock: a closed store's endpoint must not be woken
+                store.on_change()
+
+
+class Sessions:
+    """The sessions of this process by their place in a job. Threads that run several workers have several."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[Place, Session] = {}
+
+    def join(self, job: Job, transport: Transport) -> tuple[Session, bool]:
+        """Return the session of a worker, and whether it has joined the job only now."""
+        session = self._sessions.get(place_of(job))
+        if session is not None and not session.has_left:
+            return session, False
+        session = self._sessions[place_of(job)] = Session(job, transport)
+        return session, True
+
+    def finish(self, job: Job) -> None:
+        """Close the stores of a worker that are open, and leave the job. Without a session, do nothing."""
+        if (session := self._sessions.pop(place_of(job), None)) is not None:
+            session.finish()
+
+
+SESSIONS = Sessions()

@@ -24,7 +24,7 @@ from echelon.errors import UsageError
 from echelon.kvstore import state_files
 from echelon.kvstore.servers import states
 from echelon.kvstore.servers.client import Client, Ticket
-from echelon.kvstore.servers.session import Session
+from echelon.kvstore.servers.store_session import StoreSession
 from echelon.kvstore.servers.wire import Wire
 from echelon.kvstore.store import KVStore
 from echelon.kvstore.values import Key, Keys, Values, as_keys
@@ -40,7 +40,7 @@ class ServerStore(KVStore):
     def __init__(
         self,
         name: str,
-        session: Session,
+        session: StoreSession,
         client: Client,
         transport: Transport,
         events: EventLog,
@@ -56,7 +56,8 @@ class ServerStore(KVStore):
         self._wire = Wire(client, len(session.servers), transport, events)
         self._halt_requested = False
         self._noticed = False  # whether a notice of the servers was logged; a later one would say the same
-        self._to_all(lambda i: Configure(i, session.rank, self.kind.name, staleness, groups, lr_scale))
+        self._to_all(lambda i: Configure(i, session.rank, self.kind.name, staleness, groups, lr_scale, session.number))
+        session.on_finish = self.close
 
     # --- who and where
 
@@ -72,6 +73,10 @@ class ServerStore(KVStore):
     @property
     def workers(self) -> list[int]:
         return sorted(self._session.workers)
+
+    @property
+    def number(self) -> int:
+        return self._session.number
 
     @property
     def halted(self) -> str | None:
@@ -138,13 +143,18 @@ class ServerStore(KVStore):
         states.scatter(source, self._client, self._wire.layout, self._optimizer(), given)
 
     def close(self, failure: str | None = None) -> None:
-        """Wait for requests in flight and leave the job; `failure` says why if it is early. Later calls do nothing."""
+        """Wait for requests in flight, then tell the others not to wait for this worker. Later calls do nothing.
+
+        `failure` says why this worker cannot continue; it then leaves the job.
+        """
         if not self._closed:
             self._closed = True
             try:
                 self._wire.wait_for_pushes()
             finally:
-                self._session.leave(failure or "it finished", failed=failure is not None)
+                if failure is not None:
+                    self._session.leave_job(failure)
+                self._session.close()
                 self._client.close()
                 self.events.close()
                 self.on_closed()

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon.cluster.shares import Groups
-from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
 from echelon.kvstore.create import store_class
 from echelon.kvstore.state_files import by_key
 from echelon.kvstore.values import is_finite
+from echelon.kvstore.worker import current_job
 from echelon.schemes.stores import store_kind
 from echelon.train.trainer.guards import GuardedOptimizer
 from echelon.train.trainer.model_hook import ModelHook
@@ -184,7 +184,7 @@ class Trainer:
             self._accumulating = False
 
     def close(self) -> None:
-        """Wait for the last step, remove the hooks and leave the job. The model keeps its weights."""
+        """Wait for the last step, remove the hooks and close the store. The model keeps its weights."""
         self.sync()
         self.remove_hooks()
         self.report()
@@ -334,6 +334,7 @@ class Trainer:
         """Return this worker's progress: clock, samples, seconds of waiting, and how stale its weights were."""
         return {
             "rank": self.kvstore.worker_rank,
+            "store": self.kvstore.number,
             "clock": self.clock,
             "samples": self.samples,
             "wait_s": round(self.wait_s, 6),
@@ -359,7 +360,7 @@ def _as_json(counts: Counter[int]) -> dict[str, int]:
 
 def _store_class(kvstore: str | KVStore) -> type[KVStore]:
     """Return the class of a store, or of the store that `create` returns for a name."""
-    return store_class(kvstore, Job.from_environment()) if isinstance(kvstore, str) else type(kvstore)
+    return store_class(kvstore, current_job()) if isinstance(kvstore, str) else type(kvstore)
 
 
 def _whole(samples: int) -> int:
