@@ -103,7 +103,8 @@ def test_a_value_that_is_not_dense_is_rejected_before_the_key_is_sent(
     messages = runs(program, "dist_sync", num_workers=2, timeout_s=DEADLINE_S)
     assert messages[1 - wrong] == []
     assert messages[wrong] == [
-        "key 'w': a value of layout torch.sparse_coo cannot be stored or sent; make it dense (to_dense())",
+        "key 'w': a value of layout torch.sparse_coo with 2 sparse dimensions cannot be stored or sent; make it dense "
+        "(to_dense()) or sparse by rows (to_sparse(1))",
         "key 'w': a value on device meta has no elements to store or send",
     ]
 

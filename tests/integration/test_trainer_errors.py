@@ -96,15 +96,6 @@ def test_the_last_trainer_of_an_optimizer_steps_it() -> None:
         assert not torch.equal(model.weight, before)
 
 
-def test_a_sparse_gradient() -> None:
-    def program(kv: KVStore) -> str:
-        model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
-        echelon.Trainer(model, SGD(model.parameters(), lr=0.1), kv)
-        return usage_error(lambda: model(torch.tensor([1, 2])).sum().backward())
-
-    assert "the gradient of '0.weight' is sparse" in on_one_worker(program, "dist_sync")
-
-
 def test_clearing_gradients_after_they_were_sent() -> None:
     def program(kv: KVStore) -> str:
         model = seeded(Net)

@@ -234,6 +234,9 @@ class Push(_Message, frozen=True):
     more         another push of the same step follows within milliseconds
     absent       if `samples` is 0: the samples in the worker's batch, of which none gives these keys a gradient
     settings     of each parameter group, the settings other than lr that differ from those of SetOptimizer; None: none
+    rows         if given, the keys are row-sparse, and the push carries this many rows of each: a frame with the
+                 numbers of the rows on this server (int64, ascending), then a frame with their values
+    since        for each row-sparse key, the version of the rows that this worker has: the answer brings later ones
     """
 
     id: int
@@ -248,6 +251,8 @@ class Push(_Message, frozen=True):
     more: bool = False
     absent: float = 0.0
     settings: list[dict[str, Setting]] | None = None
+    rows: list[int] = []
+    since: list[int] = []
 
 
 class Pull(_Message, frozen=True):
@@ -257,6 +262,31 @@ class Pull(_Message, frozen=True):
     clock: int
     keys: list[int]
     framed: bool
+
+
+class PullRows(_Message, frozen=True):
+    """Asks for some rows of a row-sparse key at this worker's clock. One frame has their numbers on this server."""
+
+    id: int
+    clock: int
+    key: int
+
+
+class PullChanges(_Message, frozen=True):
+    """Asks for the rows of row-sparse keys that are newer than `since`, the versions that this worker has."""
+
+    id: int
+    clock: int
+    keys: list[int]
+    since: list[int]
+
+
+class PutRows(_Message, frozen=True):
+    """Overwrites adjacent rows of a row-sparse key, from number `start` on this server on, by the values in a frame."""
+
+    id: int
+    key: int
+    start: int
 
 
 class Retire(_Message, frozen=True):
@@ -300,6 +330,9 @@ class Placed(_Message, frozen=True):
 class Done(_Message, frozen=True):
     """The request is complete. The weights are in the worker's shared memory or in the frames that follow.
 
+    Of row-sparse keys, one frame has the version and the number of rows of each key (int64). Then each key has a frame
+    with the numbers of its rows on this server and a frame with their values.
+
     `staleness`: updates by others between the worker's last read and this push. `rounds_ahead`: of the slowest active
     worker when the weights were read; SSP and GSP bound it. `notice`: what the worker should warn its user about.
     """
@@ -340,7 +373,8 @@ class Status(_Message, frozen=True):
 FromProcess = Register | Heartbeat | Barrier | Leave | Halt | StoreOpened | StoreClosed | WorkerExited | ServersUnused
 FromScheduler = Registered | Refused | Roster | View | BarrierDone | Finish | Abort
 ControlMessage = FromProcess | FromScheduler
-Request = Configure | Place | Attach | Init | SetOptimizer | Push | Pull | Retire | GetStates | PutStates | Ask
+Rows = PullRows | PullChanges | PutRows
+Request = Configure | Place | Attach | Init | SetOptimizer | Push | Pull | Rows | Retire | GetStates | PutStates | Ask
 Response = Placed | Done | Failed | States | Status
 
 _encoder = msgspec.msgpack.Encoder()

@@ -8,6 +8,9 @@ ones are not.
     segment   |key 0   |key 1 |key 2 ........................|key 3|
     stripes   |server 0|server 1|server 0|server 1|server 0|server 1|
 
+A row-sparse key (the table of an embedding) has a segment of its own, whose stripes are blocks of whole rows. It is not
+mirrored: only rows travel (`server/rows.py`).
+
 A server stores its stripes packed. Keys start at multiples of ALIGN elements, so kernels treat every element alike (no
 scalar tails in the middle). Therefore a run over many keys gives the same bits as one key at a time.
 """
@@ -25,6 +28,7 @@ from echelon.errors import UsageError
 ALIGN = 64
 MIN_STRIPE = 4096
 MAX_STRIPE = 262_144
+BLOCK_ROWS = 64  # of a row-sparse key: few enough that frequent rows, which often have low numbers, are spread
 SMALL_SEGMENT = 4_194_304  # elements reserved, not written, for keys that are added one by one
 ITEM_BYTES = {
     "float32": 4,
@@ -40,11 +44,12 @@ ITEM_BYTES = {
 
 
 class KeySpec(msgspec.Struct, frozen=True, array_like=True):
-    """The name, shape and dtype of a key, as a worker declares them."""
+    """The name, shape and dtype of a key, as a worker declares them. `row_sparse`: it is stored and sent by rows."""
 
     name: str | int
     shape: tuple[int, ...]
     dtype: str
+    row_sparse: bool = False
 
     @property
     def length(self) -> int:
@@ -52,16 +57,17 @@ class KeySpec(msgspec.Struct, frozen=True, array_like=True):
         return prod(self.shape)
 
     def __str__(self) -> str:
-        return f"{'x'.join(map(str, self.shape)) or 'scalar'} {self.dtype}"
+        return f"{'x'.join(map(str, self.shape)) or 'scalar'} {self.dtype}{' by rows' if self.row_sparse else ''}"
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """A range of memory of one dtype; `capacity` and `stripe` are in elements."""
+    """A range of memory of one dtype; `capacity` and `stripe` are in elements. `row`: of a row-sparse key, else 0."""
 
     index: int
     dtype: str
     capacity: int
     stripe: int
+    row: int = 0
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):
@@ -109,8 +115,12 @@ class Layout:
             self._check(spec)
             if spec.name not in self._by_name and fresh.setdefault(spec.name, spec) != spec:
                 raise UsageError(f"key {spec.name!r} is both {fresh[spec.name]} and {spec} in one call")
-        for dtype in dict.fromkeys(spec.dtype for spec in fresh.values()):
-            self._place_run([spec for spec in fresh.values() if spec.dtype == dtype])
+        dense = [spec for spec in fresh.values() if not spec.row_sparse]
+        for dtype in dict.fromkeys(spec.dtype for spec in dense):
+            self._place_run([spec for spec in dense if spec.dtype == dtype])
+        for spec in fresh.values():
+            if spec.row_sparse:
+                self._place_table(spec)
         return [self.slots[self._by_name[spec.name]] for spec in specs]
 
     def adopt(self, segments: Iterable[Segment], slots: Iterable[Slot]) -> None:
@@ -141,6 +151,8 @@ class Layout:
             raise UsageError(
                 f"key {spec.name!r}: dtype {spec.dtype} cannot be stored; use one of {', '.join(ITEM_BYTES)}"
             )
+        if spec.row_sparse and not spec.length:
+            raise UsageError(f"key {spec.name!r} is {spec}; a row-sparse key needs rows of at least one element")
         known = self.find(spec.name)
         if known is not None and known.spec != spec:
             raise UsageError(f"key {spec.name!r} is {known.spec} on the servers but {spec} on this worker")
@@ -158,6 +170,18 @@ class Layout:
             self._used[index] += slot.padded
             self.slots[key] = slot
             self._by_name[spec.name] = key
+
+    def _place_table(self, spec: KeySpec) -> None:
+        """Place a row-sparse key in a segment of its own, whose stripes are blocks of rows."""
+        row = prod(spec.shape[1:])
+        stripe = BLOCK_ROWS * row
+        capacity = -(-spec.length // stripe) * stripe
+        segment = Segment(len(self.segments), spec.dtype, capacity, stripe, row)
+        self.segments.append(segment)
+        self._used.append(capacity)
+        key = len(self.slots)
+        self.slots[key] = Slot(key, spec, segment.index, 0, spec.length, capacity)
+        self._by_name[spec.name] = key
 
     def _open_segment(self, dtype: str, total: int) -> int:
         capacity = max(total, SMALL_SEGMENT) if total < MAX_STRIPE else total

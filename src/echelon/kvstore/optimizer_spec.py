@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 
 from echelon.cluster.messages import OptimizerSpec, Setting
 from echelon.errors import UsageError, unknown_name
@@ -18,6 +18,7 @@ _TORCH: dict[str, type[Optimizer]] = {
     "adamw": AdamW,
     "adagrad": Adagrad,
     "rmsprop": RMSprop,
+    "sparse_adam": SparseAdam,
 }
 _CLASSES: dict[str, type[Optimizer]] = _TORCH | RULES
 _NOT_SENT = {"foreach", "capturable", "differentiable", "decoupled_weight_decay"}

@@ -16,7 +16,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -32,7 +32,10 @@ from echelon.kvstore.values import (
     as_keys,
     as_values,
     check_key,
+    check_row_outs,
+    copy_rows,
     is_finite,
+    row_numbers,
     spec_of_value,
     sum_over_devices,
     tensors_by_key,
@@ -49,6 +52,8 @@ CLOSED = "this store is closed; close it after the last call"
 
 class KVStore(ABC):
     """The base class of all stores, which `echelon.kvstore.create` returns."""
+
+    _stores_rows: ClassVar[bool] = False  # whether it stores row-sparse keys by rows; otherwise they are dense keys
 
     def __init__(self, name: str, events: EventLog, *, check_finite: bool) -> None:
         self.type = name.lower()
@@ -97,16 +102,24 @@ class KVStore(ABC):
 
     # --- the classic calls
 
-    def init(self, key: Keys, value: Values) -> None:
-        """Add keys with rank 0's values. All workers call this, and it returns when all have called it."""
+    def init(self, key: Keys, value: Values, *, row_sparse: bool = False) -> None:
+        """Add keys with rank 0's values. All workers call this, and it returns when all have called it.
+
+        `row_sparse`, or a sparse value: servers store the keys by rows, and only rows travel that are pushed or pulled.
+        """
         self._check_open()
         names = as_keys(key)
-        values = [tensors[0].detach() for tensors in as_values(key, value)]
+        given = [tensors[0].detach() for tensors in as_values(key, value)]
+        by_rows = [self._stores_rows and (row_sparse or tensor.is_sparse) for tensor in given]
+        values = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in given]
         self._check_names(names)
         for name in names:
             if name in self._specs_by_key:
                 raise UsageError(f"worker {self.rank}: key {name!r} is already initialised")
-        specs = [spec_of_value(name, tensor) for name, tensor in zip(names, values, strict=True)]
+        specs = [
+            spec_of_value(name, tensor, row_sparse=rows)
+            for name, tensor, rows in zip(names, values, by_rows, strict=True)
+        ]
         self._init(specs, values)
         self._specs_by_key |= dict(zip(names, specs, strict=True))
 
@@ -124,6 +137,28 @@ class KVStore(ABC):
         self._targets(key, target)  # raises before anything is pushed
         self.push(key, value, priority)
         self.pull(key, target, priority)
+
+    def row_sparse_pull(
+        self, key: Keys, out: Values, priority: int = 0, row_ids: Tensor | Sequence[Tensor] | None = None
+    ) -> None:
+        """Wait until the scheme answers, then copy the rows `row_ids` of the weights into `out`.
+
+        Row numbers may have any shape and order and may repeat. A sparse `out` of the key's shape gets exactly these
+        rows. A dense `out` gets one row for each number, as `weights[row_ids]` has.
+        """
+        outs = self._row_outs(key, out)
+        ids = [row_ids] * len(outs) if isinstance(row_ids, Tensor) else list(row_ids or ())
+        if len(ids) != len(outs):
+            raise UsageError(
+                f"worker {self.rank}: row_sparse_pull of {len(outs)} keys needs row_ids: one tensor, or one per key; "
+                f"{len(ids)} came"
+            )
+        wanted = [row_numbers(spec, rows) for (spec, _), rows in zip(outs, ids, strict=True)]
+        for (spec, tensors), rows in zip(outs, wanted, strict=True):
+            check_row_outs(spec, tensors, rows)
+        for (spec, tensors), rows in zip(outs, wanted, strict=True):
+            numbers, places = rows.view(-1).unique(return_inverse=True)
+            copy_rows(numbers, places.view(rows.shape), self._pull_rows(spec, numbers), tensors)
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
         """Call `init`, then `pull`, so that every worker has rank 0's values."""
@@ -223,7 +258,20 @@ class KVStore(ABC):
     def _halt(self, reason: str) -> None:
         """Ask all workers to stop training."""
 
+    def _pull_rows(self, spec: KeySpec, rows: Tensor) -> Tensor:
+        """Return rows of a key, which are all different and ascend. Stores without rows pull the whole key."""
+        whole = rows.new_empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
+        self.pull(spec.name, whole)
+        return whole.index_select(0, rows)
+
     # --- checks
+
+    def _row_outs(self, key: Keys, out: Values) -> list[tuple[KeySpec, list[Tensor]]]:
+        self._check_open()
+        found = [(self._spec_of(name), tensors) for name, tensors in tensors_by_key(key, out).items()]
+        if not found:
+            raise UsageError(f"worker {self.rank}: a call must name at least one key")
+        return found
 
     def _checked(self, key: Keys, value: Values) -> dict[Key, Tensor]:
         """Check pushed values. Return one tensor per key, in the key's dtype, summed over this worker's devices."""
@@ -238,14 +286,26 @@ class KVStore(ABC):
             if self.optimizer_spec is not None and not dtype.is_floating_point:
                 raise UsageError(f"worker {self.rank}: key {spec.name!r} is {spec}: {INTEGER_KEY}")
             total = sum_over_devices(tensors, dtype)
+            if total.is_sparse and not self._takes_sparse(spec):
+                total = total.to_dense()
             if self._check_finite and not is_finite(total):
                 raise UsageError(f"worker {self.rank}: the value pushed for key {spec.name!r} contains NaN or infinity")
             values[spec.name] = total
         return values
 
+    def _takes_sparse(self, spec: KeySpec) -> bool:
+        """Return whether a sparse value of a key is pushed as it is. Otherwise it is made dense first."""
+        return spec.row_sparse
+
     def _targets(self, key: Keys, out: Values) -> dict[Key, list[Tensor]]:
         """Check the tensors that the weights of each key are copied to, and return them."""
-        return {spec.name: tensors for spec, tensors in self._fitting(key, out, "given for out")}
+        found = {spec.name: tensors for spec, tensors in self._fitting(key, out, "given for out")}
+        for name, tensors in found.items():
+            if any(tensor.is_sparse for tensor in tensors):
+                raise UsageError(
+                    f"worker {self.rank}: key {name!r}: out is sparse; use row_sparse_pull, or a dense out"
+                )
+        return found
 
     def _fitting(self, key: Keys, value: Values, what: str) -> list[tuple[KeySpec, list[Tensor]]]:
         """Return each key that a call names, and its tensors. Another shape or complex numbers are an error."""

@@ -21,6 +21,7 @@ from echelon.cluster.placement import Layout, Piece, Segment, join
 from echelon.server.factored import Factored, summed_blocks
 from echelon.server.kernels import Kernel, Progress
 from echelon.server.memory import Window, master_dtype, zeros
+from echelon.server.tables import RowUpdate, Tables
 
 _MAX_CACHED = 4096
 CHUNK = 131_072  # elements, half a megabyte of float32: smaller chunks cost more calls, larger ones leave the cache
@@ -50,7 +51,7 @@ class Task(NamedTuple):
     """The update of some keys, if any, and the windows that their new weights are copied to."""
 
     keys: tuple[int, ...]
-    update: Update | None
+    update: Update | RowUpdate | None
     outputs: tuple[Window, ...]
 
 
@@ -58,6 +59,7 @@ class Storage:
     """The weights and optimizer states of one server, packed."""
 
     def __init__(self, layout: Layout, rank: int) -> None:
+        self.tables = Tables(layout, rank)
         self._layout = layout
         self._rank = rank
         self._weights: dict[int, Tensor] = {}
@@ -96,6 +98,9 @@ class Storage:
     def _run_equal(self, tasks: Sequence[Task]) -> None:
         _, update, outputs = tasks[0]
         keys = tasks[0].keys if len(tasks) == 1 else tuple(itertools.chain.from_iterable(task.keys for task in tasks))
+        if isinstance(update, RowUpdate):
+            self.tables.update(keys, update)
+            return
         if update is not None and update.kernel is not None and update.kernel.whole:
             for key in keys:
                 self._update_whole(key, update, update.kernel, outputs)

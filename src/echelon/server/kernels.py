@@ -51,6 +51,7 @@ class Kernel:
     divides_gradient = False  # by the divisor, instead of the learning rate
     scales_gradient = False  # applies the scale of a sum itself, which saves a pass over the gradient
     whole = False  # needs all elements of a key in one call
+    rows_only = False  # takes sparse gradients only
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -327,12 +328,23 @@ class RuleKernel(Kernel):
         self._rule.apply(weights, gradient, states, before.step + 1, rate, options)
 
 
+class RowsOnly(Kernel):
+    """torch.optim.SparseAdam, which updates rows only (`row_kernels.py`). Dense keys are refused before this runs."""
+
+    rows_only = True
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+
 KERNELS: dict[str, Callable[[Options], Kernel]] = {
     "sgd": Sgd,
     "adam": Adam,
     "adamw": AdamW,
     "adagrad": Adagrad,
     "rmsprop": RMSprop,
+    "sparse_adam": RowsOnly,
     **{name: partial(RuleKernel, rule) for name, rule in RULES.items()},
     "mxnet_sgd": MxnetSgd,
 }

@@ -18,6 +18,9 @@ from echelon.schemes import Apply
 from echelon.server.execute import Task, Update, WeightedGradient
 from echelon.server.kernels import Kernel, Progress, check_change, kernel_for
 from echelon.server.memory import Window
+from echelon.server.row_kernels import RowKernel, row_kernel_for
+from echelon.server.rows import PushedRows
+from echelon.server.tables import RowUpdate, WeightedRows
 
 INTEGER_KEY = "an optimizer cannot update integers"
 NO_OPTIMIZER = -1  # the group of keys with plain values: the sum of pushes replaces the value
@@ -32,7 +35,7 @@ class PushedGradient:
     `settings` has the changed settings of each parameter group; None: they are those that the optimizer was set with.
     """
 
-    window: Window
+    window: Window | PushedRows
     samples: float | None
     lrs: list[float]
     absent: float = 0.0
@@ -46,6 +49,7 @@ class Optimization:
         self._layout = layout
         self._spec: OptimizerSpec | None = None
         self._kernels: list[Kernel] = []
+        self._refuses_dense = False
         self._plans: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # lane -> its keys by parameter group
         self._integer_keys: set[int] = set()
         self._progress: dict[int, dict[int, Progress]] = {}  # lane -> parameter group -> progress of its keys
@@ -67,6 +71,7 @@ class Optimization:
                 )
             self._kernels = kernels
             self._spec = spec
+            self._refuses_dense = any(kernel.rows_only for kernel in kernels)
             self._plans.clear()
         elif self._spec != spec:
             raise UsageError(f"the servers run {_described(self._spec)}, but this worker set {_described(spec)}")
@@ -78,11 +83,18 @@ class Optimization:
             self._integer_keys.add(key)
 
     def check_keys(self, keys: Sequence[int]) -> None:
-        """Reject integer keys, because a kernel would fail on them in the middle of an update and stop the server."""
+        """Reject dense keys that a kernel would fail on in the middle of an update: the server would stop."""
         for key in self._integer_keys.intersection(keys) if self._integer_keys else ():
             if self._group(key) != NO_OPTIMIZER:
                 spec = self._layout.slots[key].spec
                 raise UsageError(f"key {spec.name!r} is {spec}: {INTEGER_KEY}")
+        if self._refuses_dense and any(self._group(key) != NO_OPTIMIZER for key in keys):
+            raise UsageError("SparseAdam does not support dense gradients, please consider Adam instead")
+
+    def check_tables(self, keys: Sequence[int], settings: Settings | None) -> None:
+        """Reject rows of tables that the optimizer cannot update."""
+        for key in keys:
+            self.row_kernel(key, settings)
 
     def check_settings(self, lrs: Sequence[float], settings: Settings | None) -> None:
         """Check that a push has one learning rate per parameter group, or none, and settings that are possible."""
@@ -107,6 +119,13 @@ class Optimization:
         """Replace what the optimizer has done with a key, whose states were loaded."""
         self._progress[lane][self._group(key)] = progress
 
+    def row_kernel(self, key: int, settings: Settings | None = None) -> RowKernel | None:
+        """Return the kernel that updates rows of a table, or None if the table holds plain values."""
+        group = self._group(key)
+        if group == NO_OPTIMIZER or self._spec is None:
+            return None
+        return row_kernel_for(self._spec.name, self._kernel(group, settings[group] if settings else {}))
+
     def tasks(self, action: Apply, keys: tuple[int, ...], pushes: Sequence[PushedGradient]) -> list[Task]:
         """Count an update of a lane and return its tasks, one for each parameter group among its keys."""
         total = sum(part.samples or 0.0 for part in action.contributions) + action.absent
@@ -116,15 +135,12 @@ class Optimization:
         tasks = []
         for group, members in self._plan(action.key, keys):
             kernel = None if group == NO_OPTIMIZER else self._kernel(group, settings[group] if settings else {})
-            divisor = action.divisor if kernel is not None and kernel.divides_gradient else 1
-            gradients = tuple(
-                WeightedGradient(pushed.window, share / divisor) for pushed, share in zip(pushes, shares, strict=True)
-            )
-            lr = self._rate(kernel, group, lrs)
             progress = before.get(group, Progress())
             if kernel is not None:
                 self._progress[action.key][group] = kernel.progress(progress)
-            tasks.append(Task(members, Update(gradients, kernel, progress, lr, action.divisor), ()))
+            lr = self._rate(kernel, group, lrs)
+            make = self._row_update if isinstance(pushes[0].window, PushedRows) else _update
+            tasks.append(Task(members, make(kernel, pushes, shares, progress, lr, action.divisor), ()))
         return tasks
 
     def disagreement(self, ranks: Sequence[int], pushes: Sequence[PushedGradient]) -> str:
@@ -183,6 +199,22 @@ class Optimization:
             self._variants[cached] = kernel
         return kernel
 
+    def _row_update(
+        self,
+        kernel: Kernel | None,
+        pushes: Sequence[PushedGradient],
+        shares: Sequence[float],
+        progress: Progress,
+        lr: float,
+        divisor: float,
+    ) -> RowUpdate:
+        assert self._spec is not None or kernel is None
+        row_kernel = row_kernel_for(self._spec.name, kernel) if self._spec is not None and kernel is not None else None
+        by = divisor if kernel is not None and kernel.divides_gradient else 1
+        rows = [pushed.window for pushed in pushes if isinstance(pushed.window, PushedRows)]
+        gradients = (WeightedRows(pushed, share / by) for pushed, share in zip(rows, shares, strict=True))
+        return RowUpdate(tuple(gradients), row_kernel, progress, lr, divisor)
+
     def _rate(self, kernel: Kernel | None, group: int, lrs: Sequence[float]) -> float:
         if kernel is None:
             return 0.0
@@ -200,6 +232,20 @@ class Optimization:
         if self._spec is None:
             return NO_OPTIMIZER
         return self._spec.members.get(str(self._layout.slots[key].spec.name), 0)
+
+
+def _update(
+    kernel: Kernel | None,
+    pushes: Sequence[PushedGradient],
+    shares: Sequence[float],
+    progress: Progress,
+    lr: float,
+    divisor: float,
+) -> Update:
+    by = divisor if kernel is not None and kernel.divides_gradient else 1
+    windows = [pushed.window for pushed in pushes if not isinstance(pushed.window, PushedRows)]
+    gradients = (WeightedGradient(window, share / by) for window, share in zip(windows, shares, strict=True))
+    return Update(tuple(gradients), kernel, progress, lr, divisor)
 
 
 def _described(spec: OptimizerSpec) -> str:

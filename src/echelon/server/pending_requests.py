@@ -17,6 +17,7 @@ from echelon.server.execute import Storage, Task
 from echelon.server.lanes import Lanes
 from echelon.server.memory import Framed, Window
 from echelon.server.optimization import Optimization, PushedGradient
+from echelon.server.tables import RowOutput
 
 Answer = Callable[[int, Done, Sequence[memoryview]], None]
 _Position = tuple[int, int, int]  # worker, lane, clock
@@ -30,7 +31,7 @@ class PendingRequest:
     id: int
     clock: int  # of the pull; a push of clock c pulls at c + 1
     waiting: set[int]  # lanes that are not done
-    output: Window | None  # where the weights go; None: a push whose answer carries no weights
+    output: Window | RowOutput | None  # where the weights go; None: a push whose answer carries no weights
     version: int = 0
     staleness: int = 0
     rounds_ahead: int = 0
@@ -63,7 +64,7 @@ class PendingRequests:
         keys: Sequence[int],
         clock: int,
         gradient: PushedGradient,
-        output: Window | None,
+        output: Window | RowOutput | None,
     ) -> None:
         """Add a push. `output` is where the new weights go; None if the worker does not want them."""
         lanes = self.lanes.resolve(keys, pushed=True)
@@ -89,7 +90,7 @@ class PendingRequests:
         """
         self._halt_clock = clock if self._halt_clock is None else min(self._halt_clock, clock)
 
-    def pull(self, worker: int, request: int, keys: Sequence[int], clock: int, output: Window) -> None:
+    def pull(self, worker: int, request: int, keys: Sequence[int], clock: int, output: Window | RowOutput) -> None:
         """Add a pull; the weights go to `output`."""
         lanes = self.lanes.resolve(keys, pushed=False)
         self._add(PendingRequest(worker, request, clock, set(lanes), output), lanes)
@@ -158,6 +159,8 @@ class PendingRequests:
         for pending in self._pulls.pop((reply.worker, reply.key, reply.clock), ()):
             assert pending.output is not None
             answers.append((pending, reply))
+            if isinstance(pending.output, RowOutput):
+                continue  # its rows are read when the answer is sent
             tasks = tasks or [Task(self.lanes.keys(reply.key), None, ())]
             if pending.output not in tasks[0].outputs:
                 tasks = [Task(keys, update, (*outputs, pending.output)) for keys, update, outputs in tasks]
@@ -176,7 +179,7 @@ class PendingRequests:
         """Mark one lane of a request as done, and answer the request once when it was the last lane."""
         pending.waiting.discard(lane)
         if not pending.waiting and self._pending.get(pending.worker, {}).pop(pending.id, None) is not None:
-            frames = pending.output.buffers() if isinstance(pending.output, Framed) else ()
+            frames = pending.output.buffers() if isinstance(pending.output, Framed | RowOutput) else ()
             halt = self._halt_clock is not None and self._halt_clock < pending.clock
             done = Done(pending.id, pending.version, pending.staleness, halt, pending.rounds_ahead, pending.notice)
             self._answer(pending.worker, done, frames)

@@ -53,6 +53,7 @@ def serve(job: Job, transport: Transport) -> int:
     if not job.distributed:
         raise UsageError("the server has no scheduler address: set DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT")
     torch.set_num_threads(1)  # a machine usually runs several servers, which would compete for cores
+    torch.sparse.check_sparse_tensor_invariants.disable()  # rows are checked when they arrive; torch would warn
     keep_freed_memory(one_arena=True)
     inbox: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
     try:

@@ -23,7 +23,10 @@ from echelon.cluster.messages import (
     Place,
     Placed,
     Pull,
+    PullChanges,
+    PullRows,
     Push,
+    PutRows,
     PutStates,
     Request,
     Response,
@@ -32,14 +35,16 @@ from echelon.cluster.messages import (
     States,
     Status,
 )
-from echelon.cluster.placement import Layout
+from echelon.cluster.placement import ITEM_BYTES, Layout
 from echelon.errors import UsageError
 from echelon.schemes import Engine, Rules, rules_for
 from echelon.server.execute import Storage, Task, Update, WeightedGradient
 from echelon.server.kernels import Progress
-from echelon.server.memory import Mapped, RequestTensors, as_tensor
+from echelon.server.memory import Mapped, RequestTensors, Window, as_tensor
 from echelon.server.optimization import Optimization, PushedGradient
 from echelon.server.pending_requests import PendingRequests
+from echelon.server.rows import PushedRows, RowMap, pushed_rows, row_numbers, row_values
+from echelon.server.tables import ChangedRows, ChosenRows
 
 Answer = Callable[[int, Response, Sequence[memoryview]], None]
 AttachMemory = Callable[[str], memoryview | None]
@@ -83,6 +88,7 @@ class Shard:
     def leave(self, worker: int) -> str:
         """Remove a worker that is not in the view any more. Return the engine's reason."""
         self._workers.pop(worker, None)
+        self._storage.tables.leave(worker)
         return self._requests.remove(worker) if self._requests is not None else ""
 
     def close(self, worker: int) -> None:
@@ -102,6 +108,12 @@ class Shard:
             case Pull():
                 self._pull(worker, request)
                 return None
+            case PullRows():
+                self._pull_rows(worker, request, frames)
+                return None
+            case PullChanges():
+                self._pull_changes(worker, request)
+                return None
             case Ask():
                 return self._status(worker, request), ()
             case Place():
@@ -116,6 +128,8 @@ class Shard:
                 self._init(worker, request, frames)
             case SetOptimizer():
                 self._optimization.set_optimizer(request.spec)
+            case PutRows():
+                self._put_rows(request, frames)
             case PutStates():
                 self._put_states(request, frames)
             case Retire():
@@ -148,7 +162,13 @@ class Shard:
     def _init(self, worker: int, request: Init, frames: Sequence[memoryview]) -> None:
         lanes = self._configured().lanes
         self._layout.adopt(request.segments, request.slots)
-        keys = tuple(slot.key for slot in request.slots)
+        tables = [slot.key for slot in request.slots if slot.spec.row_sparse]  # their values follow as PutRows
+        for key in tables:
+            if key not in lanes:
+                lanes.add(key)
+                self._optimization.add(key)
+                self._storage.tables.add(key)
+        keys = tuple(slot.key for slot in request.slots if not slot.spec.row_sparse)
         values = self._tensors.incoming(self._workers[worker].weights, keys, frames, request.framed)
         new_keys = tuple(key for key in keys if key not in lanes)
         for key in new_keys:
@@ -167,13 +187,21 @@ class Shard:
         rules = requests.engine.rules
         if not rules.sums_over_everybody and not self._optimization.has_optimizer:
             raise UsageError(f"{rules.name} needs an optimizer on the servers: call set_optimizer before push")
-        self._optimization.check_keys(request.keys)
         self._optimization.check_settings(request.lrs, request.settings)
         memory = self._workers[worker]
-        window = self._tensors.pushed(memory.gradients, request, frames)
+        output: Window | ChangedRows | None = None
+        if request.rows:
+            self._check_tables(request.keys)
+            self._optimization.check_tables(request.keys, request.settings)
+            window: Window | PushedRows = pushed_rows(self._layout, self.rank, request.keys, request.rows, frames)
+            output = self._changed_rows(worker, request.keys, request.since) if request.pull else None
+        else:
+            self._check_dense(request.keys)
+            self._optimization.check_keys(request.keys)
+            window = self._tensors.pushed(memory.gradients, request, frames)
+            output = self._tensors.outgoing(memory.weights, request.keys, request.framed) if request.pull else None
         gradient = PushedGradient(window, request.samples, request.lrs, request.absent, request.settings)
         memory.last_push = time.monotonic()
-        output = self._tensors.outgoing(memory.weights, request.keys, request.framed) if request.pull else None
         if request.halt:
             requests.halt_after(request.clock)
         requests.push(worker, request.id, request.keys, request.clock, gradient, output)
@@ -181,8 +209,56 @@ class Shard:
     def _pull(self, worker: int, request: Pull) -> None:
         requests = self._configured()
         self._check_keys(request.keys)
+        self._check_dense(request.keys)
         output = self._tensors.outgoing(self._workers[worker].weights, request.keys, request.framed)
         requests.pull(worker, request.id, request.keys, request.clock, output)
+
+    # --- tables: keys that travel by rows
+
+    def _pull_rows(self, worker: int, request: PullRows, frames: Sequence[memoryview]) -> None:
+        requests = self._configured()
+        self._check_tables([request.key])
+        if len(frames) != 1:
+            raise UsageError(f"a request for rows must have one frame with their numbers; this one has {len(frames)}")
+        rows = row_numbers(self._layout.slots[request.key], self._num_rows(request.key), frames[0])
+        output = ChosenRows(self._storage.tables, request.key, rows)
+        requests.pull(worker, request.id, [request.key], request.clock, output)
+
+    def _pull_changes(self, worker: int, request: PullChanges) -> None:
+        requests = self._configured()
+        self._check_tables(request.keys)
+        output = self._changed_rows(worker, request.keys, request.since)
+        requests.pull(worker, request.id, request.keys, request.clock, output)
+
+    def _put_rows(self, request: PutRows, frames: Sequence[memoryview]) -> None:
+        self._check_tables([request.key])
+        slot = self._layout.slots[request.key]
+        row = self._layout.segments[slot.segment].row * ITEM_BYTES[slot.spec.dtype]
+        count = sum(map(len, frames)) // row
+        if len(frames) != 1 or request.start < 0 or request.start + count > self._num_rows(request.key):
+            raise UsageError(
+                f"key {slot.spec.name!r}: {len(frames)} frames for rows {request.start} to "
+                f"{request.start + count - 1}, but this server stores rows 0 to {self._num_rows(request.key) - 1}"
+            )
+        self._storage.tables.put(request.key, request.start, row_values(slot, count, frames[0]))
+
+    def _changed_rows(self, worker: int, keys: Sequence[int], since: Sequence[int]) -> ChangedRows:
+        if len(since) != len(keys):
+            raise UsageError(f"a request for the changed rows of {len(keys)} keys names {len(since)} versions")
+        return ChangedRows(self._storage.tables, worker, dict(zip(keys, since, strict=True)))
+
+    def _num_rows(self, key: int) -> int:
+        return RowMap.of(self._layout.slots[key], self._layout).count(self.rank)
+
+    def _check_tables(self, keys: Sequence[int]) -> None:
+        self._check_keys(keys)
+        for key in keys:
+            if key not in self._storage.tables:
+                raise UsageError(f"key {self._layout.slots[key].spec.name!r} is not row-sparse: push and pull it whole")
+
+    def _check_dense(self, keys: Sequence[int]) -> None:
+        for key in self._storage.tables.among(keys):
+            raise UsageError(f"key {self._layout.slots[key].spec.name!r} is row-sparse: push and pull its rows")
 
     def _check_keys(self, keys: Sequence[int]) -> None:
         lanes = self._configured().lanes
@@ -264,7 +340,10 @@ class Shard:
             self._optimization.set_progress(lanes.lane_of(key), key, made)
 
     def _states(self, key: int, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-        """Return states of a key on this server, piece by piece, each with its name."""
+        """Return states of a key on this server, piece by piece, each with its name. A table is one piece."""
+        if key in self._storage.tables:
+            states = self._storage.tables[key].state(names)
+            return [(name, state.view(-1)) for name, state in zip(names, states, strict=True)]
         pieces = self._layout.pieces(self._layout.slots[key], self.rank)
         return [
             (name, state)

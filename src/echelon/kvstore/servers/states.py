@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from echelon.cluster.messages import GetStates, OptimizerSpec, PutStates, States
-from echelon.cluster.placement import Layout, Piece, Slot
+from echelon.cluster.placement import Layout, Slot
 from echelon.kvstore.servers.client import Client
 from echelon.kvstore.state_files import SCALARS, by_key, check_fit, counts_updates
 from echelon.server.memory import master_dtype
+from echelon.server.rows import RowMap
 
 _STEP_OF_UNCOUNTED = 1  # any count above 0: the step is not the first one
 
@@ -32,12 +35,10 @@ def gather(client: Client, layout: Layout, spec: OptimizerSpec) -> dict[str, Ten
             names = list(dict.fromkeys(name for _, name in entries))
             if counts_updates(spec):
                 found[f"{slot.spec.name}/step"] = torch.tensor(float(answer.steps[key]))
-            for piece in layout.pieces(slot, ticket.server):
-                stop = min(piece.stop, slot.start + slot.length)
+            for part in _parts(layout, slot, ticket.server):
                 for name in names:
-                    flat = found.setdefault(f"{slot.spec.name}/{name}", _empty(slot)).view(-1)
-                    received = torch.frombuffer(bytearray(next(frames)), dtype=flat.dtype)
-                    flat[piece.start - slot.start : stop - slot.start] = received[: stop - piece.start]
+                    state = found.setdefault(f"{slot.spec.name}/{name}", _empty(slot))
+                    part.write(state, torch.frombuffer(bytearray(next(frames)), dtype=state.dtype))
     return found
 
 
@@ -53,24 +54,54 @@ def scatter(source: str, client: Client, layout: Layout, spec: OptimizerSpec, st
         here: dict[int, int] = {}
         for name, kinds in given.items():
             slot = slots[name]
-            pieces = layout.pieces(slot, server)
-            if pieces:
+            parts = _parts(layout, slot, server)
+            if parts:
                 here[slot.key] = int(kinds.get("step", torch.tensor(_STEP_OF_UNCOUNTED)))
-            for piece in pieces:
+            for part in parts:
                 for kind, state in kinds.items():
                     if kind not in SCALARS:
                         entries.append((slot.key, kind))
-                        frames.append(_part(state, slot, piece).numpy().data)
+                        frames.append(part.read(state).to(master_dtype(slot.spec.dtype)).numpy().data)
         requests.append((server, PutStates(client.next_id(), here, entries), frames))
     client.wait([client.send(server, request, frames) for server, request, frames in requests])
 
 
-def _part(state: Tensor, slot: Slot, piece: Piece) -> Tensor:
-    """Return a piece of a state, with zeros for the padding after the key."""
-    part = torch.zeros(piece.stop - piece.start, dtype=master_dtype(slot.spec.dtype))
-    stop = min(piece.stop, slot.start + slot.length)
-    part[: stop - piece.start] = state.reshape(-1)[piece.start - slot.start : stop - slot.start]
-    return part
+class _Elements(NamedTuple):
+    """A piece of a key: elements [start, stop) of it, and padding at the end."""
+
+    start: int
+    stop: int
+    padded: int
+
+    def write(self, state: Tensor, received: Tensor) -> None:
+        state.view(-1)[self.start : self.stop] = received[: self.stop - self.start]
+
+    def read(self, state: Tensor) -> Tensor:
+        return pad(state.reshape(-1)[self.start : self.stop], (0, self.padded - (self.stop - self.start)))
+
+
+class _Rows(NamedTuple):
+    """The rows of a row-sparse key on one server."""
+
+    rows: Tensor
+
+    def write(self, state: Tensor, received: Tensor) -> None:
+        state[self.rows] = received.view(len(self.rows), *state.shape[1:])
+
+    def read(self, state: Tensor) -> Tensor:
+        return state[self.rows].reshape(-1)
+
+
+def _parts(layout: Layout, slot: Slot, server: int) -> Sequence[_Elements | _Rows]:
+    """Return the parts in which a server sends and receives the states of a key."""
+    if slot.spec.row_sparse:
+        rows = RowMap.of(slot, layout).all_rows_of(server)
+        return [_Rows(rows)] if len(rows) else []
+    end = slot.start + slot.length
+    return [
+        _Elements(piece.start - slot.start, min(piece.stop, end) - slot.start, piece.stop - piece.start)
+        for piece in layout.pieces(slot, server)
+    ]
 
 
 def _empty(slot: Slot) -> Tensor:

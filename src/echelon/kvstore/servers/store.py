@@ -24,11 +24,13 @@ from echelon.errors import UsageError
 from echelon.kvstore import state_files
 from echelon.kvstore.servers import states
 from echelon.kvstore.servers.client import Client, Ticket
+from echelon.kvstore.servers.rows import RowWire, rows_of
 from echelon.kvstore.servers.store_session import StoreSession
 from echelon.kvstore.servers.wire import Wire
 from echelon.kvstore.store import KVStore
 from echelon.kvstore.values import Key, Keys, Values, as_keys
 from echelon.observe.events import EventLog
+from echelon.server.memory import TORCH_DTYPES
 from echelon.transport.interface import Transport
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 
 class ServerStore(KVStore):
     """Created by `echelon.kvstore.create.join`."""
+
+    _stores_rows = True
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class ServerStore(KVStore):
         self._session = session
         self._client = client
         self._wire = Wire(client, len(session.servers), transport, events)
+        self.rows = RowWire(client, self._wire)
         self._halt_requested = False
         self._noticed = False  # whether a notice of the servers was logged; a later one would say the same
         self._to_all(lambda i: Configure(i, session.rank, self.kind.name, staleness, groups, lr_scale, session.number))
@@ -96,21 +101,31 @@ class ServerStore(KVStore):
 
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
         """Send values, without waiting for other workers."""
-        values = self._checked(key, value)
-        self._wire.push(self.slots(list(values)), list(values.values()), pull=False, halt=self._halt_requested)
+        dense, sparse = self._by_kind(self._checked(key, value))
+        if dense:
+            self._wire.push(self.slots(list(dense)), list(dense.values()), pull=False, halt=self._halt_requested)
+        for name, gradient in sparse.items():
+            rows = {self._slot(name).key: rows_of(gradient, add_repeated=True)}
+            self.rows.push(rows, pull=False, halt=self._halt_requested)
 
     def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
         """Wait as long as the scheme requires, then copy the weights into `out` (every tensor of a list)."""
         outs = self._targets(key, out)
-        slots = self.slots(list(outs))
-        pushes = self._wire.last_pushes(slots)  # if one was refused, the pull would never be answered
+        pushes = self._wire.last_pushes(self.slots(list(outs)))  # if one was refused, the pull would never be answered
+        slots = [slot for slot in self.slots(list(outs)) if not slot.spec.row_sparse]
         self._wait_and_accept_halt([*pushes, *self._wire.pull(slots)])
-        self._copy_weights(slots, outs.values())
+        self._copy_weights(slots, [outs[slot.spec.name] for slot in slots])
+        for slot in self.slots(list(outs)):
+            if slot.spec.row_sparse:
+                self.rows.pull(slot, outs[slot.spec.name])
 
     def pushpull(self, key: Keys, value: Values, out: Values | None = None, priority: int = 0) -> None:
         """Push and pull in one message; without `out`, the weights replace the pushed values."""
         values = self._checked(key, value)
         outs = self._targets(key, value if out is None else out)
+        if any(self._spec_of(name).row_sparse for name in values):
+            super().pushpull(key, value, out, priority)
+            return
         slots = self.slots(list(values))
         sums = list(values.values())
         self._wait_and_accept_halt(self._wire.push(slots, sums, pull=True, halt=self._halt_requested))
@@ -168,7 +183,7 @@ class ServerStore(KVStore):
 
     def memory(self) -> list[Tensor]:
         """Return all memory that gradients are sent from and weights arrive in."""
-        return [block for mirror in self._wire.mirrors for block in (mirror.gradients, mirror.weights)]
+        return [block for mirror in self._wire.mirrors.values() for block in (mirror.gradients, mirror.weights)]
 
     def span(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor]:
         """Return the gradients and the weights of adjacent keys as flat memory, with the padding between the keys."""
@@ -235,7 +250,12 @@ class ServerStore(KVStore):
         """Replace the weights by other values. Call it on one worker, then a barrier on all."""
         values = self._checked(key, value)
         self._wire.wait_for_pushes()
-        self._wire.init(self.slots(list(values)), list(values.values()), overwrite=True)
+        dense = [slot for slot in self.slots(list(values)) if not slot.spec.row_sparse]
+        if dense:
+            self._wire.init(dense, [values[slot.spec.name] for slot in dense], overwrite=True)
+        for slot in self.slots(list(values)):
+            if slot.spec.row_sparse:
+                self.rows.put(slot, values[slot.spec.name])
 
     def make_vectors(self, name: str, length: int) -> list[str]:
         """Create one key per worker for vectors that all workers can read. All workers call it. Return the names."""
@@ -267,6 +287,11 @@ class ServerStore(KVStore):
             if self.kind.lock_step and self.workers == [self.rank]:
                 self.accept_halt()
 
+    @property
+    def requests_to_halt(self) -> bool:
+        """Whether this worker's pushes ask all workers to stop."""
+        return self._halt_requested
+
     def requests_halt(self, tickets: Sequence[Ticket]) -> bool:
         """Return whether the answers of a clock contain a worker's request to stop."""
         return any(isinstance(ticket.response, Done) and ticket.response.halt for ticket in tickets)
@@ -292,8 +317,29 @@ class ServerStore(KVStore):
     def _init(self, specs: Sequence[KeySpec], values: Sequence[Tensor]) -> None:
         slots = self._wire.place(specs)
         if self.rank == min(self._session.workers):
-            self._wire.init(slots, values)
+            pairs = list(zip(slots, values, strict=True))
+            if dense := [(slot, value) for slot, value in pairs if not slot.spec.row_sparse]:
+                self._wire.init([slot for slot, _ in dense], [value for _, value in dense])
+            for slot, value in pairs:
+                if slot.spec.row_sparse:
+                    self.rows.init(slot, value)
         self.barrier()
+
+    def _by_kind(self, values: dict[Key, Tensor]) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
+        """Return the values of dense keys, and those of row-sparse keys as sparse tensors."""
+        sparse = {name: value for name, value in values.items() if self._spec_of(name).row_sparse}
+        dense = {name: value for name, value in values.items() if name not in sparse}
+        return dense, {name: v if v.is_sparse else _all_rows(v) for name, v in sparse.items()}
+
+    def _pull_rows(self, spec: KeySpec, rows: Tensor) -> Tensor:
+        if not spec.row_sparse:
+            return super()._pull_rows(spec, rows)
+        slot = self._slot(spec.name)
+        self._client.wait(self._wire.last_pushes([slot]))
+        values = torch.empty((len(rows), *spec.shape[1:]), dtype=TORCH_DTYPES[spec.dtype])
+        for part in self.rows.fetch(slot, rows):
+            values[torch.searchsorted(rows, part.numbers)] = part.values.view(-1, *spec.shape[1:])
+        return values
 
     def _slot(self, key: Key) -> Slot:
         slot = self._wire.layout.find(self._spec_of(key).name)
@@ -305,3 +351,9 @@ class ServerStore(KVStore):
         self._client.call(0, make(self._client.next_id()))
         others = range(1, self._wire.layout.num_servers)
         self._client.wait([self._client.send(server, make(self._client.next_id())) for server in others])
+
+
+def _all_rows(value: Tensor) -> Tensor:
+    """Return a dense value as a sparse one with all its rows."""
+    numbers = torch.arange(len(value), device=value.device)
+    return torch.sparse_coo_tensor(numbers[None], value, value.shape, is_coalesced=True, check_invariants=False)

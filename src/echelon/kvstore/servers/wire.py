@@ -61,7 +61,8 @@ class Wire:
 
     def __init__(self, client: Client, num_servers: int, transport: Transport, events: EventLog) -> None:
         self.layout = Layout(num_servers)
-        self.mirrors: list[Mirror] = []
+        self.mirrors: dict[int, Mirror] = {}  # by segment
+        self._num_segments = 0  # that were seen
         self._client = client
         self._transport = transport
         self._events = events
@@ -88,11 +89,13 @@ class Wire:
         placed = self._client.call(0, Place(self._client.next_id(), list(specs)))
         assert isinstance(placed, Placed)
         self.layout.adopt(placed.segments, placed.slots)
-        for segment in self.layout.segments[len(self.mirrors) :]:
-            self.mirrors.append(Mirror(segment, self._transport))
-            self._offer(self.mirrors[-1])
+        for segment in self.layout.segments[self._num_segments :]:
+            if not segment.row:  # of row-sparse keys only rows travel
+                self.mirrors[segment.index] = Mirror(segment, self._transport)
+                self._offer(self.mirrors[segment.index])
+        self._num_segments = len(self.layout.segments)
         # A gradient may be as large as a segment, and the next step needs the memory of this step's activations again.
-        largest = max(len(mirror.gradient_block.buffer) for mirror in self.mirrors)
+        largest = max((len(mirror.gradient_block.buffer) for mirror in self.mirrors.values()), default=0)
         keep_freed_memory(max(BLOCK_BYTES, largest), LARGEST_INT)
         self._clocks |= {slot.key: 0 for slot in placed.slots}
         return placed.slots
@@ -165,6 +168,16 @@ class Wire:
     def last_pushes(self, slots: Sequence[Slot]) -> list[Ticket]:
         """Return the tickets of the last pushes of some keys, answered or not."""
         return list({id(t): t for slot in slots for t in self._last_pushes.get(slot.key, ())}.values())
+
+    def clock(self, slot: Slot) -> int:
+        """Return how often this worker has pushed a key."""
+        return self._clocks[slot.key]
+
+    def count_push(self, slots: Sequence[Slot], sent: list[Ticket]) -> None:
+        """Record a push of some keys and its tickets."""
+        for slot in slots:
+            self._clocks[slot.key] += 1
+            self._last_pushes[slot.key] = sent
 
     def wait_for_pushes(self) -> None:
         """Wait until every push is answered."""

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from echelon.cluster.messages import Done, OptimizerSpec
-from echelon.errors import UsageError
 from echelon.kvstore.optimizer_spec import StepSettings, spec_of
+from echelon.kvstore.servers.client import Ticket
 from echelon.kvstore.servers.store import ServerStore
 from echelon.server.optimization import NO_OPTIMIZER
 from echelon.train.trainer.base import Hook, Trainer, flatten, unflatten
@@ -28,6 +29,7 @@ from echelon.train.trainer.guards import WatchedGradients
 from echelon.train.trainer.model_hook import ModelHook
 from echelon.train.trainer.optimizer_state import state_of
 from echelon.train.trainer.server_buckets import Bucket
+from echelon.train.trainer.sparse_rows import SparseTables, as_dense, check_optimizer, find_tables
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +50,11 @@ class ServerTrainer(Trainer, store=ServerStore):
         self._pushed_step = 0  # the step that pushes in flight belong to
         self._halts_at: int | None = None  # the step after which all workers stop
         self._settings = StepSettings(self.optimizer)
+        self._densified: set[str] = set()  # dense parameters that had a sparse gradient
+        self._tables = self._make_tables()
         self._buckets = self._make_buckets()
         self._names = [name for bucket in self._buckets for name in bucket.names]
-        self._parameters = {name: self._parameters[name] for name in self._names}
+        self._parameters = {name: self._parameters[name] for name in (*self._names, *self._tables.parameters)}
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         self._watched = WatchedGradients({name: self._bucket_of[name].gradients[name] for name in self._names})
         self._initialise_servers()
@@ -60,6 +64,9 @@ class ServerTrainer(Trainer, store=ServerStore):
 
     def _step(self, samples: int) -> None:
         self._check_unchanged()
+        # torch's SGD adds the values of a repeated row one after the other. One worker gives the same bits.
+        add_repeated = self.kvstore.num_workers > 1 or type(self.optimizer) is not SGD
+        self._tables.push(samples, add_repeated=add_repeated)
         for bucket in self._buckets:
             if not bucket.is_pushed:
                 self._push_incomplete(bucket, samples)
@@ -68,6 +75,7 @@ class ServerTrainer(Trainer, store=ServerStore):
             bucket.end_step()
         self._called.clear()
         self._clear_gradients()
+        self._wait_for_tables()
         self._mark_optimizer_used()
 
     def count(self, samples: int) -> None:
@@ -94,6 +102,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         """Fetch the weights that the servers have now, with the last pushes of all workers."""
         self.sync()
         self._pull()
+        self._tables.fetch_changes()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load weights and buffers into the model and the servers. All workers call it."""
@@ -104,7 +113,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         finally:
             self._loading = False
         if self.kvstore.rank == self.kvstore.workers[0]:
-            self.kvstore.overwrite(self._names, [parameter.detach() for parameter in self._parameters.values()])
+            self.kvstore.overwrite(list(self._parameters), [p.detach() for p in self._parameters.values()])
         self.kvstore.barrier()
 
     def optimizer_state(self) -> dict[str, Tensor]:
@@ -150,9 +159,21 @@ class ServerTrainer(Trainer, store=ServerStore):
 
     # --- set-up
 
+    def _make_tables(self) -> SparseTables:
+        """Create keys by rows for the parameters that get sparse gradients."""
+        names = find_tables(self.model, self._parameters, self.optimizer)
+        check_optimizer(names, self._optimizer_spec())
+        return SparseTables({name: self._parameters[name] for name in names}, self.kvstore, self._settings)
+
+    def _optimizer_spec(self) -> OptimizerSpec:
+        return spec_of(self.optimizer, {id(parameter): name for name, parameter in self._parameters.items()})
+
     def _make_buckets(self) -> list[Bucket]:
         """Divide the parameters into buckets and create their keys, bucket after bucket, with rank 0's values."""
-        groups = names_by_bucket(self.model, self._parameters, self.optimizer)
+        dense = {name: p for name, p in self._parameters.items() if name not in self._tables.parameters}
+        if not dense:
+            return []
+        groups = names_by_bucket(self.model, dense, self.optimizer)
         names = [name for group in groups for name in group]
         self.kvstore.init(names, [self._parameters[name].detach() for name in names])
         return [
@@ -165,13 +186,14 @@ class ServerTrainer(Trainer, store=ServerStore):
 
         An optimizer that has made steps before continues with its state. As for the weights, rank 0's counts.
         """
-        spec = spec_of(self.optimizer, {id(parameter): name for name, parameter in self._parameters.items()})
+        spec = self._optimizer_spec()
         members = dict(spec.members)
         if self._buffers:
             length = sum(buffer.numel() for buffer in self._buffers)
             members |= dict.fromkeys(self.kvstore.make_vectors(BUFFERS, length), NO_OPTIMIZER)
         self.kvstore.use_optimizer(OptimizerSpec(spec.name, spec.groups, members))
         self._pull()
+        self._tables.fetch_all()
         for bucket in self._buckets:
             bucket.move_parameters()
         state = state_of(self.optimizer, self._parameters)
@@ -180,7 +202,8 @@ class ServerTrainer(Trainer, store=ServerStore):
         self.kvstore.barrier()
 
     def _pull(self) -> None:
-        self.kvstore.pull(self._names, [self._bucket_of[name].weights[name] for name in self._names])
+        if self._names:
+            self.kvstore.pull(self._names, [self._bucket_of[name].weights[name] for name in self._names])
         self._copy_weights_to_device()
 
     def _copy_weights_to_device(self) -> None:
@@ -194,13 +217,13 @@ class ServerTrainer(Trainer, store=ServerStore):
         sync, warn = ModelHook(self.model, lambda *_: self.sync()), ModelHook(self.model, self._warn_of_loading)
         self._hooks.append(self.model.register_state_dict_pre_hook(sync))
         self._hooks.append(self.model.register_load_state_dict_post_hook(warn))
-        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        names = {id(self._parameters[name]): name for name in self._names}
         for module in self.model.modules():
             own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
             if own:
                 self._step_hooks.append(module.register_forward_pre_hook(self._make_wait_hook(module, own)))
-        for name, parameter in self._parameters.items():
-            hook = parameter.register_post_accumulate_grad_hook(self._make_grad_hook(name))
+        for name in self._names:
+            hook = self._parameters[name].register_post_accumulate_grad_hook(self._make_grad_hook(name))
             self._step_hooks.append(hook)
         for name, module in self._factorable.items():
             self._step_hooks.append(self._make_factored(name, module))
@@ -276,7 +299,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         gradient = parameter.grad
         assert gradient is not None
         if gradient.is_sparse:
-            raise UsageError(f"the gradient of {name!r} is sparse, which servers do not support; use sparse=False")
+            gradient = parameter.grad = as_dense(name, gradient, self._densified)
         # No forward hook may have run since the last step, for example if a part of the model was frozen.
         self._wait_if_in_flight(bucket)
         place = bucket.gradients[name]
@@ -314,11 +337,22 @@ class ServerTrainer(Trainer, store=ServerStore):
         tickets = bucket.wait()
         self.wait_s += time.perf_counter() - began
         if bucket.index == 0:
-            if self.kvstore.requests_halt(tickets):  # some workers receive it only after the next step has begun
-                self._halts_at = self._pushed_step + 1
-            answers = [ticket.response for ticket in tickets if isinstance(ticket.response, Done)]
-            self.staleness[max(answer.staleness for answer in answers)] += 1
-            self.rounds_ahead[max(answer.rounds_ahead for answer in answers)] += 1
+            self._read_answers(tickets)
+
+    def _wait_for_tables(self) -> None:
+        began = time.perf_counter()
+        tickets = self._tables.wait()
+        self.wait_s += time.perf_counter() - began
+        if not self._buckets:
+            self._read_answers(tickets)
+
+    def _read_answers(self, tickets: Sequence[Ticket]) -> None:
+        """Note what the answers to a push say of the job: a request to stop, and how stale the weights were."""
+        if self.kvstore.requests_halt(tickets):  # some workers receive it only after the next step has begun
+            self._halts_at = self._pushed_step + 1
+        answers = [ticket.response for ticket in tickets if isinstance(ticket.response, Done)]
+        self.staleness[max(answer.staleness for answer in answers)] += 1
+        self.rounds_ahead[max(answer.rounds_ahead for answer in answers)] += 1
 
     # --- changes that would have no effect
 

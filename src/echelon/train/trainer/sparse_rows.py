@@ -1,0 +1,141 @@
+"""The tables of embeddings with sparse gradients (`nn.Embedding(sparse=True)`) in a Trainer whose store has servers.
+
+In a step, the rows of the gradients go to the servers, and the rows that anybody has changed come back. The parameters
+keep their own memory, and no second copy of a table exists. Which parameters are tables is known from the model when
+the Trainer is created: all workers then have the same keys.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, SparseAdam
+
+from echelon.cluster.messages import OptimizerSpec
+from echelon.errors import UsageError
+from echelon.kvstore.optimizer_spec import StepSettings
+from echelon.kvstore.servers.client import Ticket
+from echelon.kvstore.servers.rows import Rows, rows_of, write_rows
+from echelon.kvstore.servers.store import ServerStore
+from echelon.server.kernels import kernel_for
+from echelon.server.row_kernels import row_kernel_for
+
+log = logging.getLogger(__name__)
+
+
+def find_tables(model: nn.Module, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> list[str]:
+    """Return the names of the parameters that get sparse gradients."""
+    modules = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    sparse = {id(module.weight): module for module in modules if module.sparse}
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for number, module in sparse.items():
+        if module.max_norm is not None and number in names:
+            raise UsageError(
+                f"the table of {names[number]!r} has max_norm={module.max_norm}, which changes rows in the forward "
+                "pass of one worker; servers do not support it with sparse=True: use sparse=False"
+            )
+    if isinstance(optimizer, SparseAdam):
+        return list(parameters)
+    return [name for number, name in names.items() if number in sparse]
+
+
+def check_optimizer(names: Sequence[str], spec: OptimizerSpec) -> None:
+    """Raise UsageError if the optimizer does not support sparse gradients with its settings."""
+    for name in names:
+        try:
+            row_kernel_for(spec.name, kernel_for(spec.name, spec.groups[spec.members.get(name, 0)]))
+        except UsageError as error:
+            raise UsageError(f"{name!r} has sparse gradients: {error}") from error
+
+
+class SparseTables:
+    """Parameters whose gradients are pushed as rows."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], store: ServerStore, settings: StepSettings) -> None:
+        """Create a key for each parameter, with rank 0's values. All workers call this."""
+        self.parameters = parameters
+        self._store = store
+        self._settings = settings
+        self._in_flight: list[Ticket] = []
+        if parameters:
+            store.init(list(parameters), [p.detach() for p in parameters.values()], row_sparse=True)
+        self._slots = dict(zip(parameters, store.slots(list(parameters)), strict=True))
+        self._names = {slot.key: name for name, slot in self._slots.items()}
+
+    def fetch_all(self) -> None:
+        """Copy whole tables from the servers into the parameters. Nobody changes them meanwhile."""
+        if self._store.rank != self._store.workers[0]:
+            for name, slot in self._slots.items():
+                self._store.rows.pull(slot, [self.parameters[name].data])
+        self._store.rows.has_all(list(self._slots.values()))
+        self.fetch_changes()  # and let the servers keep for this worker what changes from now on
+
+    def fetch_changes(self) -> None:
+        """Copy the rows that changed since the last read into the parameters."""
+        if self.parameters:
+            self._in_flight = self._store.rows.pull_changes(list(self._slots.values()))
+            self.wait()
+
+    def push(self, samples: int, *, add_repeated: bool) -> None:
+        """Push the gradients, and ask for the rows that change. `samples` is the size of the batch.
+
+        `add_repeated`: a row that a gradient names several times is sent once, with the sum.
+        """
+        gradients: dict[int, Rows] = {}
+        absent: dict[int, Rows] = {}
+        for name, parameter in self.parameters.items():
+            key = self._slots[name].key
+            if parameter.grad is None:
+                absent[key] = _no_rows(parameter)
+            else:
+                gradients[key] = rows_of(_sparse(name, parameter.grad), add_repeated=add_repeated)
+        for part, weight, missing in ((gradients, float(samples), 0.0), (absent, 0.0, float(samples))):
+            if part:
+                self._in_flight += self._store.rows.push(
+                    part,
+                    pull=True,
+                    samples=weight,
+                    lrs=self._settings.rates(),
+                    halt=self._store.requests_to_halt,
+                    absent=missing,
+                    settings=self._settings.changes(),
+                )
+
+    def wait(self) -> list[Ticket]:
+        """Wait for the rows of the last push and copy them into the parameters. Return the answers."""
+        tickets, self._in_flight = self._in_flight, []
+        self._store.wait(tickets)
+        with torch.no_grad():
+            for key, rows in self._store.rows.receive(tickets):
+                write_rows(rows, [self.parameters[self._names[key]].data])
+        return tickets
+
+
+def _sparse(name: str, gradient: Tensor) -> Tensor:
+    """Return the gradient of a table. Raise UsageError if it is dense."""
+    if not gradient.is_sparse:
+        raise UsageError(
+            f"the gradient of {name!r} is dense, but its embedding has sparse=True or its optimizer is SparseAdam; "
+            "if another layer uses the same weights, create the embedding with sparse=False"
+        )
+    return gradient
+
+
+def _no_rows(parameter: nn.Parameter) -> Rows:
+    row = parameter.numel() // len(parameter)
+    return Rows(torch.empty(0, dtype=torch.int64), torch.empty((0, row), dtype=parameter.dtype))
+
+
+def as_dense(name: str, gradient: Tensor, reported: set[str]) -> Tensor:
+    """Return a sparse gradient of a dense key as a dense one. The first time, log it."""
+    if name not in reported:
+        reported.add(name)
+        log.warning(
+            "the gradient of %r is sparse, but the model has no nn.Embedding(sparse=True) of it, so it is sent as a "
+            "dense gradient",
+            name,
+        )
+    return gradient.to_dense()

@@ -1,0 +1,200 @@
+"""Embeddings with sparse gradients under a Trainer: plain PyTorch's bits with one worker, and what travels."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plain_loops import State, assert_close, assert_same_bits, on_one_worker, snapshot, usage_error
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
+
+import echelon
+from echelon.kvstore import KVStore
+from echelon.launch.in_process import run
+from tolerances import reordering
+
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),  # of torch's own optimizers, in plain loops
+]
+
+ROWS, BAG_ROWS, WIDTH = 300, 130, 7
+STEPS = 5
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+class Recommender(nn.Module):
+    """Two tables: one is read by single rows, one by bags."""
+
+    def __init__(self, dense: bool = True, width: int = WIDTH) -> None:
+        super().__init__()
+        self.users = nn.Embedding(ROWS, width, sparse=True)
+        self.items = nn.EmbeddingBag(BAG_ROWS, width, mode="sum", sparse=True)
+        self.head = nn.Linear(width, 1) if dense else nn.Identity()
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        output: Tensor = self.head(torch.tanh(self.users(users)) * self.items(items))
+        return output.sum(1)
+
+
+def batches(size: int, seed: int = 1, steps: int = STEPS) -> list[Batch]:
+    """Return batches whose rows repeat, within a batch and between batches."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randint(0, 20, (size,), generator=generator) * 15,
+            torch.randint(0, BAG_ROWS, (size, 3), generator=generator),
+            torch.randn(size, generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    users, items, target = batch
+    return nn.functional.mse_loss(model(users, items), target)
+
+
+def plain(model: nn.Module, make: Callable[[Any], Optimizer], data: list[Batch]) -> tuple[State, State]:
+    """Train with plain PyTorch. Return the weights and the optimizer's state by parameter."""
+    mine = copy.deepcopy(model)
+    optimizer = make(mine.parameters())
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(mine, batch).backward()
+        optimizer.step()
+    states = {
+        f"{name}/{kind}": torch.as_tensor(value, dtype=torch.float32)
+        for name, parameter in mine.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+    return snapshot(mine), states
+
+
+def worker(
+    kv: KVStore, model: nn.Module, make: Callable[[Any], Optimizer], data: list[Batch], **options: Any
+) -> tuple[State, State]:
+    """Train as one worker. Return the weights and the servers' state."""
+    torch.set_num_threads(1)
+    mine = copy.deepcopy(model)
+    trainer = echelon.Trainer(mine, make(mine.parameters()), kv, **options)
+    for batch in data:
+        loss_of(mine, batch).backward()
+        trainer.step(len(batch[0]))
+    weights = snapshot(mine)
+    kv.barrier()
+    states = trainer.optimizer_state()
+    kv.barrier()
+    trainer.close()
+    return weights, states
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda p: SGD(p, lr=0.1),
+    "sgd maximize": lambda p: SGD(p, lr=0.01, maximize=True),
+    "adagrad": lambda p: Adagrad(p, lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1),
+    "sparse adam": lambda p: SparseAdam(list(p), lr=0.01),
+}
+
+
+def model_for(name: str, width: int = WIDTH) -> Recommender:
+    torch.manual_seed(0)
+    return Recommender(dense=name != "sparse adam", width=width)
+
+
+@pytest.mark.parametrize("width", [1, 7, 16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_worker_has_the_bits_of_plain_pytorch(name: str, width: int) -> None:
+    """Also where a batch names a row several times; and the state of a row that is not touched does not change."""
+    model = model_for(name, width)
+    data = batches(8)
+    expected, expected_states = plain(model, OPTIMIZERS[name], data)
+    weights, states = on_one_worker(lambda kv: worker(kv, model, OPTIMIZERS[name], data), "dist_sync")
+    assert_same_bits(weights, expected)
+    if name != "sgd" and name != "sgd maximize":
+        assert_same_bits(states, expected_states)
+
+
+@pytest.mark.parametrize("store", ["dist_async", "dist_ssync", "dist_gsync"])
+def test_one_worker_of_a_relaxed_scheme(store: str) -> None:
+    model, data = model_for("adagrad"), batches(8)
+    weights, _ = on_one_worker(lambda kv: worker(kv, model, OPTIMIZERS["adagrad"], data), store)
+    assert_same_bits(weights, plain(model, OPTIMIZERS["adagrad"], data)[0])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_several_workers_equal_one_process_on_the_joined_batch(name: str) -> None:
+    model = model_for(name)
+    sizes = (8, 3)
+    parts = [batches(size, seed) for seed, size in enumerate(sizes)]
+    joined = [tuple(torch.cat(tensors) for tensors in zip(*step, strict=True)) for step in zip(*parts, strict=True)]
+    expected, _ = plain(model, OPTIMIZERS[name], joined)  # type: ignore[arg-type]
+    results = run(lambda kv: worker(kv, model, OPTIMIZERS[name], parts[kv.rank]), "dist_sync", num_servers=3)
+    assert_same_bits(results[1][0], results[0][0])
+    magnification = 1.0 if "sgd" in name else 100.0  # the others divide by the root of a small number
+    assert_close(results[0][0], expected, reordering(torch.float32, sum(sizes) * 3, STEPS, magnification))
+
+
+def test_a_sparse_gradient_of_a_dense_key_is_made_dense(caplog: pytest.LogCaptureFixture) -> None:
+    """The model does not show that `F.embedding` gives its weight a sparse gradient."""
+
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.arange(12.0).view(6, 2))
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return nn.functional.embedding(rows, self.table, sparse=True)
+
+    def program(kv: KVStore) -> Tensor:
+        model = Functional()
+        with echelon.Trainer(model, SGD(model.parameters(), lr=1.0), kv) as trainer:
+            for _ in range(2):
+                model(torch.tensor([1, 1, 4])).sum().backward()
+                trainer.step()
+            return model.table.detach().clone()
+
+    expected = torch.arange(12.0).view(6, 2) - torch.tensor([0, 4, 0, 0, 2, 0])[:, None]
+    torch.testing.assert_close(on_one_worker(program, "dist_sync"), expected)
+    assert sum("the gradient of 'table' is sparse" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda p: Adam(p), "'users.weight' has sparse gradients: adam does not support sparse gradients, please"),
+        (lambda p: SGD(p, lr=0.1, momentum=0.9), "SGD with momentum=0.9 would change all rows that had a gradient"),
+        (lambda p: SGD(p, lr=0.1, weight_decay=0.1), "weight_decay option is not compatible with sparse gradients"),
+        (lambda p: Adagrad(p, weight_decay=0.1), "weight_decay option is not compatible with sparse gradients"),
+        (lambda p: SGD(p, lr=0.1, fused=True), "fused=True does not support sparse gradients"),
+    ],
+)
+def test_an_optimizer_that_does_not_support_sparse_gradients(make: Callable[[Any], Optimizer], text: str) -> None:
+    def program(kv: KVStore) -> str:
+        model = Recommender()
+        parameters = [model.items.weight, model.users.weight]  # the Trainer takes the last one first
+        return usage_error(lambda: echelon.Trainer(model, make(parameters[1:]), kv))
+
+    assert text in on_one_worker(program, "dist_sync")
+
+
+def test_a_table_that_gets_a_dense_gradient() -> None:
+    def program(kv: KVStore) -> str:
+        model = Recommender()
+        trainer = echelon.Trainer(model, SGD(model.parameters(), lr=0.1), kv)
+        model.users.weight.sum().backward()
+        return usage_error(lambda: trainer.step(1))
+
+    assert "the gradient of 'users.weight' is dense, but" in on_one_worker(program, "dist_sync")
+
+
+def test_max_norm_is_refused() -> None:
+    def program(kv: KVStore) -> str:
+        model = nn.Embedding(5, 3, sparse=True, max_norm=1.0)
+        return usage_error(lambda: echelon.Trainer(model, SGD(model.parameters(), lr=0.1), kv))
+
+    assert "has max_norm=1.0" in on_one_worker(program, "dist_sync")
