@@ -45,6 +45,7 @@ class Job:
     device_fd: int | None = None
     rendezvous_port: int | None = None  # where worker 0 listens for stores without servers in a job that has servers
     local_workers: int | None = None  # workers on this machine, if the launcher chose OMP_NUM_THREADS for them
+    joined_file: str | None = None  # to which the workers that create a store add a line, for the launcher
     rendezvous_hosted: bool = False  # torchrun already hosts a store at the scheduler's address
 
     @classmethod
@@ -210,6 +211,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # the variable
     "device_fd": ("ECHELON_DEVICE_FD", _number),
     "local_workers": ("ECHELON_LOCAL_WORKERS", _positive),
     "rendezvous_port": ("ECHELON_RENDEZVOUS_PORT", lambda name, text: _port(name, text) or None),
+    "joined_file": ("ECHELON_JOINED_FILE", _text),
     "rendezvous_hosted": ("TORCHELASTIC_USE_AGENT_STORE", lambda name, text: text == "True"),
 }
 _INHERITED = ("listen_fd", "device_fd")  # sockets of one process, which others do not have

@@ -43,7 +43,7 @@ def test_a_stopped_worker_is_declared_dead_and_reports_it_when_it_continues(tmp_
         rf"worker 1 \(pid {stopped['pid']} on 127\.0\.0\.1\) died: no message for [2-4]\.\d s", view["reason"]
     )
     line = (
-        r"JobError: worker 1: the job is broken: the scheduler declared this process dead: no message for [2-4]\.\d s\n"
+        r"error: worker 1: the job is broken: the scheduler declared this process dead: no message for [2-4]\.\d s \("
     )
     assert re.search(line, job.out)
     assert job.results()[0]["table"] == plan.table(), "what it pushed afterwards was not applied"

@@ -31,14 +31,14 @@ def has_events(folder: Path, count: int) -> bool:
     return len(rows(folder / "events.jsonl")) >= count
 
 
-def test_a_failing_worker_gives_its_status_and_last_lines_and_the_other_continues(tmp_path: Path) -> None:
+def test_a_failing_worker_gives_its_status_and_last_line_and_the_other_continues(tmp_path: Path) -> None:
     with launch(tmp_path, "exit") as job:
         assert job.wait() == 3
     assert lines(job.out, "worker 0") == ["imported", "rank 0 of 2", "result [1.0, 1.0]"]
     assert lines(job.out, "worker 1") == ["imported", "rank 1 of 2", "no newline at the end"]
     assert all(re.match(r"\[(worker|server|scheduler) \d\] ", line) for line in job.out.splitlines())
-    expected = r"echelon: worker 1 \(pid \d+\) exited with status 3; its last lines:\n"
-    assert re.fullmatch(expected + r"    imported\n    rank 1 of 2\n    no newline at the end\n", job.err)
+    expected = r"echelon: worker 1 \(pid \d+\) exited with status 3; its last line: no newline at the end\n"
+    assert re.fullmatch(expected, job.err)
 
 
 def test_ctrl_c_is_forwarded_and_ends_everything(tmp_path: Path) -> None:
@@ -78,7 +78,8 @@ def test_an_unknown_store_ends_the_job_and_lists_the_known_names(tmp_path: Path)
     expected = "unknown store 'dist_snyc'; did you mean 'dist_sync'? Choose one of local, device, nccl_allreduce, "
     assert expected in lines(job.out, "worker 1")[-1]
     assert lines(job.out, "scheduler 0") == ["job stopped: worker 1 exited with status 1 before it joined the job"]
-    assert re.match(r"echelon: worker 1 \(pid \d+\) exited with status 1; its last lines:\n", job.err)
+    assert re.match(r"echelon: worker 1 \(pid \d+\) exited with status 1; its last line: .*unknown store", job.err)
+    assert job.err.count("\n") == 1
 
 
 @pytest.fixture
@@ -182,6 +183,31 @@ def test_a_store_without_servers_runs_in_a_job_with_servers_and_says_so(tmp_path
     unused = "dist_device_sync runs without servers: it does not use the 1 server of this job (-s 0 starts none)"
     assert lines(job.out, "scheduler 0") == [unused]
     assert (lines(job.out, "server 0"), job.err) == ([], "")
+
+
+def test_workers_without_a_store_are_reported(tmp_path: Path) -> None:
+    with Job(tmp_path, num_workers=2, num_servers=1, command=["echo", "hello"]) as job:
+        assert job.wait() == 0
+    assert job.err.startswith("echelon: warning: no worker created a Trainer or a store, so the 2 workers ran")
+
+
+@pytest.mark.parametrize("num_servers", [0, 1])
+def test_a_worker_that_ends_before_it_joins_ends_the_job_at_once(tmp_path: Path, num_servers: int) -> None:
+    program = "import os, sys, echelon\nif os.environ['ECHELON_RANK'] == '1': sys.exit()\n"
+    command = [sys.executable, "-c", program + "echelon.kvstore.create('dist_sync')"]
+    with Job(tmp_path, num_workers=2, num_servers=num_servers, command=command) as job:
+        assert job.wait() == 1
+    expected = r"echelon: worker 1 \(pid \d+\) exited with status 0 before it created a Trainer or a store, for which "
+    assert re.fullmatch(expected + r"worker 0 waited\n", job.err)
+    assert "Traceback" not in job.out
+
+
+def test_a_program_for_torchrun_is_told_what_to_change(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import os; rank = int(os.environ['RANK'])"]
+    with Job(tmp_path, num_workers=2, num_servers=0, command=command) as job:
+        assert job.wait() == 1
+    assert re.match(r"echelon: worker \d \(pid \d+\) exited with status 1; its last line: KeyError: 'RANK'\n", job.err)
+    assert "start it with torchrun, or\n    replace init_process_group and DistributedDataParallel by" in job.err
 
 
 def test_valid_flags_start_the_command(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ LAUNCHED = {  # the variables of seed 002's nodes, and those that an Echelon lau
     "ECHELON_DEVICE_FD": "12",
     "ECHELON_LOCAL_WORKERS": "3",
     "ECHELON_RENDEZVOUS_PORT": "9093",
+    "ECHELON_JOINED_FILE": "/tmp/joined",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 JOB = Job(
@@ -59,6 +60,7 @@ JOB = Job(
     device_fd=12,
     local_workers=3,
     rendezvous_port=9093,
+    joined_file="/tmp/joined",
     rendezvous_hosted=True,
 )
 

@@ -9,7 +9,7 @@ import atexit
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from echelon.kvstore.servers.client import Client
 from echelon.kvstore.servers.session import SESSIONS
 from echelon.kvstore.servers.store import ServerStore
 from echelon.kvstore.store import KVStore
+from echelon.kvstore.uncaught import print_job_errors_in_one_line
 from echelon.kvstore.worker import current_job, transport_for
 from echelon.observe.events import EventLog
 from echelon.schemes import check_lr_scale, rules_for, store_kind
@@ -70,6 +71,8 @@ def create(
     if job.role != "worker":
         serve_and_exit(job)
     _warn_if_alone(name, job)
+    _record_for_launcher(name, job)
+    print_job_errors_in_one_line()
     kind = store_class(name, job)
     if kind is CollectiveStore:
         return _create_collective(name, job, torch.device(device), check_finite, staleness, groups)
@@ -106,6 +109,13 @@ def _warn_if_alone(name: str, job: Job) -> None:
             name,
             job.num_workers,
         )
+
+
+def _record_for_launcher(name: str, job: Job) -> None:
+    """Let the launcher know that this worker has a store. A line of this length is written at once or not at all."""
+    if job.joined_file is not None and job.rank is not None:
+        with suppress(OSError), open(job.joined_file, "a") as file:
+            file.write(f"{job.rank} {name}\n")
 
 
 def store_class(name: str, job: Job) -> type[KVStore]:
@@ -233,4 +243,5 @@ def _call_at_exit(end: Callable[[bool], None]) -> Callable[[], None]:
             print(f"error: {error}", file=sys.stderr, flush=True)
 
     atexit.register(at_exit)
+    print_job_errors_in_one_line()
     return partial(atexit.unregister, at_exit)

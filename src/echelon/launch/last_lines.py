@@ -15,7 +15,12 @@ HOLD_S = 5.0  # a process that prints an error and still runs after this time ma
 
 _SHORT_ERROR = re.compile(r"(?:\S+: )?error: ")  # of Echelon's commands and scripts
 _STOPPED = re.compile(r"server (?:\d+ )?stops: |job stopped: ")  # of servers and the scheduler
-_TRACEBACK = "Traceback (most recent call last):"
+_TRACEBACK = re.compile(r"(?:\[rank\d+\]: )?Traceback \(most recent call last\):$")  # torch labels those of a group
+_DDP = re.compile(r"KeyError: '(?:RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT)'|using env:// rendezvous")
+_USE_A_TRAINER = (
+    "\n    this program expects torchrun's variables, which 'echelon launch' does not set: start it with torchrun, or"
+    "\n    replace init_process_group and DistributedDataParallel by echelon.Trainer(model, optimizer, 'dist_sync')"
+)
 
 
 @dataclass(slots=True)
@@ -71,7 +76,7 @@ class LastLines:
 
     def _show_error(self, name: str, lines: list[str]) -> None:
         """Show the lines of an error, but not those of a short one that another process has shown."""
-        is_short = _TRACEBACK not in lines
+        is_short = not any(map(_TRACEBACK.match, lines))
         for text in lines:
             if not is_short or self._errors.setdefault(text, name) == name:
                 self._show(name, text)
@@ -81,5 +86,15 @@ class LastLines:
         self._show(name, text)
 
 
+def is_short_error(text: str) -> bool:
+    """Return whether a line is an error of one line, as Echelon prints them."""
+    return _SHORT_ERROR.match(text) is not None
+
+
+def advice_for(lines: Iterable[str]) -> str:
+    """Return what to do about an error, to be appended to its line, or nothing."""
+    return _USE_A_TRAINER if any(map(_DDP.search, lines)) else ""
+
+
 def _begins_error(text: str) -> bool:
-    return text == _TRACEBACK or _SHORT_ERROR.match(text) is not None or _STOPPED.match(text) is not None
+    return is_short_error(text) or _TRACEBACK.match(text) is not None or _STOPPED.match(text) is not None

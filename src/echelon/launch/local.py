@@ -7,11 +7,14 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from echelon.cluster.messages import WORKER, WorkerExited
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch.devices import library_variables
+from echelon.launch.joining import Joining
 from echelon.launch.processes import LOOPBACK, listen_on_loopback
 from echelon.launch.supervise import Command, OnLine, Supervisor, print_line
 from echelon.transport.control import frame
@@ -36,19 +39,30 @@ def run(
         port = listener.getsockname()[1]
         # In a job with servers the scheduler has that port. A store without servers needs another one.
         rendezvous = stack.enter_context(listen_on_loopback()) if job.num_servers else listener
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="echelon-")))
+        joining = Joining(folder / "joined", job.num_workers)
 
         def report_end(name: str, how: str, failed: bool) -> None:
             role, rank = name.split()
+            if role == WORKER and not failed:
+                joining.worker_ended(int(rank))
             if role == WORKER and job.num_servers:
                 _send_to_scheduler(port, WorkerExited(int(rank), how, failed))
 
         def tick() -> None:
             for one in {listener, rendezvous}:  # the processes that inherited them have started
                 one.close()
+            if missing := joining.missing():
+                supervisor.fail(f"{WORKER} {missing[0]}", missing[1])
             on_tick()
 
-        commands = [replace(one, shown=shown) for one in _commands(job, command, listener, rendezvous)]
-        return Supervisor(on_line, tick, report_end).run(commands)
+        own = replace(job, joined_file=str(joining.path))
+        commands = [replace(one, shown=shown) for one in _commands(own, command, listener, rendezvous)]
+        supervisor = Supervisor(on_line, tick, report_end)
+        status = supervisor.run(commands)
+        if not status and (warning := joining.warning()):
+            print(f"echelon: warning: {warning}", file=sys.stderr, flush=True)
+        return status
 
 
 def check(job: Job) -> None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from echelon.launch.last_lines import LastLines
+from echelon.launch.last_lines import LastLines, advice_for, is_short_error
 from echelon.launch.processes import ChildProcess
 
 GRACE_S = 5.0  # to end, for processes that are stopped because another one failed
@@ -39,7 +39,7 @@ class Command:
     """A process to start.
 
     `essential`: a server or the scheduler, without which the job ends. `needed`: a worker without which the other
-    workers cannot continue. `shown`: its whole output is shown already, so an error does not repeat its last lines.
+    workers cannot continue. `shown`: its whole output is shown already, so an error does not repeat its last line.
     `hidden`: its output is not shown, only its last lines if it fails.
     """
 
@@ -61,6 +61,7 @@ class _Child:
     partial: bytes = b""  # the beginning of a line whose end has not arrived
     ended: bool = False
     killed: bool = False
+    ended_before_failure: bool = False  # with status 0, before the first process failed
     output_ended: float = math.inf  # the time when its output ended, which may be before its end is detected
 
     @property
@@ -115,7 +116,7 @@ class Supervisor:
             finally:
                 self._kill_all()
         if self._status:
-            print(f"echelon: {self._reason}{self._last_lines()}", file=sys.stderr, flush=True)
+            print(f"echelon: {self._reason}{self._why()}{self._ended_before()}", file=sys.stderr, flush=True)
         return self._status
 
     def _start(self, command: Command) -> None:
@@ -127,6 +128,7 @@ class Supervisor:
         self._selector.register(process.stdout, selectors.EVENT_READ, child)
 
     def _turn(self) -> None:
+        self._on_tick()
         for key, _ in self._selector.select(TICK_S):
             self._read(key.data)
         while self._signals:
@@ -141,7 +143,6 @@ class Supervisor:
             self._check_for_idle_workers(time.monotonic())
         if time.monotonic() >= self._deadline:
             self._kill_late_children()
-        self._on_tick()
 
     def _ended(self) -> list[_Child]:
         """Return the processes whose end can be handled: all that ended, but those whose cause has not ended yet."""
@@ -166,6 +167,7 @@ class Supervisor:
         if is_cause:
             self._fail(128 - code if code < 0 else code, child, how)
             self._failed = child if code > 0 else None
+            self._note_those_that_ended_before()
             if code < 0 and (child.command.essential or child.command.needed):
                 self._output.take(child.name, how, time.monotonic())  # it left no line; those of the others follow
         self._output.release(child.name, is_cause=is_cause)
@@ -173,14 +175,37 @@ class Supervisor:
             self._stop(signal.SIGTERM, self._children, GRACE_S)
         self._on_end(child.name, how, code != 0)
 
-    def _last_lines(self) -> str:
-        """Return the last lines of the process that failed, unless the user has just seen them."""
+    def _note_those_that_ended_before(self) -> None:
+        for other in self._children:
+            other.ended_before_failure = other.ended and not other.command.essential and other.process.reap() == 0
+
+    def _why(self) -> str:
+        """Return what the process that failed printed last, and advice. All lines, if the user has not seen them."""
         child = self._failed
-        if child is None or not child.lines or child.command.shown:
+        if child is None or not child.lines:
             return ""
-        if self._output.ends_with_error(child.name, child.lines[-1]):
+        lines = list(child.lines)
+        advice = advice_for(lines)
+        if child.command.hidden:
+            return "; its last lines:\n" + "\n".join(f"    {line}" for line in lines) + advice
+        if child.command.shown or self._output.ends_with_error(child.name, lines[-1]):
+            return advice
+        return f"; its last line: {next((line for line in reversed(lines) if line.strip()), '')}{advice}"
+
+    def _ended_before(self) -> str:
+        """Name the workers without which the failed one could not continue, and which had ended before it."""
+        child = self._failed
+        if child is None or not child.command.needed or not (child.lines and is_short_error(child.lines[-1])):
             return ""
-        return "; its last lines:\n" + "\n".join(f"    {line}" for line in child.lines)
+        early = [other for other in self._children if other.ended_before_failure]
+        return "".join(f"; {other.name} (pid {other.process.pid}) had exited before, with status 0" for other in early)
+
+    def fail(self, name: str, why: str) -> None:
+        """End the job, because the named process ended in a way that the others cannot continue after."""
+        child = next(child for child in self._children if child.name == name)
+        if not self._status:
+            self._fail(1, child, why)
+            self._stop(signal.SIGTERM, self._children, GRACE_S)
 
     def _fail(self, status: int, child: _Child, how: str) -> None:
         self._status = status

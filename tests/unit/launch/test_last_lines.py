@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.launch.last_lines import HOLD_S, LastLines
+from echelon.launch.last_lines import HOLD_S, LastLines, advice_for
 
 NO_DATA = "train_mnist.py: error: MNIST: no file train-images-idx3-ubyte"
 
@@ -60,6 +60,21 @@ def test_equal_tracebacks_are_shown_whole(screen: Screen) -> None:
         screen.output.release(name, is_cause=name == "worker 0")
     assert screen.lines == [(name, text) for name in ("worker 0", "worker 1") for text in lines]
     assert not screen.output.ends_with_error("worker 0", "ValueError")
+
+
+def test_a_traceback_that_torch_has_labelled_is_held_like_any_other(screen: Screen) -> None:
+    screen.take(("worker 0", "[rank0]: Traceback (most recent call last):"), ("worker 0", "[rank0]: ValueError"))
+    assert screen.lines == []
+    screen.output.release("worker 0", is_cause=True)
+    assert [text for _, text in screen.lines][-1] == "[rank0]: ValueError"
+
+
+@pytest.mark.parametrize(
+    "last", ["KeyError: 'WORLD_SIZE'", "ValueError: Error initializing torch.distributed using env:// rendezvous: …"]
+)
+def test_a_program_for_torchrun_is_advised(last: str) -> None:
+    assert "start it with torchrun" in advice_for(["Traceback (most recent call last):", last])
+    assert advice_for(["KeyError: 'rank'"]) == ""
 
 
 def test_the_last_lines_are_repeated_after_other_output(screen: Screen) -> None:

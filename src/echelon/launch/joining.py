@@ -1,0 +1,53 @@
+"""What the launcher can see of its workers' stores: which workers have created one.
+
+A program may end before it has created a store, which the other workers wait for, and a program without any store
+trains one model per worker. Both look like success. Each worker therefore adds a line with its rank and the name of its
+store to a file (`kvstore.create`), and the launcher reads it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from echelon.schemes.stores import store_kind
+
+RAN_ALONE = (
+    "no worker created a Trainer or a store, so the {} workers ran independently of each other. To train one model, "
+    "create echelon.Trainer(model, optimizer, 'dist_sync') in the program; start a program that uses torch.distributed "
+    "itself with torchrun"
+)
+
+
+class Joining:
+    """The workers of a job: which of them have joined it, and which have ended."""
+
+    def __init__(self, path: Path, num_workers: int) -> None:
+        self.path = path
+        self._num_workers = num_workers
+        self._ended: set[int] = set()  # with status 0, and without having joined
+        path.touch()
+
+    def worker_ended(self, rank: int) -> None:
+        """Record that a worker has ended with status 0."""
+        self._ended.add(rank)
+
+    def missing(self) -> tuple[int, str] | None:
+        """Return a worker that ended without joining, although others have joined, and what is wrong with that."""
+        if not self._ended:
+            return None
+        joined = {rank for rank, store in self._stores() if store_kind(store).spans_workers}
+        self._ended -= joined
+        if not self._ended or not joined:
+            return None
+        waiting = ", ".join(f"worker {rank}" for rank in sorted(joined))
+        return min(
+            self._ended
+        ), f"exited with status 0 before it created a Trainer or a store, for which {waiting} waited"
+
+    def warning(self) -> str | None:
+        """Return what to tell the user after a successful end, or None."""
+        return RAN_ALONE.format(self._num_workers) if self._num_workers > 1 and not self._stores() else None
+
+    def _stores(self) -> list[tuple[int, str]]:
+        lines = [line.split() for line in self.path.read_text().splitlines()]
+        return [(int(rank), store) for rank, store in lines]

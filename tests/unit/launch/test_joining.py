@@ -1,0 +1,49 @@
+"""Which workers have created a store, as the launcher reads it from their file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from echelon.launch.joining import Joining
+
+
+@pytest.fixture
+def joining(tmp_path: Path) -> Joining:
+    return Joining(tmp_path / "joined", num_workers=3)
+
+
+def join(joining: Joining, rank: int, store: str = "dist_sync") -> None:
+    with joining.path.open("a") as file:
+        file.write(f"{rank} {store}\n")
+
+
+def test_a_worker_that_ends_without_joining_is_missed_once_another_joins(joining: Joining) -> None:
+    joining.worker_ended(1)
+    assert joining.missing() is None, "perhaps no worker has a store"
+    join(joining, 2)
+    join(joining, 0)
+    rank, why = joining.missing() or (None, "")
+    assert rank == 1
+    assert why.endswith("for which worker 0, worker 2 waited")
+
+
+def test_workers_that_joined_may_end(joining: Joining) -> None:
+    for rank in range(3):
+        join(joining, rank)
+        joining.worker_ended(rank)
+    assert joining.missing() is None
+    assert joining.warning() is None
+
+
+def test_stores_of_one_worker_wait_for_nobody(joining: Joining) -> None:
+    join(joining, 0, "local")
+    joining.worker_ended(1)
+    assert joining.missing() is None
+    assert joining.warning() is None, "the store itself warns"
+
+
+def test_a_job_without_stores_gets_a_warning(tmp_path: Path, joining: Joining) -> None:
+    assert "the 3 workers ran independently" in str(joining.warning())
+    assert Joining(tmp_path / "alone", num_workers=1).warning() is None
