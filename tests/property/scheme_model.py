@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from echelon.schemes import Apply, Contribution, Divisor, Reply
-
-Action = Apply | Reply
+from echelon.schemes import Action, Apply, Contribution, Divisor, Reply
 
 
 @dataclass

@@ -23,9 +23,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from scheme_model import Action, Model
+from scheme_model import Model
 
-from echelon.schemes import Apply, Decision, Divisor, Engine, Reply, Rules, asp, bsp, gsp, ssp
+from echelon.schemes import Action, Apply, Decision, Divisor, Engine, Reply, Rules, asp, bsp, gsp, ssp
 from echelon.schemes.engine import (
     ANSWERED,
     APPLIED,
@@ -290,7 +290,7 @@ class Workers(RuleBasedStateMachine):
         for action in actions:
             if isinstance(action, Apply):
                 self.check_update(action)
-            elif action.worker in self.clock:
+            elif isinstance(action, Reply) and action.worker in self.clock:
                 self.check_answer(action)
 
     def check_update(self, action: Apply) -> None:

@@ -237,6 +237,7 @@ class Push(_Message, frozen=True):
     rows         if given, the keys are row-sparse, and the push carries this many rows of each: a frame with the
                  numbers of the rows on this server (int64, ascending), then a frame with their values
     since        for each row-sparse key, the version of the rows that this worker has: the answer brings later ones
+    gated        the round is applied only after ApplyScaled, when the norm of all gradients is known
     """
 
     id: int
@@ -253,6 +254,7 @@ class Push(_Message, frozen=True):
     settings: list[dict[str, Setting]] | None = None
     rows: list[int] = []
     since: list[int] = []
+    gated: bool = False
 
 
 class Pull(_Message, frozen=True):
@@ -287,6 +289,30 @@ class PutRows(_Message, frozen=True):
     id: int
     key: int
     start: int
+
+
+class MeasureNorm(_Message, frozen=True):
+    """Asks for the squared norm of the sum of a gated round over some keys. The answer waits for the whole round.
+
+    With `max_norm`, the server also applies the round, clipped to this norm: it stores all keys of the round.
+    """
+
+    id: int
+    clock: int
+    keys: list[int]
+    max_norm: float | None = None
+
+
+class ApplyScaled(_Message, frozen=True):
+    """Applies a gated round of some keys, with the sum of the gradients times `scale`. The first one of a round counts.
+
+    All workers of a group send it, with equal scales, so that the round does not depend on one of them.
+    """
+
+    id: int
+    clock: int
+    keys: list[int]
+    scale: float
 
 
 class Retire(_Message, frozen=True):
@@ -345,6 +371,13 @@ class Done(_Message, frozen=True):
     notice: str = ""
 
 
+class SquaredNorm(_Message, frozen=True):
+    """The squared norm of a round on this server. It is the same number for all workers of a group."""
+
+    id: int
+    square: float
+
+
 class Failed(_Message, frozen=True):
     """The request was rejected and changed nothing. `not_in_view`: because the worker is not in the current view."""
 
@@ -373,9 +406,11 @@ class Status(_Message, frozen=True):
 FromProcess = Register | Heartbeat | Barrier | Leave | Halt | StoreOpened | StoreClosed | WorkerExited | ServersUnused
 FromScheduler = Registered | Refused | Roster | View | BarrierDone | Finish | Abort
 ControlMessage = FromProcess | FromScheduler
+Setup = Configure | Place | Attach | Init | SetOptimizer | GetStates | PutStates
 Rows = PullRows | PullChanges | PutRows
-Request = Configure | Place | Attach | Init | SetOptimizer | Push | Pull | Rows | Retire | GetStates | PutStates | Ask
-Response = Placed | Done | Failed | States | Status
+Norms = MeasureNorm | ApplyScaled
+Request = Setup | Push | Pull | Rows | Norms | Retire | Ask
+Response = Placed | Done | SquaredNorm | Failed | States | Status
 
 _encoder = msgspec.msgpack.Encoder()
 _control: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)

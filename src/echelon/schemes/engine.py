@@ -12,6 +12,9 @@ group.
 Each applied round and each worker that leaves cause the held pulls to be checked again, so no pull waits for a worker
 that has left. What a worker pushed before it left stays in its round and counts.
 
+A push may be gated: its round is then applied in two stages. When the round is complete, `Gathered` reports it, and its
+contributions do not change any more. `release` applies it. Between the two, servers agree on the norm of all gradients.
+
 `Divisor.ROUND` compares the samples of an update with those of a round of all workers: the latest push of each. Workers
 that finished their data still count, so that the slower ones do not take larger steps at the end. Dead ones do not.
 """
@@ -36,10 +39,21 @@ class Contribution(NamedTuple):
     staleness: int
 
 
+class Gathered(NamedTuple):
+    """A gated round of a group is complete. Its contributions are final, and its update waits for `Engine.release`."""
+
+    key: int
+    group: int
+    clock: int
+    contributions: tuple[Contribution, ...]
+    absent: float = 0.0
+
+
 class Apply(NamedTuple):
     """Sum these contributions in rank order and update the key once, with the step divided by `divisor`.
 
     `absent`: samples of the round's workers whose batches give the key no gradient. They count as zero gradients.
+    `scale` multiplies the sum; it is 1 unless the round was gated.
     """
 
     key: int
@@ -48,6 +62,7 @@ class Apply(NamedTuple):
     divisor: float
     version: int
     absent: float = 0.0
+    scale: float = 1.0
 
 
 class Reply(NamedTuple):
@@ -59,15 +74,19 @@ class Reply(NamedTuple):
     version: int
 
 
+Action = Gathered | Apply | Reply
+
+
 class Decision(NamedTuple):
     """What to do, in this order, and why."""
 
-    actions: tuple[Apply | Reply, ...]
+    actions: tuple[Action, ...]
     reason: str
 
 
 APPLIED = "the round is complete"
 HELD_FOR_MEMBERS = "held: members of the group have not pushed this clock"
+HELD_AT_GATE = "held: the round is complete and waits for its release"
 HELD_FOR_BOUND = "held: too far ahead of the slowest group"
 ANSWERED = "nothing to wait for"
 DUPLICATE = "seen before: already applied or waiting in its round"
@@ -83,10 +102,11 @@ _REJECTED = Decision((), NOT_A_MEMBER)
 class _Group:
     """The rounds of one group for one key."""
 
-    __slots__ = ("absent", "clock", "rounds", "seen")
+    __slots__ = ("absent", "clock", "gates", "rounds", "seen")
 
     def __init__(self, clock: int) -> None:
         self.clock = clock  # rounds applied
+        self.gates: dict[int, bool] = {}  # clock of a gated round -> whether it was reported as gathered
         self.seen = 0  # the version of the key after this group's last update
         self.rounds: dict[int, dict[int, float | None]] = {}  # clock -> worker -> samples
         self.absent: dict[int, float] = {}  # clock -> samples of pushes that carry no gradient
@@ -169,10 +189,13 @@ class Engine:
         """
         return clock - self._slowest(self._keys[key]) if self.is_active(worker) else 0
 
-    def push(self, worker: int, key: int, clock: int, samples: float | None, absent: float = 0.0) -> Decision:
+    def push(
+        self, worker: int, key: int, clock: int, samples: float | None, absent: float = 0.0, *, gated: bool = False
+    ) -> Decision:
         """Record a worker's push of `clock`, which starts at 0. With `samples` 0 the push carries no gradient.
 
-        `absent` is then the number of samples in the worker's batch, of which none gives the key a gradient.
+        `absent` is then the number of samples in the worker's batch, of which none gives the key a gradient. `gated`:
+        the round is not applied before `release`.
         """
         group_id = self.rules.group_of(worker)
         if worker not in self._members.get(group_id, ()):
@@ -187,10 +210,30 @@ class Engine:
             group.absent[clock] = group.absent.get(clock, 0.0) + absent
         if samples is not None:
             state.samples[worker] = samples + absent
-        actions: list[Apply | Reply] = []
+        if gated:
+            group.gates.setdefault(clock, False)
+        actions: list[Action] = []
         before = group.clock
         self._advance(key, state, group_id, actions)
-        return Decision(tuple(actions), APPLIED if group.clock > before else HELD_FOR_MEMBERS)
+        held = HELD_AT_GATE if self.waits_for_release(worker, key) else HELD_FOR_MEMBERS
+        return Decision(tuple(actions), APPLIED if group.clock > before else held)
+
+    def release(self, worker: int, key: int, clock: int, scale: float = 1.0) -> Decision:
+        """Apply the gathered round `clock` of a worker's group, its sum times `scale`. Only the first call counts."""
+        group_id = self.rules.group_of(worker)
+        if group_id not in self._members:
+            return _REJECTED
+        state = self._keys[key]
+        group = state.groups[group_id]
+        if clock != group.clock or not group.gates.get(clock):
+            return _IGNORED
+        del group.gates[clock]
+        actions: list[Action] = []
+        self._apply(key, state, group, actions, scale)
+        self._advance(key, state, group_id, actions)
+        if state.held:
+            self._answer_held(key, state, actions)
+        return Decision(tuple(actions), APPLIED)
 
     def pull(self, worker: int, key: int, clock: int) -> Decision:
         """Decide on the pull of a worker that has pushed `clock` rounds. An inactive worker never waits."""
@@ -217,13 +260,13 @@ class Engine:
             self._round.discard(worker)
         if not members:
             del self._members[group_id]
-        actions: list[Apply | Reply] = []
+        actions: list[Action] = []
         for key, state in self._keys.items():
             for held in [held for held in state.held if held[0] == worker]:
                 del state.held[held]
             if members:
                 self._advance(key, state, group_id, actions)
-            self._release(key, state, actions)
+            self._answer_held(key, state, actions)
         return Decision(tuple(actions), RELEASED if actions else RELEASED_NOTHING)
 
     def join(self, worker: int) -> dict[int, int]:
@@ -247,6 +290,11 @@ class Engine:
         self._round.add(worker)
         return firsts
 
+    def waits_for_release(self, worker: int, key: int) -> bool:
+        """Return whether the next round of a worker's group is gathered and waits for `release`."""
+        group = self._keys[key].groups.get(self.rules.group_of(worker))
+        return group is not None and group.gates.get(group.clock, False)
+
     def missing(self, worker: int, key: int, clock: int) -> dict[int, int]:
         """Return the workers that a pull of `worker` at `clock` waits for, each with the clock it must still push."""
         state = self._keys[key]
@@ -268,32 +316,41 @@ class Engine:
                 behind |= {w: at for w in sorted(self._required(state, other, at)) if w not in arrived}
         return behind
 
-    def _advance(self, key: int, state: _Key, group_id: int, actions: list[Apply | Reply]) -> None:
+    def _advance(self, key: int, state: _Key, group_id: int, actions: list[Action]) -> None:
         """Apply every complete round of a group, then answer the pulls which that releases."""
         group = state.groups[group_id]
         before = group.clock
         while self._required(state, group_id, group.clock) <= group.rounds.get(group.clock, {}).keys():
+            if group.clock in group.gates:
+                if not group.gates[group.clock]:
+                    group.gates[group.clock] = True
+                    parts = self._contributions(state, group.rounds[group.clock])
+                    absent = group.absent.get(group.clock, 0.0)
+                    actions.append(Gathered(key, group_id, group.clock, parts, absent))
+                break
             if group.clock in group.rounds:
                 self._apply(key, state, group, actions)
             else:
                 group.clock += 1  # no pushes are expected: all members joined later, at a later clock
         if group.clock != before and state.held:
-            self._release(key, state, actions)
+            self._answer_held(key, state, actions)
 
-    def _apply(self, key: int, state: _Key, group: _Group, actions: list[Apply | Reply]) -> None:
-        arrived = group.rounds.pop(group.clock)
+    def _apply(self, key: int, state: _Key, group: _Group, actions: list[Action], scale: float = 1.0) -> None:
+        parts = self._contributions(state, group.rounds.pop(group.clock))
         absent = group.absent.pop(group.clock, 0.0)
-        parts = tuple(
-            Contribution(worker, arrived[worker], state.version - state.read.get(worker, 0))
-            for worker in sorted(arrived)
-            if arrived[worker] != 0
-        )
         if parts:
             divisor = self._divisor(state, group, parts)
             state.version += 1
             group.seen = state.version
-            actions.append(Apply(key, group.clock, parts, divisor, state.version, absent))
+            actions.append(Apply(key, group.clock, parts, divisor, state.version, absent, scale))
         group.clock += 1
+
+    def _contributions(self, state: _Key, arrived: dict[int, float | None]) -> tuple[Contribution, ...]:
+        return tuple(
+            Contribution(worker, arrived[worker], state.version - state.read.get(worker, 0))
+            for worker in sorted(arrived)
+            if arrived[worker] != 0
+        )
 
     def _divisor(self, state: _Key, group: _Group, parts: tuple[Contribution, ...]) -> float:
         if self.rules.divisor is Divisor.ONE:
@@ -308,7 +365,7 @@ class Engine:
         others = self._round.difference(part.worker for part in parts)
         return (samples + sum(state.samples.get(worker, typical) for worker in others)) / samples
 
-    def _release(self, key: int, state: _Key, actions: list[Apply | Reply]) -> None:
+    def _answer_held(self, key: int, state: _Key, actions: list[Action]) -> None:
         for worker, clock in list(state.held):
             if state.groups[self.rules.group_of(worker)].clock >= clock and self._within_bound(state, clock):
                 del state.held[worker, clock]

@@ -21,9 +21,11 @@ from echelon.cluster.placement import Layout, Piece, Segment, join
 from echelon.server.factored import Factored, summed_blocks
 from echelon.server.kernels import Kernel, Progress
 from echelon.server.memory import Window, master_dtype, zeros
-from echelon.server.tables import RowUpdate, Tables
+from echelon.server.rows import PushedRows
+from echelon.server.tables import RowUpdate, Tables, WeightedRows
 
 _MAX_CACHED = 4096
+_SMALLEST_SCALE = 1e-30  # that kernels apply themselves: they divide by its inverse, which must be finite in float32
 CHUNK = 131_072  # elements, half a megabyte of float32: smaller chunks cost more calls, larger ones leave the cache
 
 
@@ -65,6 +67,7 @@ class Storage:
         self._weights: dict[int, Tensor] = {}
         self._states: dict[int, dict[str, Tensor]] = {}  # segment -> name -> state
         self._scratch: dict[torch.dtype, Tensor] = {}
+        self._wide_scratch = torch.empty(CHUNK, dtype=torch.float64)
         self._joined: dict[tuple[int, ...], list[Piece]] = {}
 
     def weights(self, piece: Piece) -> Tensor:
@@ -94,6 +97,28 @@ class Storage:
             if index == len(tasks) or tasks[index][1:] != tasks[start][1:]:
                 self._run_equal(tasks[start:index])
                 start = index
+
+    def squared_norm(
+        self, keys: tuple[int, ...], pushed: Sequence[Window | PushedRows], shares: Sequence[float]
+    ) -> float:
+        """Return the squared norm of a weighted sum over some keys, added in float64 and in a fixed order.
+
+        The padding between keys is zero in all gradients, so neighbouring keys are one piece here, too.
+        """
+        square = 0.0
+        rows = [one for one in pushed if isinstance(one, PushedRows)]
+        if rows:
+            weighted_rows = [WeightedRows(one, share) for one, share in zip(rows, shares, strict=True)]
+            return sum(self.tables.squared_norm(key, weighted_rows) for key in keys)
+        windows = [one for one in pushed if not isinstance(one, PushedRows)]
+        gradients = [WeightedGradient(window, share) for window, share in zip(windows, shares, strict=True)]
+        pieces = self._joined_pieces(keys) if gradients else ()
+        for piece in itertools.chain.from_iterable(_cut_at_seams(piece, windows) for piece in pieces):
+            dtype = master_dtype(self._layout.segments[piece.segment].dtype)
+            for total, scale in self._sums(gradients, piece, dtype):
+                wide = total if dtype is torch.float64 else self._wide_scratch[: total.shape[0]].copy_(total)
+                square += float(torch.dot(wide, wide)) * scale * scale
+        return square
 
     def _run_equal(self, tasks: Sequence[Task]) -> None:
         _, update, outputs = tasks[0]
@@ -142,7 +167,7 @@ class Storage:
             strict=False,
         )
         for weight, (total, scale), state, copies in chunks:
-            if scale != 1 and not (kernel and kernel.scales_gradient):
+            if scale != 1 and not (kernel and kernel.scales_gradient and scale >= _SMALLEST_SCALE):
                 total, scale = total.mul_(scale), 1.0
             if kernel is None:
                 weight.copy_(total)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from echelon.cluster.messages import OptimizerSpec, Setting
 from echelon.cluster.placement import Layout
 from echelon.errors import UsageError
-from echelon.schemes import Apply
+from echelon.schemes import Apply, Gathered
 from echelon.server.execute import Task, Update, WeightedGradient
 from echelon.server.kernels import Kernel, Progress, check_change, kernel_for
 from echelon.server.memory import Window
@@ -40,6 +40,13 @@ class PushedGradient:
     lrs: list[float]
     absent: float = 0.0
     settings: Settings | None = None
+    gated: bool = False
+
+
+def shares_of(action: Apply | Gathered) -> list[float]:
+    """Return the weight of each contribution in the mean of a round."""
+    total = sum(part.samples or 0.0 for part in action.contributions) + action.absent
+    return [1.0 if part.samples is None else part.samples / total for part in action.contributions]
 
 
 class Optimization:
@@ -128,8 +135,7 @@ class Optimization:
 
     def tasks(self, action: Apply, keys: tuple[int, ...], pushes: Sequence[PushedGradient]) -> list[Task]:
         """Count an update of a lane and return its tasks, one for each parameter group among its keys."""
-        total = sum(part.samples or 0.0 for part in action.contributions) + action.absent
-        shares = [1.0 if part.samples is None else part.samples / total for part in action.contributions]
+        shares = [share * action.scale for share in shares_of(action)]
         lrs, settings = pushes[0].lrs, pushes[0].settings
         before = dict(self._progress[action.key])
         tasks = []

@@ -3,6 +3,10 @@
 For each request the engine decides what happens, `execute` carries it out, and the answer is sent when all keys of the
 request are done; the engine may decide the keys of one request at different times. A repeated request does no harm: the
 engine applies each (worker, lane, clock) once, and a lost answer is sent again with the present weights.
+
+Gated rounds are applied in two stages. When a round is gathered, the squared norm of its sum is computed at once, while
+workers still compute their other gradients. `measure_norm` answers when all lanes of the request are gathered, and
+`apply_scaled` applies them.
 """
 
 from __future__ import annotations
@@ -11,15 +15,17 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from echelon.cluster.messages import Done
-from echelon.schemes import Apply, Decision, Engine, Reply
+from echelon.cluster.messages import Done, Failed, Response, SquaredNorm
+from echelon.schemes import Apply, Decision, Engine, Gathered, NormRequest, Norms, Reply, scale_to_clip
+from echelon.schemes.engine import APPLIED
+from echelon.schemes.norms import DIFFERENT_KEYS
 from echelon.server.execute import Storage, Task
 from echelon.server.lanes import Lanes
 from echelon.server.memory import Framed, Window
-from echelon.server.optimization import Optimization, PushedGradient
+from echelon.server.optimization import Optimization, PushedGradient, shares_of
 from echelon.server.tables import RowOutput
 
-Answer = Callable[[int, Done, Sequence[memoryview]], None]
+Answer = Callable[[int, Response, Sequence[memoryview]], None]
 _Position = tuple[int, int, int]  # worker, lane, clock
 
 
@@ -43,7 +49,7 @@ class PendingRequests:
 
     def __init__(self, engine: Engine, storage: Storage, optimization: Optimization, answer: Answer) -> None:
         self.engine = engine
-        self.lanes = Lanes(engine, optimization.unite, self._split)
+        self.lanes = Lanes(engine, self._unite, self._split)
         self._storage = storage
         self._optimization = optimization
         self._answer = answer
@@ -51,6 +57,7 @@ class PendingRequests:
         self._gradients: dict[_Position, PushedGradient] = {}  # pushed and not applied
         self._pulls: dict[_Position, list[PendingRequest]] = {}  # requests that wait for weights
         self._pushes: dict[int, list[PendingRequest]] = {}  # lane -> pushes that do not ask for weights
+        self._norms = Norms()
         self._halt_clock: int | None = None  # the first clock whose push asked all workers to stop
 
     def find(self, worker: int, request: int) -> PendingRequest | None:
@@ -72,7 +79,8 @@ class PendingRequests:
         decisions: list[Decision] = []
         for lane in lanes:
             self._gradients.setdefault((worker, lane, clock), gradient)
-            decisions.append(self.engine.push(worker, lane, clock, gradient.samples, gradient.absent))
+            arrived = self.engine.push(worker, lane, clock, gradient.samples, gradient.absent, gated=gradient.gated)
+            decisions.append(arrived)
             if output is not None:
                 decisions.append(self.engine.pull(worker, lane, clock + 1))
             else:
@@ -96,6 +104,33 @@ class PendingRequests:
         self._add(PendingRequest(worker, request, clock, set(lanes), output), lanes)
         self._carry_out([self.engine.pull(worker, lane, clock) for lane in lanes])
 
+    def measure_norm(self, worker: int, request: int, keys: Sequence[int], clock: int, max_norm: float | None) -> None:
+        """Answer with the squared norm of a round when it is gathered. With `max_norm`, apply it then, clipped."""
+        lanes = self.lanes.resolve(keys, pushed=False)
+        asked = NormRequest(worker, request, tuple(keys), clock, max_norm, list(lanes))
+        group = self.engine.rules.group_of(worker)
+        square = self._norms.ask(group, asked, [self.engine.clock(worker, lane) for lane in lanes])
+        if square is not None:
+            self._answer_norms([(asked, square)])
+
+    def apply_scaled(self, worker: int, keys: Sequence[int], clock: int, scale: float) -> None:
+        """Apply a gathered round with the sum of its gradients times `scale`, unless it is applied already."""
+        lanes = self.lanes.resolve(keys, pushed=False)
+        decisions = [self.engine.release(worker, lane, clock, scale) for lane in lanes]
+        self._carry_out(decisions)
+        for lane, decision in zip(lanes, decisions, strict=True):
+            if decision.reason == APPLIED:
+                for lost in self._norms.released(self.engine.rules.group_of(worker), lane, clock):
+                    self._answer(lost.worker, Failed(lost.id, DIFFERENT_KEYS), ())
+                self._answer_applied_pushes(lane)
+
+    def waiting_norm(self, worker: int, request: int) -> tuple[int, int] | None:
+        """Return a lane and the clock that a request for a norm waits for, or None if there is no such request."""
+        asked = self._norms.find(worker, request)
+        if asked is None:
+            return None
+        return self._norms.first_missing(self.engine.rules.group_of(worker), asked), asked.clock + 1
+
     def retire(self, worker: int) -> str:
         """Stop waiting for a worker that has finished and may still pull. Return the engine's reason."""
         return self._leave(worker, finished=True)
@@ -103,6 +138,7 @@ class PendingRequests:
     def remove(self, worker: int) -> str:
         """Drop the requests of a worker that left the job, and stop waiting for it. Return the engine's reason."""
         self._pending.pop(worker, None)
+        self._norms.remove(worker)
         for position in [position for position in self._pulls if position[0] == worker]:
             del self._pulls[position]
         for lane, waiting in self._pushes.items():
@@ -111,6 +147,7 @@ class PendingRequests:
         if not self.engine.group_is_active(worker):  # the engine dropped the incomplete rounds of the group
             for position in [position for position in self._gradients if position[0] == worker]:
                 del self._gradients[position]
+            self._norms.forget(self.engine.rules.group_of(worker))
         return reason
 
     def _leave(self, worker: int, *, finished: bool) -> str:
@@ -130,10 +167,14 @@ class PendingRequests:
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
         """Run the updates and copies of decisions; an update and the answers that follow it share one pass."""
         tasks: list[Task] = []
+        norms: list[tuple[NormRequest, float]] = []
         answers: list[tuple[PendingRequest, Reply]] = []
         last: list[Task] = []  # of lane `at`: its update, if there is one, and the outputs for its weights
         at: int | None = None
         for action in itertools.chain.from_iterable(decision.actions for decision in decisions):
+            if isinstance(action, Gathered):
+                norms += self._measure(action)
+                continue
             if action.key != at or isinstance(action, Apply):
                 tasks += last
                 last, at = [], action.key
@@ -144,6 +185,21 @@ class PendingRequests:
             rounds = self.engine.rounds_ahead(reply.worker, reply.key, reply.clock)
             pending.rounds_ahead = max(pending.rounds_ahead, rounds)
             self._finish_lane(pending, reply.key)
+        self._answer_norms(norms)
+
+    def _measure(self, action: Gathered) -> list[tuple[NormRequest, float]]:
+        """Compute the squared norm of a gathered round. Return the requests for norms that this answers."""
+        lane, clock = action.key, action.clock
+        pushed = [self._gradients[part.worker, lane, clock].window for part in action.contributions]
+        square = self._storage.squared_norm(self.lanes.keys(lane), pushed, shares_of(action))
+        return self._norms.gathered(action.group, lane, clock, square)
+
+    def _answer_norms(self, answered: Sequence[tuple[NormRequest, float]]) -> None:
+        for asked, square in answered:
+            self._answer(asked.worker, SquaredNorm(asked.id, square), ())
+        for asked, square in answered:
+            if asked.max_norm is not None:
+                self.apply_scaled(asked.worker, asked.keys, asked.clock, scale_to_clip(square, asked.max_norm))
 
     def _updates(self, action: Apply) -> list[Task]:
         gradients = [self._gradients.pop((part.worker, action.key, action.clock)) for part in action.contributions]
@@ -184,9 +240,16 @@ class PendingRequests:
             done = Done(pending.id, pending.version, pending.staleness, halt, pending.rounds_ahead, pending.notice)
             self._answer(pending.worker, done, frames)
 
+    def _unite(self, keys: tuple[int, ...], lane: int) -> bool:
+        if not self._optimization.unite(keys, lane):
+            return False
+        self._norms.unite(keys, lane)
+        return True
+
     def _split(self, lane: int, parts: tuple[int, ...]) -> None:
         """Replace a lane by its parts in everything that is recorded for it."""
         self._optimization.split(lane, parts)
+        self._norms.split(lane, parts)
         for worker, _, clock in [position for position in self._gradients if position[1] == lane]:
             gradient = self._gradients.pop((worker, lane, clock))
             self._gradients |= {(worker, part, clock): gradient for part in parts}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from echelon.cluster.messages import (
+    ApplyScaled,
     Ask,
     Attach,
     Configure,
@@ -20,6 +21,7 @@ from echelon.cluster.messages import (
     Failed,
     GetStates,
     Init,
+    MeasureNorm,
     Place,
     Placed,
     Pull,
@@ -114,6 +116,11 @@ class Shard:
             case PullChanges():
                 self._pull_changes(worker, request)
                 return None
+            case MeasureNorm():
+                self._check_keys(request.keys)
+                requests = self._configured()
+                requests.measure_norm(worker, request.id, request.keys, request.clock, request.max_norm)
+                return None
             case Ask():
                 return self._status(worker, request), ()
             case Place():
@@ -132,6 +139,9 @@ class Shard:
                 self._put_rows(request, frames)
             case PutStates():
                 self._put_states(request, frames)
+            case ApplyScaled():
+                self._check_keys(request.keys)
+                self._configured().apply_scaled(worker, request.keys, request.clock, request.scale)
             case Retire():
                 self._configured().retire(worker)
         return Done(request.id), ()
@@ -200,7 +210,7 @@ class Shard:
             self._optimization.check_keys(request.keys)
             window = self._tensors.pushed(memory.gradients, request, frames)
             output = self._tensors.outgoing(memory.weights, request.keys, request.framed) if request.pull else None
-        gradient = PushedGradient(window, request.samples, request.lrs, request.absent, request.settings)
+        gradient = PushedGradient(window, request.samples, request.lrs, request.absent, request.settings, request.gated)
         memory.last_push = time.monotonic()
         if request.halt:
             requests.halt_after(request.clock)
@@ -284,16 +294,20 @@ class Shard:
 
     def _status(self, worker: int, request: Ask) -> Status:
         requests = self._configured()
-        pending = requests.find(worker, request.about)
-        if pending is None:
+        if pending := requests.find(worker, request.about):
+            lane, clock = next(iter(pending.waiting)), pending.clock
+        elif norm := requests.waiting_norm(worker, request.about):
+            lane, clock = norm
+        else:
             return Status(request.id, request.about, False, "")
-        lane = next(iter(pending.waiting))
-        missing = requests.engine.missing(worker, lane, pending.clock)
+        missing = requests.engine.missing(worker, lane, clock)
         who = ", ".join(self._late(other, clock) for other, clock in missing.items())
         keys = requests.lanes.keys(lane)
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
         name = f"{self._layout.slots[keys[0]].spec.name!r}{more}"
-        text = f"server {self.rank} holds key {name} at clock {pending.clock} for {who or 'nobody'}"
+        if not who:
+            who = "the norm of all gradients" if requests.engine.waits_for_release(worker, lane) else "nobody"
+        text = f"server {self.rank} holds key {name} at clock {clock} for {who}"
         return Status(request.id, request.about, True, text)
 
     def _late(self, worker: int, clock: int) -> str:

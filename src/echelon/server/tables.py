@@ -103,6 +103,12 @@ class Tables:
                 update.kernel.update(table.values, gradient, states, update.before, update.lr, update.divisor)
             table.log.add(rows.unique_consecutive())
 
+    def squared_norm(self, key: int, gradients: Sequence[WeightedRows]) -> float:
+        """Return the squared norm of the weighted sum of a table's pushed rows."""
+        parts = [(*gradient.rows.parts[key], gradient.weight) for gradient in gradients]
+        wide = _sum(parts, self._tables[key].values, None)._values().double().flatten()
+        return float(torch.dot(wide, wide))
+
     def frames(self, rows: Mapping[int, Tensor]) -> list[memoryview]:
         """Return an answer's frames: the version and number of rows of each key, then the rows and their values."""
         heads: list[int] = []

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.cluster.messages import Done, OptimizerSpec
+from echelon.cluster.messages import Done, OptimizerSpec, Response
 from echelon.cluster.placement import ALIGN, KeySpec, Layout
 from echelon.schemes import Engine, Rules, asp, bsp, ssp
 from echelon.server.execute import Storage
@@ -42,7 +42,8 @@ class Server:
             optimization.add(key)
         self.outputs = [self.memory() for _ in range(num_workers)]
 
-    def answer(self, worker: int, response: Done, frames: Sequence[memoryview]) -> None:
+    def answer(self, worker: int, response: Response, frames: Sequence[memoryview]) -> None:
+        assert isinstance(response, Done)
         self.answers.append((worker, response))
         self.frames.append(frames)
 

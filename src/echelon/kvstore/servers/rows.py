@@ -89,11 +89,13 @@ class RowWire:
         more: bool = False,
         absent: float = 0.0,
         settings: list[dict[str, Setting]] | None = None,
+        gated: bool = False,
     ) -> list[Ticket]:
         """Send the rows of the gradients of some keys, which have equal clocks, without waiting.
 
         Every server that stores rows of a key takes part in the round, even if no row is for it. `pull`: the answers
-        bring the rows that changed since this worker's last read (`receive`).
+        bring the rows that changed since this worker's last read (`receive`). `gated`: the servers hold the update
+        until `Wire.clip`.
         """
         slots = [self._wire.layout.slots[key] for key in gradients]
         parts: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # server -> key -> numbers and values
@@ -110,7 +112,7 @@ class RowWire:
             since = [self._versions.get((server, key), -1) for key in keys] if pull else []
             request = self._client.next_id()
             rest = (list(lrs), pull, True, halt, 0, more, absent, settings, counts, since)
-            message = Push(request, clock, keys, samples, *rest)
+            message = Push(request, clock, keys, samples, *rest, gated=gated)
             sent.append(self._client.send(server, message, frames))
             if pull:
                 self._asked[request] = keys

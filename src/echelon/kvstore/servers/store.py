@@ -30,6 +30,7 @@ from echelon.kvstore.servers.wire import Wire
 from echelon.kvstore.store import KVStore
 from echelon.kvstore.values import Key, Keys, Values, as_keys
 from echelon.observe.events import EventLog
+from echelon.schemes import rules_for
 from echelon.server.memory import TORCH_DTYPES
 from echelon.transport.interface import Transport
 
@@ -61,6 +62,7 @@ class ServerStore(KVStore):
         self.rows = RowWire(client, self._wire)
         self._halt_requested = False
         self._noticed = False  # whether a notice of the servers was logged; a later one would say the same
+        self._staleness, self._groups = staleness, groups
         self._to_all(lambda i: Configure(i, session.rank, self.kind.name, staleness, groups, lr_scale, session.number))
         session.on_finish = self.close
 
@@ -212,13 +214,14 @@ class ServerStore(KVStore):
         factor_rank: int = 0,
         more: bool = False,
         absent: float = 0.0,
+        gated: bool = False,
     ) -> list[Ticket]:
         """Push the gradients that are in `views`, ask for the new weights, and do not wait.
 
         `settings`: those of each parameter group that differ from the optimizer that was set, if any do. `factor_rank`
         above 0: the memory of the one key begins with the factors of its gradient. `more`: the next bucket follows
         within milliseconds, so servers should stay awake. `absent`: the samples of a batch that gives these keys no
-        gradient; `samples` is then 0.
+        gradient; `samples` is then 0. `gated`: the servers hold the update until workers call `clip`.
         """
         return self._wire.push(
             slots,
@@ -231,7 +234,21 @@ class ServerStore(KVStore):
             more=more,
             absent=absent,
             settings=settings,
+            gated=gated,
         )
+
+    @property
+    def sums_with_others(self) -> bool:
+        """Whether the scheme sums this worker's gradients with those of others. Workers that died count, too."""
+        rules = rules_for(self.kind.name, self._staleness, self._groups)
+        return sum(rules.group_of(worker) == rules.group_of(self.rank) for worker in self._session.hosts) > 1
+
+    def clip(self, slots: Sequence[Slot], max_norm: float) -> float:
+        """Clip the gated pushes of a step by the global norm of their sum over the group's workers. Return the norm.
+
+        It waits until all workers of the group have pushed. `slots` are all keys of the step.
+        """
+        return self._wire.clip(slots, max_norm)
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
         """Wait until a bucket's push is answered. Log the servers' first notice."""

@@ -9,16 +9,29 @@ and the bytes that arrive are still in the cache when they are used.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from echelon.cluster.messages import Attach, Init, Place, Placed, Pull, Push, Setting
+from echelon.cluster.messages import (
+    ApplyScaled,
+    Attach,
+    Init,
+    MeasureNorm,
+    Place,
+    Placed,
+    Pull,
+    Push,
+    Setting,
+    SquaredNorm,
+)
 from echelon.cluster.placement import ITEM_BYTES, KeySpec, Layout, Piece, Segment, Slot
 from echelon.errors import UsageError
 from echelon.kvstore.servers.client import Client, Ticket
 from echelon.observe.events import EventLog
+from echelon.schemes import scale_to_clip
 from echelon.server.factored import factors_length
 from echelon.server.memory import as_tensor, empty_frames, frame_pieces
 from echelon.system import BLOCK_BYTES, LARGEST_INT, keep_freed_memory
@@ -69,6 +82,8 @@ class Wire:
         self._framed = [False] * num_servers  # by server: whether bytes are sent because it cannot map our memory
         self._clocks: dict[int, int] = {}
         self._last_pushes: dict[int, list[Ticket]] = {}  # by key
+        self._stored: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}  # of `_servers_of`
+        self._scaled: list[Ticket] = []  # the requests that applied the last clipped round
         self._routes: dict[tuple[int, ...], list[_Route]] = {}
 
     @property
@@ -125,13 +140,15 @@ class Wire:
         more: bool = False,
         absent: float = 0.0,
         settings: list[dict[str, Setting]] | None = None,
+        gated: bool = False,
     ) -> list[Ticket]:
         """Send gradients without waiting. `values` None: they are in this worker's memory already.
 
         `pull`: ask for the new weights, too. `halt`: ask all workers to stop. `factor_rank` above 0: the memory of the
         one key holds the factors of its gradient. Every server needs both factors whole, whichever part of the key it
         stores. `more`: the next push follows within milliseconds. `absent`: the samples of a batch that gives these
-        keys no gradient; `samples` is then 0. `settings`: those that changed, for each parameter group.
+        keys no gradient; `samples` is then 0. `settings`: those that changed, for each parameter group. `gated`: the
+        servers hold the update until `clip`.
         """
         tickets: list[Ticket] = []
         rates = list(lrs)
@@ -145,7 +162,7 @@ class Wire:
                 frames = self._gradient_frames(route, chosen, unwritten, factor_rank) if framed else ()
                 request = self._client.next_id()
                 rest = (rates, pull, framed, halt, factor_rank, more, absent, settings)
-                message = Push(request, clock, route.keys, samples, *rest)
+                message = Push(request, clock, route.keys, samples, *rest, gated=gated)
                 places = self._weight_bytes(route) if pull and framed else ()
                 sent.append(self._client.send(route.server, message, frames, places))
             keys = [slot.key for slot in chosen]
@@ -164,6 +181,29 @@ class Wire:
                 places = self._weight_bytes(route) if framed else ()
                 tickets.append(self._client.send(route.server, message, places=places))
         return tickets
+
+    def clip(self, slots: Sequence[Slot], max_norm: float) -> float:
+        """Let the servers apply the last pushes of some keys, which were gated, clipped to a norm over all of them.
+
+        Wait until all workers of the group have pushed, and return the norm. Every worker of the group calls this with
+        the same keys and gets the same number, because the parts are added in the same order.
+        """
+        self._client.wait(self._scaled)  # of the last step; answered long ago
+        rounds = [(clock - 1, *part) for clock, keys in self._by_clock(slots) for part in self._servers_of(keys)]
+        alone = max_norm if len(rounds) == 1 else None  # one server has all keys: it need not know other parts
+        tickets = [
+            self._client.send(server, MeasureNorm(self._client.next_id(), clock, keys, alone))
+            for clock, server, keys in rounds
+        ]
+        self._client.wait(tickets)
+        square = sum(ticket.response.square for ticket in tickets if isinstance(ticket.response, SquaredNorm))
+        if alone is None:
+            scale = scale_to_clip(square, max_norm)
+            self._scaled = [
+                self._client.send(server, ApplyScaled(self._client.next_id(), clock, keys, scale))
+                for clock, server, keys in rounds
+            ]
+        return math.sqrt(square)
 
     def last_pushes(self, slots: Sequence[Slot]) -> list[Ticket]:
         """Return the tickets of the last pushes of some keys, answered or not."""
@@ -193,6 +233,23 @@ class Wire:
             if place.data_ptr() != value.data_ptr() or not value.is_contiguous():
                 place.copy_(value)
         return True
+
+    def _by_clock(self, slots: Sequence[Slot]) -> list[tuple[int, list[Slot]]]:
+        """Return the slots of each clock, in the order of their keys. Keys that were added later have another clock."""
+        ordered = sorted(slots, key=lambda slot: slot.key)
+        clocks = sorted({self._clocks[slot.key] for slot in ordered})
+        return [(clock, [slot for slot in ordered if self._clocks[slot.key] == clock]) for clock in clocks]
+
+    def _servers_of(self, slots: Sequence[Slot]) -> list[tuple[int, list[int]]]:
+        """Return the servers that store parts of some keys, each with these keys."""
+        keys = tuple(slot.key for slot in slots)
+        found = self._stored.get(keys)
+        if found is None:
+            found = self._stored[keys] = []
+            for server in range(self.layout.num_servers):
+                if here := [slot.key for slot in slots if self.layout.pieces(slot, server)]:
+                    found.append((server, here))
+        return found
 
     def _messages(self, slots: Sequence[Slot]) -> Iterator[tuple[int, list[int]]]:
         """Yield a clock and the indices of the slots of each message: equal clocks, and not too many bytes if sent."""
