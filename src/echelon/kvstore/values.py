@@ -114,9 +114,9 @@ def copy_rows(numbers: Tensor, places: Tensor, values: Tensor, outs: Sequence[Te
         if out.is_sparse:
             given = values.to(out.device, out.dtype)
             indices = numbers[None].to(out.device)
-            out.detach().copy_(
-                torch.sparse_coo_tensor(indices, given, out.shape, is_coalesced=True, check_invariants=False)
-            )
+            rows = torch.sparse_coo_tensor(indices, given, out.shape, is_coalesced=True, check_invariants=False)
+            with torch.no_grad():  # a detached sparse tensor does not share the list of its rows
+                out.copy_(rows)
         else:
             out.detach().copy_(values[places])
 

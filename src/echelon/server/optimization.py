@@ -90,11 +90,14 @@ class Optimization:
             self._integer_keys.add(key)
 
     def check_keys(self, keys: Sequence[int]) -> None:
-        """Reject dense keys that a kernel would fail on in the middle of an update: the server would stop."""
+        """Reject integer keys, because a kernel would fail on them in the middle of an update and stop the server."""
         for key in self._integer_keys.intersection(keys) if self._integer_keys else ():
             if self._group(key) != NO_OPTIMIZER:
                 spec = self._layout.slots[key].spec
                 raise UsageError(f"key {spec.name!r} is {spec}: {INTEGER_KEY}")
+
+    def check_dense(self, keys: Sequence[int]) -> None:
+        """Reject dense gradients if the optimizer takes sparse ones only."""
         if self._refuses_dense and any(self._group(key) != NO_OPTIMIZER for key in keys):
             raise UsageError("SparseAdam does not support dense gradients, please consider Adam instead")
 

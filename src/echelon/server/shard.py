@@ -197,6 +197,7 @@ class Shard:
         rules = requests.engine.rules
         if not rules.sums_over_everybody and not self._optimization.has_optimizer:
             raise UsageError(f"{rules.name} needs an optimizer on the servers: call set_optimizer before push")
+        self._optimization.check_keys(request.keys)
         self._optimization.check_settings(request.lrs, request.settings)
         memory = self._workers[worker]
         output: Window | ChangedRows | None = None
@@ -207,7 +208,7 @@ class Shard:
             output = self._changed_rows(worker, request.keys, request.since) if request.pull else None
         else:
             self._check_dense(request.keys)
-            self._optimization.check_keys(request.keys)
+            self._optimization.check_dense(request.keys)
             window = self._tensors.pushed(memory.gradients, request, frames)
             output = self._tensors.outgoing(memory.weights, request.keys, request.framed) if request.pull else None
         gradient = PushedGradient(window, request.samples, request.lrs, request.absent, request.settings, request.gated)

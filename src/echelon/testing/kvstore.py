@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from echelon.testing import kvstore_calls as calls
+from echelon.testing import kvstore_rows as rows
 from echelon.testing import kvstore_updates as updates
 from echelon.testing import kvstore_values as values
 from echelon.testing.trial import Run, Trial
@@ -40,6 +41,10 @@ CHECKS: tuple[Check, ...] = (
     updates.optimizers_match_torch,
     updates.optimizer_states_can_be_saved_and_loaded,
     updates.workers_wait_only_as_the_scheme_requires,
+    rows.sparse_pushes_are_summed_by_row,
+    rows.rows_can_be_pulled_by_number,
+    rows.a_sparse_push_replaces_the_value,
+    rows.rows_are_updated_as_torch_does,
     values.every_dtype_is_preserved,
     values.other_dtypes_are_cast,
     values.half_precision_is_summed_in_float32,

@@ -106,6 +106,8 @@ class CollectiveStore(KVStore):
     def _use_optimizer(self, spec: OptimizerSpec) -> None:
         if self.optimizer_spec not in (None, spec):
             raise UsageError(f"worker {self.rank}: the store has {self.optimizer_spec}, but this worker set {spec}")
+        if spec.name == "sparse_adam":
+            raise UsageError(f"{self.type} makes sparse values dense, which SparseAdam cannot use: use Adagrad or SGD")
         if self.sharded and spec.name in RULES and RULES[spec.name].whole:
             raise UsageError(f"{spec.name} needs the norm of whole values, which nccl shards: use nccl_allreduce")
         self.group.check_same("the optimizer", str(spec))

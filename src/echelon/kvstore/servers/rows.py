@@ -7,6 +7,7 @@ back are written where the caller keeps it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -192,4 +193,4 @@ def rows_of(gradient: Tensor, *, add_repeated: bool) -> Rows:
     else:
         numbers, order = gradient._indices()[0].sort(stable=True)
         values = gradient._values()[order]
-    return Rows(numbers.cpu(), values.detach().reshape(len(numbers), -1).cpu())
+    return Rows(numbers.cpu(), values.detach().reshape(len(numbers), prod(gradient.shape[1:])).cpu())
