@@ -31,7 +31,9 @@ import leaks
 from echelon.environment import Job
 from echelon.errors import JobError
 from echelon.kvstore import KVStore, create
+from echelon.kvstore.worker import thread_is_worker
 from echelon.schemes.stores import store_kind
+from echelon.transport import by_name
 
 T = TypeVar("T")
 STUCK_S = 60.0
@@ -54,7 +56,7 @@ def run(
 
     def work(rank: int, port: int, *listener: socket.socket) -> T:
         job = _job(store, rank, num_workers, port, listener[0].detach() if listener else None, timeout_s)
-        with create(store, job=job, check_finite=check_finite) as kv:
+        with thread_is_worker(job, by_name(job.transport)), create(store, check_finite=check_finite) as kv:
             return program(kv)
 
     with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 import echelon
+import forked
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
 from echelon.launch.in_process import run
@@ -151,6 +154,23 @@ def test_the_other_workers_continue_when_one_with_several_stores_leaves() -> Non
     assert run(program, "dist_sync", num_workers=3) == [[[0, 1]] * 2, [[0, 1]] * 2, [[], []]]
 
 
+def test_stores_without_servers_halt_one_by_one() -> None:
+    def program(kv: KVStore) -> list[str | None]:
+        other = create("nccl")
+        if kv.rank == 1:
+            other.halt("enough")
+        kv.barrier()
+        other.barrier()
+        found = [kv.halted, other.halted]
+        kv.close()
+        other.init("w", torch.zeros(1))
+        other.pushpull("w", torch.ones(1), out := torch.empty(1))
+        other.close()
+        return [*found, str(float(out))]
+
+    assert forked.run(program, "nccl_allreduce") == [[None, "enough", "2.0"]] * 2
+
+
 # --- Trainers
 
 
@@ -167,7 +187,13 @@ def inputs_of(rank: int, step: int) -> Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def test_two_trainers_at_once_train_like_two_plain_optimizers() -> None:
+RUNS = pytest.mark.parametrize(
+    ("runs", "store"), [(run, "dist_sync"), (forked.run, "nccl_allreduce"), (forked.run, "nccl")]
+)
+
+
+@RUNS
+def test_two_trainers_at_once_train_like_two_plain_optimizers(runs: Callable[..., Any], store: str) -> None:
     """As in a GAN: two networks, two optimizers, steps in turns."""
     firsts = [(seeded(make, 0), seeded(make, 1)) for _ in range(2)]
     plain = (seeded(make, 0), seeded(make, 1))
@@ -182,8 +208,8 @@ def test_two_trainers_at_once_train_like_two_plain_optimizers() -> None:
     def program(kv: KVStore) -> list[Tensor]:
         one, two = firsts[kv.rank]
         trainers = [
-            echelon.Trainer(one, SGD(one.parameters(), lr=0.1), "dist_sync"),
-            echelon.Trainer(two, Adam(two.parameters(), lr=0.01), "dist_sync"),
+            echelon.Trainer(one, SGD(one.parameters(), lr=0.1), store),
+            echelon.Trainer(two, Adam(two.parameters(), lr=0.01), store),
         ]
         for step in range(3):
             for model, trainer in zip((one, two), trainers, strict=True):
@@ -194,13 +220,13 @@ def test_two_trainers_at_once_train_like_two_plain_optimizers() -> None:
         return [p.detach().clone() for model in (one, two) for p in model.parameters()]
 
     expected = [p.detach() for model in plain for p in model.parameters()]
-    for found in run(program, "dist_sync"):
+    for found in runs(program, store):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("store", ["dist_sync", "dist_async"])
-def test_cross_validation_has_a_trainer_per_fold(store: str) -> None:
+@pytest.mark.parametrize(("runs", "store"), [(run, "dist_sync"), (run, "dist_async"), (forked.run, "nccl_allreduce")])
+def test_cross_validation_has_a_trainer_per_fold(runs: Callable[..., Any], store: str) -> None:
     models = [[seeded(make, fold) for fold in range(3)] for _ in range(2)]
 
     def program(kv: KVStore) -> list[tuple[float, float]]:
@@ -216,6 +242,6 @@ def test_cross_validation_has_a_trainer_per_fold(store: str) -> None:
             losses.append((made[0].item(), made[-1].item()))
         return losses
 
-    for losses in run(program, "dist_sync"):
+    for losses in runs(program, store):
         assert len(losses) == 3
         assert all(last < first for first, last in losses)

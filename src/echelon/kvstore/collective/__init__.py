@@ -1,4 +1,5 @@
 """The store without servers, on torch.distributed.
 
-Read in this order: `store` (the calls), `process_group` (the collectives), `rendezvous` (how members find each other).
+Read in this order: `store` (the calls), `process_group` (the collectives), `world` (torch.distributed in
+this process), `rendezvous` (how members find each other).
 """

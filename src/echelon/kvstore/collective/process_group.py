@@ -8,23 +8,19 @@ the result does not depend on the order of arrival.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
-from echelon.errors import JobError, UsageError
-from echelon.kvstore.collective.rendezvous import Rendezvous, first_sentence, open_store
-from echelon.system import keep_freed_memory
+from echelon.errors import UsageError
+from echelon.kvstore.collective.rendezvous import Rendezvous
+from echelon.kvstore.collective.world import WORLDS, World
 
-LEAVE_S = 5.0
-LINGER_S = 1.0  # a process that only noticed a failure exits after the one that caused it, which the launcher names
 SMALL = 4096  # elements; a tensor up to this size is all-gathered whole, which saves one message
 # torch 2.13 renamed these functions and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,13 +41,18 @@ class ProcessGroup:
         self.device = device
         self.rank, self.size = (rendezvous.rank, rendezvous.size) if rendezvous is not None else (0, 1)
         self._names = rendezvous.names if rendezvous is not None else ["worker 0"]
-        self.broken = False  # whether an operation has failed because a member died or did not take part
         self._num_texts = 0
-        self._store: Store | None = None
+        self._world: World | None = None
+        self._torch_group: Any = None
+        self._store: Store | None = None  # for texts
         if rendezvous is not None and self.size > 1:
-            self._store = open_store(rendezvous)
-            self._timeout_s = rendezvous.timeout_s
-            self._join()
+            self._world = WORLDS.join(device, rendezvous)
+            self._torch_group, self._store = self._world.open_group()
+
+    @property
+    def broken(self) -> bool:
+        """Whether an operation has failed because a member died or did not take part."""
+        return self._world is not None and self._world.broken
 
     @property
     def _gloo(self) -> bool:
@@ -64,11 +65,13 @@ class ProcessGroup:
         if not self._gloo:
             sent = flat.to(wide(flat.dtype))
             part = sent.new_empty(flat.numel() // self.size)
-            return self._start("a sum", lambda: _reduce_scatter(part, sent, async_op=True), lambda: part)
+            return self._start(
+                "a sum", lambda: _reduce_scatter(part, sent, group=self._torch_group, async_op=True), lambda: part
+            )
         received = torch.empty_like(flat)
 
         def all_to_all() -> Any:
-            return dist.all_to_all_single(as_bytes(received), as_bytes(flat), async_op=True)
+            return dist.all_to_all_single(as_bytes(received), as_bytes(flat), group=self._torch_group, async_op=True)
 
         return self._start("a sum", all_to_all, lambda: _sum_in_rank_order(received.view(self.size, -1)))
 
@@ -78,7 +81,9 @@ class ProcessGroup:
             return Reduction(lambda: flat.to(wide(flat.dtype)))
         if not self._gloo:
             total = flat.to(wide(flat.dtype))
-            return self._start("a sum", lambda: dist.all_reduce(total, async_op=True), lambda: total)
+            return self._start(
+                "a sum", lambda: dist.all_reduce(total, group=self._torch_group, async_op=True), lambda: total
+            )
         if flat.numel() <= SMALL or flat.numel() % self.size:
             gathered = self.all_gather(flat, flat.new_empty(self.size, flat.numel()))
             return Reduction(lambda: _sum_in_rank_order(gathered.result().view(self.size, -1)))
@@ -91,7 +96,9 @@ class ProcessGroup:
             return Reduction(lambda: out.copy_(part))
         sent = part.clone() if self._gloo else part  # it may be a view of `out`
         return self._start(
-            "an all-gather", lambda: _all_gather(as_bytes(out), as_bytes(sent), async_op=True), lambda: out
+            "an all-gather",
+            lambda: _all_gather(as_bytes(out), as_bytes(sent), group=self._torch_group, async_op=True),
+            lambda: out,
         )
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
@@ -102,7 +109,7 @@ class ProcessGroup:
             for tensor in tensors:
                 moved = tensor.detach().to(self.device).contiguous()
                 if moved.numel():
-                    dist.broadcast(as_bytes(moved), 0)
+                    dist.broadcast(as_bytes(moved), 0, group=self._torch_group)
                 tensor.detach().copy_(moved)
 
     def barrier(self, flag: float = 0.0) -> float:
@@ -144,47 +151,11 @@ class ProcessGroup:
         return [self.get_text(f"text/{self._num_texts}/{rank}") for rank in range(self.size)]
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the group.
-
-        Rank 0 hosts the store, so it leaves last. It does not wait if the group is broken or this process has `failed`.
-        """
-        store, self._store = self._store, None
-        if store is None:
-            return
-        dist.destroy_process_group()
-        if failed or self.broken:
-            return
-        try:
-            store.set(f"left/{self.rank}", "")
-            if self.rank == 0:
-                store.wait([f"left/{rank}" for rank in range(self.size)], timedelta(seconds=LEAVE_S))
-        except RuntimeError:
-            pass  # the host has left already, or a member failed before it came here: nothing is left to wait for
-
-    def _join(self) -> None:
-        if dist.is_initialized():
-            raise UsageError(
-                f"worker {self.rank}: this process already has a torch.distributed process group; close the other "
-                "store (or call destroy_process_group) before creating this one"
-            )
-        assert self._store is not None
-        device = None if self._gloo else self.device
-        if device is not None:
-            torch.cuda.set_device(device)
-        else:
-            keep_freed_memory()  # receive buffers are allocated and freed in every step
-        with self._naming_failures("the start of torch.distributed"):
-            dist.init_process_group(
-                "gloo" if self._gloo else "nccl",
-                store=PrefixStore("echelon", self._store),
-                rank=self.rank,
-                world_size=self.size,
-                timeout=timedelta(seconds=self._timeout_s),
-                device_id=device,
-            )
-            # Another member may not have accepted its end of a connection yet. Leaving now would break that connection.
-            self._store.set(f"joined/{self.rank}", "")
-            self._store.wait([f"joined/{rank}" for rank in range(self.size)], timedelta(seconds=self._timeout_s))
+        """Leave the group. `failed`: this process ends with an error, so it waits for nobody."""
+        if self._store is not None:
+            assert self._world is not None
+            self._store = None
+            self._world.close_group(failed=failed)
 
     def _start(self, what: str, start: Callable[[], Any], finish: Callable[[], Tensor]) -> Reduction:
         with self._naming_failures(what):
@@ -204,15 +175,9 @@ class ProcessGroup:
     @contextmanager
     def _naming_failures(self, what: str) -> Iterator[None]:
         """Turn an error of torch.distributed into a JobError that names this process and the operation."""
-        try:
+        assert self._world is not None
+        with self._world.naming_failures(what):
             yield
-        except RuntimeError as error:
-            self.broken = True
-            time.sleep(LINGER_S)
-            raise JobError(
-                f"{self._names[self.rank]}: {what} of {self.size} processes failed: one of them died, failed, or did "
-                f"not take part in time ({first_sentence(error)})"
-            ) from error
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
