@@ -130,11 +130,11 @@ def test_mistakes_in_a_group() -> None:
             said,
             (
                 "Rprop cannot run on shards of tensors, which nccl uses; use nccl_allreduce",
-                "LBFGS needs a closure",
+                "LBFGS cannot run on shards of tensors",
                 f"worker {rank}: a second backward pass before step()",
                 "step(7), but the forward pass saw 6 samples",
                 "nccl communicates in every step",
-                "was changed after gradients were sent during backward",
+                "was changed after nccl had sent it during backward (clipping?); use the store nccl_allreduce",
             ),
             strict=True,
         ):

@@ -56,22 +56,29 @@ def test_a_group_is_one_process_on_the_joined_batch(store: str) -> None:
 
 @pytest.mark.parametrize("store", KINDS)
 def test_the_number_of_buckets_does_not_change_the_weights(store: str) -> None:
-    """Also if one rank sends its gradients during backward and the other one in step()."""
+    """Also if one rank sends its gradients during backward and the other one at its end."""
     loop = Loop(seeded(Net), adam)
     one = on_group(store, loop, parts_of((4, 3)))
 
     def program(kv: KVStore) -> tuple[State, int]:
         vars(collective_trainer)["make_flat_buckets"] = partial(make_flat_buckets, limit=100)  # in this process only
         model = copy.deepcopy(loop.model)
+        sent = 0
+
+        def count(_: object) -> None:
+            nonlocal sent
+            sent = max(sent, trainer._reductions.num_started)  # type: ignore[attr-defined]
+
         with echelon.Trainer(model, adam(model), kv, overlap=kv.rank == 0) as trainer:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(count)
             for batch in parts_of((4, 3))[kv.rank]:
                 loss_of(model, batch).backward()
-                sent = len(trainer._reductions)  # type: ignore[attr-defined]
                 trainer.step()
         return snapshot(model), sent
 
     found = run(program, store, num_workers=2)
-    assert [sent for _, sent in found] == [6, 0], "one parameter per bucket"
+    assert [sent for _, sent in found] == [6, 0], "one parameter per bucket, sent before backward has ended"
     for state, _ in found:
         assert_same_bits(state, one[0])
 
@@ -276,4 +283,5 @@ def test_all_stop_at_the_same_step() -> None:
                     break
             return trainer.clock, kv.halted
 
-    assert run(program, "dist_device_sync", num_workers=3) == [(3, "enough")] * 3
+    # The request is sent with the next backward pass.
+    assert run(program, "dist_device_sync", num_workers=3) == [(4, "enough")] * 3

@@ -73,12 +73,28 @@ def test_gradients_are_collected_in_float32_or_wider_and_missing_ones_are_zero()
         bucket.gradients.fill_(9.0)
         for name, parameter in bucket.parameters.items():
             parameter.grad = None if name == "bias" else parameter.detach() * 2
-        bucket.collect()
+        bucket.collect(bucket.parameters.keys() - {"bias"})
         for name, parameter in bucket.parameters.items():
             wanted = torch.zeros_like(parameter) if name == "bias" else parameter.detach() * 2
             assert torch.equal(bucket.places[name], wanted.to(bucket.gradients.dtype)), name
             half = parameter.dtype == torch.float16
             assert bucket.gradients.dtype == (torch.float32 if half else parameter.dtype)
+
+
+def test_means_are_written_into_the_tensors_that_are_the_gradients() -> None:
+    """A loop may hold a gradient, or a view of it. A parameter that only other workers have a gradient for gets one."""
+    for bucket in buckets_of(2):
+        held = {}
+        for name, parameter in bucket.parameters.items():
+            parameter.grad = None if name == "bias" else torch.zeros_like(parameter)
+            held[name] = parameter.grad
+        means = torch.arange(float(bucket.length), dtype=bucket.gradients.dtype) % 64
+        bucket.write_gradients(means, bucket.parameters)
+        for name, parameter in bucket.parameters.items():
+            assert parameter.grad is not None
+            assert parameter.grad is held[name] or name == "bias"
+            assert torch.equal(parameter.grad, bucket.place(means, name).to(parameter.dtype)), name
+            assert parameter.grad.untyped_storage().data_ptr() != means.untyped_storage().data_ptr()
 
 
 def test_weights_keep_values_and_strides_when_they_move() -> None:

@@ -101,15 +101,15 @@ class ProcessGroup:
             lambda: out,
         )
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite the tensors with rank 0's values."""
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Overwrite the tensors with the values of one rank."""
         if self.size == 1:
             return
         with self._naming_failures("a broadcast"):
             for tensor in tensors:
                 moved = tensor.detach().to(self.device).contiguous()
                 if moved.numel():
-                    dist.broadcast(as_bytes(moved), 0, group=self._torch_group)
+                    dist.broadcast(as_bytes(moved), source, group=self._torch_group)
                 tensor.detach().copy_(moved)
 
     def barrier(self, flag: float = 0.0) -> float:

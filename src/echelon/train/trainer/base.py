@@ -32,7 +32,7 @@ from echelon.kvstore.create import store_class
 from echelon.kvstore.state_files import by_key
 from echelon.kvstore.values import is_finite
 from echelon.kvstore.worker import current_job
-from echelon.schemes.stores import store_kind
+from echelon.schemes.stores import StoreKind, store_kind
 from echelon.train.trainer.guards import GuardedOptimizer
 from echelon.train.trainer.model_hook import ModelHook
 from echelon.train.trainer.optimizer_state import load_state, state_of
@@ -58,15 +58,25 @@ class Trainer:
     _kinds: ClassVar[dict[type[KVStore], type[Trainer]]] = {}
     _updates_here: ClassVar[bool] = True  # whether the optimizer runs in this process
     _with_local_update: ClassVar[type[Trainer] | None] = None  # the kind for the same store whose optimizer does
+    _with_shards: ClassVar[type[Trainer] | None] = None  # the kind whose optimizer is divided among the processes
 
     def __init_subclass__(
-        cls, *, store: type[KVStore] | None = None, local_update_of: type[Trainer] | None = None
+        cls,
+        *,
+        store: type[KVStore] | None = None,
+        local_update_of: type[Trainer] | None = None,
+        sharded_of: type[Trainer] | None = None,
     ) -> None:
-        """Register a subclass for a kind of store, or in place of another one with `update_on_kvstore=False`."""
+        """Register a subclass for a kind of store, or in place of another one.
+
+        The latter for `update_on_kvstore=False`, or for stores that divide the optimizer among the processes.
+        """
         if store is not None:
             Trainer._kinds[store] = cls
         if local_update_of is not None:
             local_update_of._with_local_update = cls
+        if sharded_of is not None:
+            sharded_of._with_shards = cls
 
     def __new__(
         cls,
@@ -86,6 +96,8 @@ class Trainer:
             raise UsageError(f"kvstore must be the name of a store or a KVStore, not {kvstore!r}")
         if update_on_kvstore is False and not kind._updates_here:
             kind = kind._kind_with_local_update(kvstore)
+        if kind._with_shards is not None and _store_kind(kvstore).sharded:
+            kind = kind._with_shards
         return super().__new__(kind)
 
     def __init__(
@@ -143,8 +155,8 @@ class Trainer:
 
     @classmethod
     def _kind_with_local_update(cls, kvstore: str | KVStore) -> type[Trainer]:
-        kind, name = (store_kind(kvstore), kvstore) if isinstance(kvstore, str) else (kvstore.kind, kvstore.type)
-        if not kind.lock_step:
+        name = kvstore if isinstance(kvstore, str) else kvstore.type
+        if not _store_kind(kvstore).lock_step:
             raise UsageError(
                 f"update_on_kvstore=False needs workers in lock-step, but those of {name} update the servers' weights "
                 "at their own pace; leave it out, or use dist_sync"
@@ -361,6 +373,10 @@ def _as_json(counts: Counter[int]) -> dict[str, int]:
 def _store_class(kvstore: str | KVStore) -> type[KVStore]:
     """Return the class of a store, or of the store that `create` returns for a name."""
     return store_class(kvstore, current_job()) if isinstance(kvstore, str) else type(kvstore)
+
+
+def _store_kind(kvstore: str | KVStore) -> StoreKind:
+    return store_kind(kvstore) if isinstance(kvstore, str) else kvstore.kind
 
 
 def _whole(samples: int) -> int:

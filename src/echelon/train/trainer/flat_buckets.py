@@ -8,7 +8,7 @@ so that every rank has an equal shard, which begins at such a multiple, too.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -53,13 +53,31 @@ class FlatBucket:
             return flat.as_strided(parameter.shape, parameter.stride(), start)
         return flat[self.starts[name] : self.starts[name] + parameter.numel()].view(parameter.shape)
 
-    def collect(self) -> None:
-        """Copy the gradients to their places; a missing gradient counts as zero."""
-        given = [(self.places[name], p.grad) for name, p in self.parameters.items() if p.grad is not None]
-        if len(given) < len(self.parameters):
+    def collect(self, given: Collection[str]) -> None:
+        """Copy the given gradients to their places; the others count as zero."""
+        pairs = [(self.places[name], p.grad) for name, p in self.parameters.items() if name in given]
+        if len(pairs) < len(self.parameters):
             self.gradients.zero_()
-        if given:
-            torch._foreach_copy_([place for place, _ in given], [gradient for _, gradient in given])
+        found = [(place, gradient.detach()) for place, gradient in pairs if gradient is not None]
+        if found:
+            torch._foreach_copy_([place for place, _ in found], [gradient for _, gradient in found])
+
+    def write_gradients(self, means: Tensor, used: Collection[str]) -> None:
+        """Copy means, which are laid out as this bucket, into the gradients of the parameters in `used`.
+
+        The tensors that are the gradients now stay the gradients: the caller may hold them, or views of them.
+        """
+        pairs = []
+        for name, parameter in self.parameters.items():
+            if name not in used:
+                continue
+            mean = self.place(means, name)
+            if parameter.grad is None:
+                parameter.grad = mean.to(parameter.dtype, copy=True)
+            else:
+                pairs.append((parameter.grad.detach(), mean))
+        if pairs:
+            torch._foreach_copy_([gradient for gradient, _ in pairs], [mean for _, mean in pairs])
 
     def slices(self, part: range) -> dict[str, range]:
         """Return which elements of the bucket belong to each parameter, for the parameters inside `part`."""

@@ -1,14 +1,10 @@
-"""What Trainers share that sum gradients over a process group: the first agreement, and the vector of every step.
-
-In each step all processes of the group sum one short vector: samples, a request to halt, whether anybody still has
-data, and which parameters have gradients.
-"""
+"""What Trainers share that sum gradients over a process group: the first agreement, and the vector of every step."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import NamedTuple
+import json
+from abc import ABC
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,22 +12,10 @@ from torch import Tensor
 from echelon.kvstore.collective.process_group import ProcessGroup, Reduction
 from echelon.kvstore.collective.store import CollectiveStore
 from echelon.kvstore.multi_device import MultiDeviceStore
+from echelon.kvstore.values import dtype_name
 from echelon.train.trainer.base import Trainer, flatten, unflatten
 from echelon.train.trainer.flat_buckets import FlatBucket
-
-
-class StepTotals(NamedTuple):
-    """The sums of a step's vector over the group."""
-
-    samples: Tensor  # in the batches of all processes
-    halt: Tensor  # not 0 if a process asks all to stop
-    active: Tensor  # the number of processes that still have data
-    used: Tensor  # for each parameter, the number of processes that have a gradient
-
-    @classmethod
-    def of(cls, vector: Tensor) -> StepTotals:
-        """Return the parts of a vector that `_reduce_step_vector` has summed."""
-        return cls(vector[0], vector[1], vector[2], vector[3:])
+from echelon.train.trainer.mean_gradients import step_vector
 
 
 class GroupTrainer(Trainer, ABC):
@@ -64,18 +48,20 @@ class GroupTrainer(Trainer, ABC):
 
     def _reduce_step_vector(self, samples: int, active: bool, used: Iterable[bool]) -> Reduction:
         """Start to sum the vector of a step over the group."""
-        vector = [float(samples), self.kvstore.halt_flag, float(active), *map(float, used)]
+        rank, size = self._group.rank, self._group.size
+        halt = self.kvstore.halt_flag
+        vector = step_vector(samples, halt, self.clock, used, rank=rank, size=size, active=active)
         if self._group.device.type == "cpu":
             return self._group.all_reduce(torch.tensor(vector))
         # From pinned memory, so that the host does not wait until the device has finished its earlier work.
         pinned = torch.tensor(vector, pin_memory=True)
         return self._group.all_reduce(pinned.to(self._group.device, non_blocking=True))
 
-    @abstractmethod
-    def _take_part(self, samples: int, *, active: bool) -> StepTotals:
-        """Do what all processes of the group do in a step. `active`: this process still has data."""
-
-    def _take_part_without_data(self) -> None:
-        """Make steps without samples until no process of the group has data."""
-        while self._take_part(0, active=False).active:
-            pass
+    def _share_state(self, own: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
+        """Return the state of the process `source`, which the others need not have. All processes call it."""
+        state = dict(own) if self._group.rank == source else {}
+        described = [(name, list(tensor.shape), dtype_name(tensor)) for name, tensor in state.items()]
+        for name, shape, dtype in json.loads(self._group.gather_texts(json.dumps(described))[source]):
+            state.setdefault(name, torch.empty(shape, dtype=getattr(torch, dtype)))
+        self._group.broadcast(list(state.values()), source)
+        return state

@@ -2,31 +2,32 @@
 
 The optimizer may be of any class, because only gradients are sent. All workers start with rank 0's weights and apply
 the same mean gradients, so their weights stay equal. The keys on the servers hold rank 0's weights at the start and
-then the mean gradients of the last step. Nothing is sent during backward, so gradients may be changed before `step`.
+then the mean gradients of the last backward pass. Gradients are sent when backward ends (`mean_gradients`).
 
-With the gradients every worker pushes one short vector: whether it still has data, and which parameters have
-gradients. The servers sum it. A parameter to which no worker has a gradient is not updated, as in a process alone.
+With the gradients every worker pushes its step vector, which the servers sum. A parameter to which no worker has a
+gradient is not updated, as in a process alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
-from torch.optim import LBFGS
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
 
 from echelon.errors import UsageError
 from echelon.kvstore.servers.client import Ticket
 from echelon.kvstore.servers.store import ServerStore
-from echelon.train.trainer.base import Trainer, flatten, unflatten
+from echelon.train.trainer.base import flatten, unflatten
+from echelon.train.trainer.mean_gradients import MeanGradientTrainer, StepTotals, step_vector
 from echelon.train.trainer.server import BUFFERS, ServerTrainer
 
 _FLAGS = "flags of the step"  # the key of the short vector
 
 
-class LocalUpdateTrainer(Trainer, local_update_of=ServerTrainer):
+class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
     """Keeps the models of all workers equal, with servers that only sum."""
 
     kvstore: ServerStore
@@ -40,11 +41,13 @@ class LocalUpdateTrainer(Trainer, local_update_of=ServerTrainer):
                 "set_optimizer on the store of this Trainer"
             )
         self.kvstore.init(self._names, [parameter.detach() for parameter in self._parameters.values()])
-        self.kvstore.init(_FLAGS, torch.zeros(1 + len(self._names)))
+        num_workers = 1 + max(self.kvstore.workers)
+        length = len(step_vector(0, 0, 0, [False] * len(self._names), rank=0, size=num_workers, active=True))
+        self.kvstore.init(_FLAGS, torch.zeros(length))
         if self._buffers:
             self.kvstore.make_vectors(BUFFERS, sum(buffer.numel() for buffer in self._buffers))
         self._pull_weights()
-        self.kvstore.on_retire = self._take_part_without_data
+        self._start_reducing(num_workers)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load weights and buffers into the model; those of rank 0 count. All workers call it."""
@@ -64,39 +67,60 @@ class LocalUpdateTrainer(Trainer, local_update_of=ServerTrainer):
         self.kvstore.pull(self._names, [parameter.detach() for parameter in self._parameters.values()])
         self.kvstore.barrier()  # before anybody replaces them by gradients
 
-    def _step(self, samples: int) -> None:
-        self._check_frozen()
-        for name, parameter in self._parameters.items():
-            self._check_gradient(name, parameter.grad)
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise UsageError(f"the gradient of {name!r} is sparse, which servers do not support; use sparse=False")
-        self._take_part(samples, active=True)
+    def _send_early(self, name: str, samples: int) -> None:
+        pass  # all is sent at the end of backward
 
-    def _take_part(self, samples: int, *, active: bool) -> bool:
-        """Do what all workers do in a step. Return whether any worker still has data."""
+    def _reduce(self, samples: int, *, active: bool) -> StepTotals:
         gradients = {name: p.grad for name, p in self._parameters.items() if samples and p.grad is not None}
         for name, gradient in gradients.items():
-            self.kvstore.views(name)[1].copy_(gradient)
+            if gradient.is_sparse:
+                raise UsageError(f"the gradient of {name!r} is sparse, which servers do not support; use sparse=False")
+            self.kvstore.views(name)[1].copy_(gradient.detach())
         tickets = self._push(list(gradients), samples)
         tickets += self._push([name for name in self._names if name not in gradients], 0, absent=samples)
-        flags = torch.tensor([float(active), *(float(name in gradients) for name in self._names)])
+        used = [name in gradients for name in self._names]
+        rank, size = self.kvstore.rank, self._num_workers
+        flags = torch.tensor(step_vector(samples, 0.0, self.clock, used, rank=rank, size=size, active=active))
         began = time.perf_counter()
         self.kvstore.pushpull(_FLAGS, flags)
         self.kvstore.wait(tickets)
         self.wait_s += time.perf_counter() - began
-        for name, count in zip(self._names, flags[1:].tolist(), strict=True):
-            parameter = self._parameters[name]
-            parameter.grad = self.kvstore.views(name)[0].to(parameter.device) if count else None
-        self._guarded_optimizer.step()
-        self._clear_gradients()
-        return bool(flags[0])
+        totals = StepTotals.of(flags, size)
+        for name, count in zip(self._names, totals.used.tolist(), strict=True):
+            if count:
+                _set_gradient(self._parameters[name], self.kvstore.views(name)[0])
+        return totals
+
+    def _receive(self, totals: StepTotals) -> None:
+        if not totals.clocks_are_equal:  # a request to stop comes with the servers' answers
+            raise self._clocks_error()
+
+    def _make_equal(self, sources: Sequence[int]) -> None:
+        """Copy the weights of a worker that made more steps. The state of the optimizer stays old, and is refused."""
+        if self.kvstore.rank == sources[0]:
+            self.kvstore.overwrite(self._names, [parameter.detach() for parameter in self._parameters.values()])
+        elif self.kvstore.rank not in sources:
+            why = f"worker {self.kvstore.rank} ran out of data before others, so its optimizer lacks the last steps; "
+            refuse = _make_refusal(f"{why}save the optimizer of worker {sources[0]}")
+            self._hooks.append(self.optimizer.register_state_dict_pre_hook(refuse))
+        self._pull_weights()
 
     def _push(self, names: list[str], samples: int, absent: int = 0) -> list[Ticket]:
         """Push gradients that are in the store's memory, or tell the servers that `absent` samples give none."""
         slots = self.kvstore.slots(names)
         return self.kvstore.push_bucket(slots, float(samples), [], absent=float(absent)) if names else []
 
-    def _take_part_without_data(self) -> None:
-        """Make steps without samples until no worker has data."""
-        while self._take_part(0, active=False):
-            pass
+
+def _set_gradient(parameter: nn.Parameter, mean: Tensor) -> None:
+    """Copy a mean into the gradient. The tensor that is the gradient now stays the gradient."""
+    if parameter.grad is None:
+        parameter.grad = mean.to(parameter.device, parameter.dtype, copy=True)
+    else:
+        parameter.grad.detach().copy_(mean)
+
+
+def _make_refusal(why: str) -> Callable[[Optimizer], None]:
+    def refuse(_: Optimizer) -> None:
+        raise UsageError(why)
+
+    return refuse

@@ -10,7 +10,6 @@ A CUDA graph cannot record such a step, because device 0 communicates with the s
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,9 +19,9 @@ from torch import Tensor
 
 from echelon.kvstore.multi_device import MultiDeviceStore
 from echelon.kvstore.servers.store import ServerStore
-from echelon.kvstore.values import dtype_name
 from echelon.train.trainer.flat_buckets import make_flat_buckets
-from echelon.train.trainer.group import GroupTrainer, StepTotals
+from echelon.train.trainer.group import GroupTrainer
+from echelon.train.trainer.mean_gradients import StepTotals
 from echelon.train.trainer.server import ServerTrainer
 
 
@@ -86,12 +85,7 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return the servers' state as `<parameter>/<state>`. All devices of the worker call it, and all get it."""
-        state = self._server_trainer.optimizer_state() if self._server_trainer is not None else {}
-        mine = [(name, list(tensor.shape), dtype_name(tensor)) for name, tensor in state.items()]
-        for name, shape, dtype in json.loads(self._group.gather_texts(json.dumps(mine))[0]):
-            state.setdefault(name, torch.empty(shape, dtype=getattr(torch, dtype)))
-        self._group.broadcast(list(state.values()))
-        return state
+        return self._share_state(self._server_trainer.optimizer_state() if self._server_trainer is not None else {}, 0)
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Send the servers a state. All devices of all workers call it."""
@@ -109,8 +103,8 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
 
     def _take_part(self, samples: int, *, active: bool) -> StepTotals:
         used = (parameter.grad is not None for parameter in self._parameters.values())
-        totals = StepTotals.of(self._reduce_step_vector(samples, active, used).result().cpu())
-        if totals.active:
+        totals = StepTotals.of(self._reduce_step_vector(samples, active, used).result().cpu(), self._group.size)
+        if totals.active.any():
             sums = self._sum_gradients(samples)
             if self._server_trainer is not None:
                 self._push(self._server_trainer, sums, totals)
@@ -120,11 +114,16 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
         self.zero_grad()
         return totals
 
+    def _take_part_without_data(self) -> None:
+        """Make steps without samples until no device of the worker has data."""
+        while self._take_part(0, active=False).active.any():
+            pass
+
     def _sum_gradients(self, samples: int) -> list[Tensor]:
         """Return each bucket's gradients, times the samples of the device, summed over the devices."""
         pending = []
         for bucket in self._buckets:
-            bucket.collect()
+            bucket.collect([name for name, parameter in bucket.parameters.items() if parameter.grad is not None])
             bucket.gradients.mul_(samples)
             pending.append(self._group.all_reduce(bucket.gradients))
         return [one.result() for one in pending]

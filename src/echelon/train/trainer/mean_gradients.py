@@ -1,0 +1,202 @@
+"""Trainers that run the optimizer in this process: when `backward()` returns, gradients are the mean over the workers.
+
+So everything that a loop does with gradients before it runs the optimizer (clipping, GradScaler, reading them, a second
+backward pass) has the same effect on all workers, as under DistributedDataParallel. The first gradient of a backward
+pass queues a callback in the autograd engine, which finishes the reduction when the pass ends. Each reduction replaces
+`.grad` by the mean of the workers' `.grad`. What was a mean before stays as it is, so several backward passes add up.
+
+`step` reduces only if nothing was reduced since the last step, or if gradients were added to afterwards. A worker that
+makes a step without a backward pass therefore takes part in the reduction that the others make in backward. A worker
+that has no more data takes part in all reductions until no worker has data, and then copies the weights of the last
+worker that made steps.
+
+A reduction also sums a short vector (`StepVector`), with which workers detect that their steps do not match.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from echelon.errors import UsageError
+from echelon.train.trainer.base import Trainer
+
+_PERIOD = 97  # clocks are compared modulo this number, so that sums of their squares are exact in float32
+
+
+class StepTotals(NamedTuple):
+    """The sums of the workers' step vectors."""
+
+    samples: Tensor  # in the batches of all workers
+    halt: Tensor  # not 0 if a worker asks all to stop
+    clocks: Tensor  # the sums of the active workers' clocks, and of the squares of these
+    active: Tensor  # for each rank, 1 if it still has data
+    used: Tensor  # for each parameter, the number of workers that have a gradient
+
+    @classmethod
+    def of(cls, vector: Tensor, size: int) -> StepTotals:
+        """Return the parts of a sum of `step_vector`s."""
+        return cls(vector[0], vector[1], vector[2:4], vector[4 : 4 + size], vector[4 + size :])
+
+    @property
+    def clocks_are_equal(self) -> bool:
+        """Whether all active workers are at the same clock."""
+        total, squares = self.clocks.tolist()
+        return bool(round(squares * float(self.active.sum())) == round(total * total))
+
+
+def step_vector(
+    samples: float, halt: float, clock: int, used: Iterable[bool], *, rank: int, size: int, active: bool
+) -> list[float]:
+    """Return what a worker adds to the sums of a step."""
+    position = float(clock % _PERIOD) if active else 0.0
+    ranks = [float(active and one == rank) for one in range(size)]
+    return [samples, halt, position, position * position, *ranks, *map(float, used)]
+
+
+class MeanGradientTrainer(Trainer, ABC):
+    """Replaces the gradients by their mean over the workers when a backward pass ends."""
+
+    _reduces = False  # a process that trains alone does not
+
+    def _start_reducing(self, num_workers: int) -> None:
+        self._reduces = True
+        self._num_workers = num_workers
+        self._backward: int | None = None  # the autograd engine's number of the pass that is being reduced
+        self._has_added = False  # whether gradients were added to since the last reduction
+        self._has_reduced = False  # whether there was a reduction since the last step
+        self._samples_reduced = 0  # in the backward passes of this step
+        self._last_totals: StepTotals | None = None
+        self.kvstore.on_retire = self._take_part_without_data
+        for name, parameter in self._parameters.items():
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_grad_hook(name)))
+
+    # --- what the kinds provide
+
+    @abstractmethod
+    def _send_early(self, name: str, samples: int) -> None:
+        """Start to reduce what is complete, now that backward has finished this gradient."""
+
+    @abstractmethod
+    def _reduce(self, samples: int, *, active: bool) -> StepTotals:
+        """Set all gradients to their mean, weighted by samples. All workers call it. `active`: this one has data."""
+
+    @abstractmethod
+    def _receive(self, totals: StepTotals) -> None:
+        """Handle a request to stop, and check that clocks are equal."""
+
+    @abstractmethod
+    def _make_equal(self, sources: Sequence[int]) -> None:
+        """Copy the weights of one of the workers that made the last step. All workers call it."""
+
+    # --- backward
+
+    @property
+    def _weight(self) -> int:
+        """The weight of this worker's gradients: the samples that the forward pass saw, else the same for all."""
+        return 1 if self._samples_seen is None else self._samples_seen
+
+    def _make_grad_hook(self, name: str) -> Any:
+        def ready(parameter: Tensor) -> None:
+            self._check_gradient(name, parameter.grad)
+            self._has_added = True
+            if self._accumulating:
+                return
+            if self._backward is None:
+                self._backward = torch._C._current_graph_task_id()
+                Variable._execution_engine.queue_callback(self._end_backward)
+            if self._overlap is not False:
+                self._send_early(name, self._weight)
+
+        return ready
+
+    def _end_backward(self) -> None:
+        self._exchange(self._weight, active=True)
+        self._backward = None
+        self._samples_reduced += self._weight
+
+    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._reduces:
+            self._check_backward_has_ended()
+        super()._before_forward(module, args, kwargs)
+
+    def _check_backward_has_ended(self) -> None:
+        """Raise UsageError after a backward pass that failed, because other workers have finished it."""
+        if self._backward is not None and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() < 0:
+            raise UsageError(
+                f"worker {self.kvstore.rank}: a backward pass failed at clock {self.clock} after it had sent "
+                "gradients, so this worker cannot continue with the others; end it"
+            )
+
+    # --- step
+
+    def _samples(self, batch_size: int | None) -> int:
+        if not self._reduces:
+            return super()._samples(batch_size)
+        if batch_size is None:
+            return self._weight
+        samples = super()._samples(batch_size)
+        reduced = {self._samples_seen, self._samples_reduced}
+        if self._has_reduced and self._samples_seen is not None and samples not in reduced:
+            raise UsageError(
+                f"step({samples}), but the forward pass saw {self._samples_seen} samples, and gradients were weighted "
+                "with that number in backward; call step() without a number"
+            )
+        return samples
+
+    def _step(self, samples: int) -> None:
+        if not self._reduces:
+            super()._step(samples)
+            return
+        self._check_backward_has_ended()
+        self._check_frozen()
+        if self._has_added or not self._has_reduced:
+            for name, parameter in self._parameters.items():
+                self._check_gradient(name, parameter.grad)
+            self._exchange(samples, active=True)
+        self._has_reduced, self._samples_reduced = False, 0
+        self._run_optimizer()
+
+    def _run_optimizer(self) -> None:
+        self._guarded_optimizer.step()
+        self._clear_gradients()
+
+    def zero_grad(self) -> None:
+        """Discard the gradients."""
+        super().zero_grad()
+        self._has_added = False
+
+    def _exchange(self, samples: int, *, active: bool) -> StepTotals:
+        totals = self._last_totals = self._reduce(samples, active=active)
+        self._has_added, self._has_reduced = False, True
+        self._receive(totals)
+        return totals
+
+    def _clocks_error(self) -> UsageError:
+        return UsageError(
+            f"worker {self.kvstore.rank} is at clock {self.clock}, but other workers are at other clocks: some made a "
+            "step after a backward pass and others did not. All workers must make the same calls: decide on the mean "
+            "over the workers (gradients after backward), not on a worker's own loss"
+        )
+
+    # --- the end
+
+    def _take_part_without_data(self) -> None:
+        """Take part in the reductions of the others until no worker has data, then make the weights equal."""
+        self.kvstore.on_retire = lambda: None
+        while True:
+            last = self._last_totals
+            totals = self._exchange(0, active=False)
+            self._clear_gradients()
+            if not totals.active.any():
+                break
+        if last is None:
+            return
+        ranks = [rank for rank, active in enumerate(last.active.tolist()) if active]
+        if 0 < len(ranks) < self._num_workers:
+            self._make_equal(ranks)
