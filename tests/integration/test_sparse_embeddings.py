@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 import echelon
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
+from echelon.transport.in_process import InProcessTransport
+from echelon.transport.interface import Endpoint, Peer
 from tolerances import reordering
 
 pytestmark = [
@@ -137,6 +139,179 @@ def test_several_workers_equal_one_process_on_the_joined_batch(name: str) -> Non
     assert_same_bits(results[1][0], results[0][0])
     magnification = 1.0 if "sgd" in name else 100.0  # the others divide by the root of a small number
     assert_close(results[0][0], expected, reordering(torch.float32, sum(sizes) * 3, STEPS, magnification))
+
+
+@pytest.mark.parametrize(
+    ("store", "options"),
+    [
+        ("dist_async", {}),
+        ("dist_ssync", {"staleness": 1}),
+        ("dist_gsync", {"groups": [[0, 1], [2]]}),
+        ("dist_gsync", {"groups": [[0], [1], [2]]}),
+    ],
+)
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_relaxed_schemes_learn_and_end_with_the_same_tables(store: str, options: dict[str, Any], name: str) -> None:
+    model = model_for(name)
+    steps = 30
+    parts = [batches(8, seed, 3) for seed in range(3)]
+
+    def total_loss(model: nn.Module) -> float:
+        return sum(float(loss_of(model, batch).detach()) for part in parts for batch in part)
+
+    def program(kv: KVStore) -> tuple[State, float, float]:
+        torch.set_num_threads(1)
+        mine = copy.deepcopy(model)
+        optimizer = OPTIMIZERS[name](mine.parameters())
+        with echelon.Trainer(mine, optimizer, kv) as trainer:
+            before = total_loss(mine)
+            for step in range(steps):
+                loss_of(mine, parts[kv.rank][step % 3]).backward()
+                trainer.step(8)
+            kv.barrier()
+            trainer.refresh()
+            kv.barrier()
+            return snapshot(mine), before, total_loss(mine)
+
+    results = run(program, store, num_workers=3, **options)
+    for weights, before, after in results:
+        assert_same_bits(weights, results[0][0])
+        assert after < before
+
+
+def test_several_tables_in_parameter_groups() -> None:
+    """The groups have their own learning rates, and one table has no gradient in some steps."""
+
+    def make(model: nn.Module) -> Optimizer:
+        users, items, *rest = model.parameters()
+        groups: list[dict[str, Any]] = [{"params": [users]}, {"params": [items], "lr": 0.5}, {"params": rest}]
+        return Adagrad(groups, lr=0.1)
+
+    def loss_at(model: nn.Module, batch: Batch, step: int) -> Tensor:
+        assert isinstance(model, Recommender)
+        return loss_of(model, batch) if step % 2 else model.users(batch[0]).square().mean()
+
+    model, data = model_for("adagrad"), batches(8)
+
+    def program(kv: KVStore | None) -> State:
+        torch.set_num_threads(1)
+        mine = copy.deepcopy(model)
+        optimizer = make(mine)
+        trainer = echelon.Trainer(mine, optimizer, kv, overlap=False) if kv is not None else None
+        for step, batch in enumerate(data):
+            optimizer.zero_grad()
+            loss_at(mine, batch, step).backward()
+            if trainer is None:
+                optimizer.step()
+            else:
+                trainer.step(8)
+        if trainer is not None:
+            trainer.close()
+        return snapshot(mine)
+
+    assert_same_bits(on_one_worker(program, "dist_sync"), program(None))
+
+
+def test_adam_for_the_dense_part_and_sparse_adam_for_the_tables() -> None:
+    """torch needs two optimizers for this, so there are two Trainers of one model."""
+    model = model_for("adam")
+    parts = [batches(8, seed) for seed in range(2)]
+    joined = [tuple(torch.cat(tensors) for tensors in zip(*step, strict=True)) for step in zip(*parts, strict=True)]
+
+    def optimizers(model: Recommender) -> tuple[Optimizer, Optimizer]:
+        return Adam(model.head.parameters(), 0.01), SparseAdam([model.users.weight, model.items.weight], 0.01)
+
+    def program(kv: KVStore) -> State:
+        torch.set_num_threads(1)
+        mine = copy.deepcopy(model)
+        dense, sparse = optimizers(mine)
+        with echelon.Trainer(mine, dense, kv) as first, echelon.Trainer(mine, sparse, "dist_sync") as second:
+            for batch in parts[kv.rank]:
+                loss_of(mine, batch).backward()
+                first.step(len(batch[0]))
+                second.step(len(batch[0]))
+            return snapshot(mine)
+
+    expected = copy.deepcopy(model)
+    both = optimizers(expected)
+    for batch in joined:
+        for optimizer in both:
+            optimizer.zero_grad()
+        loss_of(expected, batch).backward()  # type: ignore[arg-type]
+        for optimizer in both:
+            optimizer.step()
+    results = run(program, "dist_sync")
+    assert_same_bits(results[1], results[0])
+    assert_close(results[0], snapshot(expected), reordering(torch.float32, 48, STEPS, 100.0))
+
+
+@pytest.mark.parametrize("name", ["adagrad", "sparse adam"])
+def test_training_continues_from_a_saved_state(name: str) -> None:
+    """Weights and states of tables are those of an uninterrupted run."""
+    model, data = model_for(name), batches(8)
+
+    def continued(kv: KVStore, weights: State, states: State) -> State:
+        torch.set_num_threads(1)
+        mine = copy.deepcopy(model)
+        with echelon.Trainer(mine, OPTIMIZERS[name](mine.parameters()), kv) as trainer:
+            trainer.load_weights(weights)
+            trainer.load_optimizer_state(states)
+            for batch in data[2:]:
+                loss_of(mine, batch).backward()
+                trainer.step(len(batch[0]))
+            return snapshot(mine)
+
+    weights, states = on_one_worker(lambda kv: worker(kv, model, OPTIMIZERS[name], data[:2]), "dist_sync")
+    last = on_one_worker(lambda kv: continued(kv, weights, states), "dist_sync")
+    assert_same_bits(last, plain(model, OPTIMIZERS[name], data)[0])
+
+
+def test_a_worker_sends_and_receives_only_the_rows_of_the_step() -> None:
+    """The bytes of a step do not depend on the number of rows of the table."""
+
+    def bytes_per_step(num_rows: int) -> int:
+        transport = Counting()
+
+        def program(kv: KVStore) -> None:
+            table = nn.EmbeddingBag(num_rows, 4, sparse=True)
+            with echelon.Trainer(table, SGD(table.parameters(), lr=0.1), kv) as trainer:
+                for step in range(3):
+                    table(torch.tensor([[step, num_rows - 1 - kv.rank]])).sum().backward()
+                    before = transport.total
+                    trainer.step(1)
+                    kv.barrier()
+                    sent.append(transport.total - before)
+
+        sent: list[int] = []
+        run(program, "dist_sync", transport=transport)
+        return max(sent)
+
+    assert bytes_per_step(1000) < 2000
+    assert bytes_per_step(20_000) < 2000  # the table has 320,000 bytes
+
+
+class Counting(InProcessTransport):
+    """Counts the bytes of all messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def serve(self, host: str) -> Endpoint:
+        return self._counted(super().serve(host))
+
+    def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
+        return self._counted(super().connect(name, addresses))
+
+    def _counted(self, endpoint: Any) -> Endpoint:
+        send = endpoint.send
+
+        def counted(peer: Peer, frames: Sequence[Any]) -> None:
+            self.total += sum(memoryview(frame).nbytes for frame in frames)
+            send(peer, frames)
+
+        endpoint.send = counted
+        return endpoint  # type: ignore[no-any-return]
 
 
 def test_a_sparse_gradient_of_a_dense_key_is_made_dense(caplog: pytest.LogCaptureFixture) -> None:
