@@ -321,6 +321,18 @@ class Retire(_Message, frozen=True):
     id: int
 
 
+class Pause(_Message, frozen=True):
+    """This worker waits in a barrier: until it resumes, the rounds of others do not wait for it. It can still pull."""
+
+    id: int
+
+
+class Resume(_Message, frozen=True):
+    """The barrier is complete: this worker pushes again. Answered with `Resumed`."""
+
+    id: int
+
+
 class GetStates(_Message, frozen=True):
     """Asks for the optimizer state of all keys of this server."""
 
@@ -351,6 +363,14 @@ class Placed(_Message, frozen=True):
     id: int
     segments: list[Segment]
     slots: list[Slot]
+
+
+class Resumed(_Message, frozen=True):
+    """The keys of this server, and the clock of the worker's next push of each."""
+
+    id: int
+    keys: list[int]
+    clocks: list[int]
 
 
 class Done(_Message, frozen=True):
@@ -409,8 +429,9 @@ ControlMessage = FromProcess | FromScheduler
 Setup = Configure | Place | Attach | Init | SetOptimizer | GetStates | PutStates
 Rows = PullRows | PullChanges | PutRows
 Norms = MeasureNorm | ApplyScaled
-Request = Setup | Push | Pull | Rows | Norms | Retire | Ask
-Response = Placed | Done | SquaredNorm | Failed | States | Status
+Ending = Retire | Pause | Resume
+Request = Setup | Push | Pull | Rows | Norms | Ending | Ask
+Response = Placed | Resumed | Done | SquaredNorm | Failed | States | Status
 
 _encoder = msgspec.msgpack.Encoder()
 _control: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)

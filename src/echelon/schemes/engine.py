@@ -133,6 +133,7 @@ class Engine:
         self.rules = rules
         self._members: dict[int, set[int]] = {}
         self._keys: dict[int, _Key] = {}
+        self._paused: set[int] = set()
         self._round = set(workers)  # the workers of a round for Divisor.ROUND: the active and the finished
         for worker in self._round:
             self._members.setdefault(rules.group_of(worker), set()).add(worker)
@@ -254,6 +255,9 @@ class Engine:
         group_id = self.rules.group_of(worker)
         members = self._members.get(group_id, set())
         if worker not in members:
+            if worker in self._paused and not finished:
+                self._paused.discard(worker)
+                self._round.discard(worker)
             return _REJECTED
         members.discard(worker)
         if not finished:
@@ -268,6 +272,21 @@ class Engine:
                 self._advance(key, state, group_id, actions)
             self._answer_held(key, state, actions)
         return Decision(tuple(actions), RELEASED if actions else RELEASED_NOTHING)
+
+    def pause(self, worker: int) -> Decision:
+        """Stop waiting for a worker that waits for all others. It has no pushes in flight."""
+        if self.is_active(worker):
+            self._paused.add(worker)
+        return self.leave(worker, finished=True)
+
+    def resume(self, worker: int) -> None:
+        """Let a paused worker take part again, from the next round of its group. No other worker is in a round."""
+        if worker in self._paused:
+            self._paused.discard(worker)
+            group_id = self.rules.group_of(worker)
+            self._members.setdefault(group_id, set()).add(worker)
+            for state in self._keys.values():
+                state.groups.setdefault(group_id, _Group(0))  # keys that were added while the whole group was paused
 
     def join(self, worker: int) -> dict[int, int]:
         """Add a new or returning worker at the next clock. Return its first clock for every key."""

@@ -133,7 +133,16 @@ class PendingRequests:
 
     def retire(self, worker: int) -> str:
         """Stop waiting for a worker that has finished and may still pull. Return the engine's reason."""
-        return self._leave(worker, finished=True)
+        return self._carry_out_departure(self.engine.leave(worker, finished=True))
+
+    def pause(self, worker: int) -> None:
+        """Stop waiting for a worker until it resumes."""
+        self._carry_out_departure(self.engine.pause(worker))
+
+    def resume(self, worker: int) -> dict[int, int]:
+        """Let a paused worker take part again. Return the clock of its next push of each key."""
+        self.engine.resume(worker)
+        return {key: self.engine.clock(worker, self.lanes.lane_of(key)) for key in self.lanes.all()}
 
     def remove(self, worker: int) -> str:
         """Drop the requests of a worker that left the job, and stop waiting for it. Return the engine's reason."""
@@ -143,15 +152,14 @@ class PendingRequests:
             del self._pulls[position]
         for lane, waiting in self._pushes.items():
             self._pushes[lane] = [pending for pending in waiting if pending.worker != worker]
-        reason = self._leave(worker, finished=False)
+        reason = self._carry_out_departure(self.engine.leave(worker))
         if not self.engine.group_is_active(worker):  # the engine dropped the incomplete rounds of the group
             for position in [position for position in self._gradients if position[0] == worker]:
                 del self._gradients[position]
             self._norms.forget(self.engine.rules.group_of(worker))
         return reason
 
-    def _leave(self, worker: int, *, finished: bool) -> str:
-        decision = self.engine.leave(worker, finished=finished)
+    def _carry_out_departure(self, decision: Decision) -> str:
         self._carry_out([decision])
         for lane in list(self._pushes):
             self._answer_applied_pushes(lane)

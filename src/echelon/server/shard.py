@@ -22,6 +22,7 @@ from echelon.cluster.messages import (
     GetStates,
     Init,
     MeasureNorm,
+    Pause,
     Place,
     Placed,
     Pull,
@@ -32,6 +33,8 @@ from echelon.cluster.messages import (
     PutStates,
     Request,
     Response,
+    Resume,
+    Resumed,
     Retire,
     SetOptimizer,
     States,
@@ -144,6 +147,11 @@ class Shard:
                 self._configured().apply_scaled(worker, request.keys, request.clock, request.scale)
             case Retire():
                 self._configured().retire(worker)
+            case Pause():
+                self._configured().pause(worker)
+            case Resume():
+                clocks = self._configured().resume(worker)
+                return Resumed(request.id, list(clocks.keys()), list(clocks.values())), ()
         return Done(request.id), ()
 
     # --- what all workers agree on

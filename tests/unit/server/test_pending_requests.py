@@ -286,6 +286,31 @@ def test_nobody_waits_for_a_worker_that_retired_and_it_can_still_pull() -> None:
     assert server.seen(1) == 2.0
 
 
+def test_nobody_waits_for_a_paused_worker_which_resumes_at_the_next_round() -> None:
+    server = Server(bsp(), 2)
+    server.push(0, 1, 0, 1.0)
+    server.requests.pause(1)
+    server.push(0, 2, 1, 1.0)
+    assert sorted(done.id for _, done in server.answered()) == [1, 2]
+    assert server.requests.resume(1) == {0: 2}
+    server.push(0, 3, 2, 1.0)
+    assert server.answered() == [], "it is waited for again"
+    server.push(1, 1, 2, 10.0)
+    assert sorted((worker, done.id, done.version) for worker, done in server.answered()) == [(0, 3, 3), (1, 1, 3)]
+    assert server.seen(1) == 13.0
+
+
+def test_a_paused_worker_that_dies_or_retired_before_does_not_resume() -> None:
+    server = Server(bsp(), 3)
+    server.requests.pause(1)
+    server.requests.remove(1)
+    server.requests.retire(2)
+    server.requests.pause(2)
+    for gone in (1, 2):
+        server.requests.resume(gone)
+        assert not server.requests.engine.is_active(gone)
+
+
 @pytest.mark.parametrize("pull", [True, False])
 def test_a_worker_that_was_removed_gets_no_answer_and_its_gradient_counts(pull: bool) -> None:
     server = Server(bsp(), 2)

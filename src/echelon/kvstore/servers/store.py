@@ -11,14 +11,24 @@ none of them makes a step that the others do not make.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from echelon.cluster.messages import Configure, Done, OptimizerSpec, Retire, SetOptimizer, Setting
+from echelon.cluster.messages import (
+    Configure,
+    Done,
+    OptimizerSpec,
+    Pause,
+    Resume,
+    Resumed,
+    Retire,
+    SetOptimizer,
+    Setting,
+)
 from echelon.cluster.placement import KeySpec, Slot
 from echelon.errors import UsageError
 from echelon.kvstore import state_files
@@ -60,6 +70,8 @@ class ServerStore(KVStore):
         self._client = client
         self._wire = Wire(client, len(session.servers), transport, events)
         self.rows = RowWire(client, self._wire)
+        self.on_missed_rounds: Callable[[], None] | None = None  # set by Trainers: `barrier` ends a worker's rounds
+        self._retired = False
         self._halt_requested = False
         self._noticed = False  # whether a notice of the servers was logged; a later one would say the same
         self._staleness, self._groups = staleness, groups
@@ -136,8 +148,35 @@ class ServerStore(KVStore):
     def _retire(self) -> None:
         self._wire.wait_for_pushes()
         self._to_all(Retire)
+        self._retired = True
 
     def _barrier(self) -> None:
+        """Wait for all workers. With a Trainer, some may still be in rounds, which then do not wait for this worker.
+
+        Between the two barriers of that case no worker is in a round, so all resume at the same clock.
+        """
+        if self.on_missed_rounds is None:
+            self._wait_for_workers()
+            return
+        if not self._retired:
+            self._wire.wait_for_pushes()
+            self._to_all(Pause)
+        self._wait_for_workers()
+        missed = not self._retired and self._resume()
+        self._wait_for_workers()
+        if missed:
+            self.on_missed_rounds()
+
+    def _resume(self) -> bool:
+        """Take part in rounds again. Return whether other workers have made rounds meanwhile."""
+        clocks: dict[int, int] = {}  # by key; a key that is divided between servers has the same clock on all of them
+        for server in range(self._wire.layout.num_servers):
+            answer = self._client.call(server, Resume(self._client.next_id()))
+            assert isinstance(answer, Resumed)
+            clocks |= zip(answer.keys, answer.clocks, strict=True)
+        return self._wire.adopt_clocks(clocks)
+
+    def _wait_for_workers(self) -> None:
         halted = self._session.barrier()
         self._halted = self._halted or halted
 
@@ -282,6 +321,7 @@ class ServerStore(KVStore):
 
     def gather_vectors(self, name: str, vector: Tensor) -> Tensor:
         """Publish this worker's vector and return those of all living workers, one row per worker. All call it."""
+        self.barrier()  # some workers may still be in rounds
         tickets: list[Ticket] = []
         for rank in self.workers:
             slot = self._slot(f"{name}@{rank}")
@@ -290,10 +330,10 @@ class ServerStore(KVStore):
                 self._wire.gradient(slot).copy_(vector)
             tickets += self._wire.push([slot], None, pull=False, samples=float(own))
         self._client.wait(tickets)
-        self.barrier()
+        self._wait_for_workers()
         rows = torch.empty(len(self.workers), vector.numel())
         self.pull([f"{name}@{rank}" for rank in self.workers], list(rows))
-        self.barrier()
+        self._wait_for_workers()
         return rows
 
     def _halt(self, reason: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -212,6 +212,12 @@ class Wire:
     def clock(self, slot: Slot) -> int:
         """Return how often this worker has pushed a key."""
         return self._clocks[slot.key]
+
+    def adopt_clocks(self, clocks: Mapping[int, int]) -> bool:
+        """Continue with other clocks. Return whether one has changed: this worker missed updates of that key."""
+        missed = any(self._clocks.get(key, clock) != clock for key, clock in clocks.items())
+        self._clocks |= {key: clock for key, clock in clocks.items() if key in self._clocks}
+        return missed
 
     def count_push(self, slots: Sequence[Slot], sent: list[Ticket]) -> None:
         """Record a push of some keys and its tickets."""

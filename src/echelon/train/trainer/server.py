@@ -59,6 +59,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         self._watched = WatchedGradients({name: self._bucket_of[name].gradients[name] for name in self._names})
         self._initialise_servers()
         self._add_hooks()
+        self.kvstore.on_missed_rounds = self.refresh
 
     # --- the loop
 

@@ -1,0 +1,93 @@
+"""Workers with different numbers of batches: nobody waits for a worker that has no data left, at any call."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from plain_loops import STORES, Batch, assert_same_bits, batches, loss_of, momentum, seeded, snapshot
+from torch import Tensor, nn
+
+import echelon
+from echelon.kvstore import KVStore
+from echelon.launch.in_process import run
+
+EPOCHS = 3
+COUNTS = (5, 2, 0)  # batches per epoch of each worker
+
+
+class Normed(nn.Module):
+    """Has buffers, which the workers average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(1)
+        self.last = nn.Linear(64, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.last(self.norm(images).flatten(1))
+        return logits
+
+
+def data_of(rank: int, epoch: int) -> list[Batch]:
+    return batches(COUNTS[rank], seed=10 * epoch + rank)
+
+
+def train(kv: KVStore, start: nn.Module) -> list[dict[str, Tensor]]:
+    """Train with one call of each kind that waits for all workers per epoch. Return the weights after each epoch."""
+    model = copy.deepcopy(start)
+    trainer = echelon.Trainer(model, momentum(model), kv, average_buffers=True)
+    after = []
+    for epoch in range(EPOCHS):
+        for batch in data_of(kv.rank, epoch):
+            loss_of(model, batch).backward()
+            trainer.step(len(batch[0]))
+        trainer.average_buffers()
+        kv.barrier()
+        trainer.refresh()
+        after.append({name: value for name, value in snapshot(model).items() if value.is_floating_point()})
+        kv.barrier()
+    trainer.close()
+    return after
+
+
+@pytest.mark.parametrize("store", ["dist_sync", "dist_async", "dist_ssync", "dist_gsync"])
+def test_workers_with_fewer_batches_wait_for_the_others_at_the_end_of_an_epoch(store: str) -> None:
+    options: dict[str, Any] = {**STORES[store], **({"groups": [[0, 1], [2]]} if store == "dist_gsync" else {})}
+    start = seeded(Normed)
+    found = run(lambda kv: train(kv, start), store, num_workers=3, **options)
+    for epoch in range(EPOCHS):
+        for other in found[1:]:
+            assert_same_bits(other[epoch], found[0][epoch])
+    assert not torch.equal(found[0][0]["last.weight"], found[0][-1]["last.weight"])
+
+
+def test_in_lock_step_a_round_counts_only_the_workers_that_have_a_batch() -> None:
+    """The weights are those of one process that gets the batches of each round as one."""
+    start = seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
+
+    def worker(kv: KVStore) -> dict[str, Tensor]:
+        model = copy.deepcopy(start)
+        with echelon.Trainer(model, momentum(model), kv) as trainer:
+            for epoch in range(EPOCHS):
+                for batch in data_of(kv.rank, epoch):
+                    loss_of(model, batch).backward()
+                    trainer.step(len(batch[0]))
+                kv.barrier()
+            return snapshot(model)
+
+    plain = copy.deepcopy(start)
+    optimizer = momentum(plain)
+    for epoch in range(EPOCHS):
+        data = [data_of(rank, epoch) for rank in range(len(COUNTS))]
+        for index in range(max(COUNTS)):
+            parts = [own[index] for own in data if index < len(own)]
+            joined = torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts])
+            optimizer.zero_grad()
+            loss_of(plain, joined).backward()
+            optimizer.step()
+    for state in run(worker, "dist_sync", num_workers=3):
+        for name, value in snapshot(plain).items():
+            torch.testing.assert_close(state[name], value)
