@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +14,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
 import echelon
+from echelon.bench.rows import measure
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
-from echelon.transport.in_process import InProcessTransport
-from echelon.transport.interface import Endpoint, Peer
 from tolerances import reordering
 
 pytestmark = [
@@ -266,52 +266,19 @@ def test_training_continues_from_a_saved_state(name: str) -> None:
     assert_same_bits(last, plain(model, OPTIMIZERS[name], data)[0])
 
 
-def test_a_worker_sends_and_receives_only_the_rows_of_the_step() -> None:
-    """The bytes of a step do not depend on the number of rows of the table."""
+def test_the_bytes_of_a_step_follow_the_rows_that_it_touches() -> None:
+    """They do not depend on the number of rows of the table."""
 
-    def bytes_per_step(num_rows: int) -> int:
-        transport = Counting()
+    def bytes_per_step(num_rows: int) -> list[float]:
+        given = {"rows": num_rows, "width": 4, "steps": 2, "optimizer": "adagrad", "num_workers": 2, "num_servers": 2}
+        return [cost.sent_bytes + cost.received_bytes for cost in measure(argparse.Namespace(**given))]
 
-        def program(kv: KVStore) -> None:
-            table = nn.EmbeddingBag(num_rows, 4, sparse=True)
-            with echelon.Trainer(table, SGD(table.parameters(), lr=0.1), kv) as trainer:
-                for step in range(3):
-                    table(torch.tensor([[step, num_rows - 1 - kv.rank]])).sum().backward()
-                    before = transport.total
-                    trainer.step(1)
-                    kv.barrier()
-                    sent.append(transport.total - before)
-
-        sent: list[int] = []
-        run(program, "dist_sync", transport=transport)
-        return max(sent)
-
-    assert bytes_per_step(1000) < 2000
-    assert bytes_per_step(20_000) < 2000  # the table has 320,000 bytes
-
-
-class Counting(InProcessTransport):
-    """Counts the bytes of all messages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def serve(self, host: str) -> Endpoint:
-        return self._counted(super().serve(host))
-
-    def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
-        return self._counted(super().connect(name, addresses))
-
-    def _counted(self, endpoint: Any) -> Endpoint:
-        send = endpoint.send
-
-        def counted(peer: Peer, frames: Sequence[Any]) -> None:
-            self.total += sum(memoryview(frame).nbytes for frame in frames)
-            send(peer, frames)
-
-        endpoint.send = counted
-        return endpoint  # type: ignore[no-any-return]
+    small, large = bytes_per_step(2000), bytes_per_step(40_000)
+    assert len(small) == 3  # 10, 100 and 1000 rows
+    for one, other, touched in zip(small, large, (10, 100, 1000), strict=False):
+        rows = 3 * touched * (8 + 4 * 4)  # one's own go, those of both workers come
+        assert one < rows + 1000
+        assert other < rows + 1000
 
 
 def test_a_sparse_gradient_of_a_dense_key_is_made_dense(caplog: pytest.LogCaptureFixture) -> None:

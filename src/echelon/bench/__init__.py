@@ -1,4 +1,4 @@
-"""Benchmarks, run as `echelon bench NAME`: pushpull, train, io, costs and schemes.
+"""Benchmarks, run as `echelon bench NAME`: pushpull, train, io, costs, schemes and rows.
 
 A *contender* is a job that a benchmark measures: Echelon itself, or another system that does the same work. All
 contenders of a run are started first and then take turns on one machine, so that their ratio is meaningful. A *peer* is

@@ -29,6 +29,7 @@ def add_benchmarks(benchmarks: Benchmarks) -> None:
     add_costs(benchmarks)
     add_schemes(benchmarks)
     add_io(benchmarks)
+    add_rows(benchmarks)
 
 
 def add_pushpull(benchmarks: Benchmarks) -> None:
@@ -100,6 +101,19 @@ def add_io(benchmarks: Benchmarks) -> None:
     add("--memory", action="store_true", help="also measure how much memory grows over a run ten times as long")
     add("--device", metavar="NAME", help="also compare and time batches on a device: cuda:0 or cpu")
     _finish(parser, "echelon.bench.io.run")
+
+
+def add_rows(benchmarks: Benchmarks) -> None:
+    """Add `echelon bench rows`."""
+    parser = benchmarks.add_parser("rows", help="count the bytes of a step of a table with sparse gradients")
+    add = parser.add_argument
+    add("--rows", type=int, default=1_000_000, help="rows of the table")
+    add("--width", type=int, default=64, help="elements per row")
+    add("--optimizer", choices=("sgd", "adagrad", "sparseadam"), default="adagrad", help="optimizer of the servers")
+    add("-n", "--num-workers", type=int, default=2, help="number of workers")
+    add("-s", "--num-servers", type=int, default=2, help="number of servers")
+    add("--steps", type=int, default=10, help="timed steps per number of touched rows")
+    _finish(parser, "echelon.bench.rows")
 
 
 def _add_job(parser: argparse.ArgumentParser, stores: Iterable[str] | None, transport_help: str) -> None:
