@@ -44,7 +44,7 @@ class Worker:
     net: nn.Module  # has the parameters
     model: nn.Module  # is called
     optimizer: Optimizer
-    step: Callable[[], None]
+    step: Callable[[], object]
     accumulate: Callable[[], AbstractContextManager[Any]]
     noted: list[Any] = field(default_factory=list)  # what the loop has read
 

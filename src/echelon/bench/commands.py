@@ -19,6 +19,7 @@ from echelon.bench.train.workloads import WORKLOADS
 Benchmarks: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 TRANSPORTS = ("auto", "shm", "tcp")
+PEERS_OF_TRAIN = " (gradients: Echelon without --push-factors; clipped, ddp_clipped: with clipping by the global norm)"
 TRAIN_STORES = ("dist_sync", "dist_async", "dist_ssync")
 
 
@@ -51,7 +52,7 @@ def add_train(benchmarks: Benchmarks) -> None:
     sizes = ", ".join(f"{workload.batch_size} for {name}" for name, workload in WORKLOADS.items())
     add("--batch-size", type=int, help=f"samples per worker and step (default: {sizes})")
     add("--threads", type=int, help="threads per worker (default: the number of cores divided by the workers)")
-    _add_turns(parser, train.PEERS, rounds=8, steps=10, warmup=2, note=" (gradients: Echelon without --push-factors)")
+    _add_turns(parser, train.PEERS, rounds=8, steps=10, warmup=2, note=PEERS_OF_TRAIN)
     _finish(parser, "echelon.bench.train.run")
 
 

@@ -209,11 +209,15 @@ Setting = float | int | bool | str | list[float | int | bool | str | None] | Non
 
 
 class OptimizerSpec(msgspec.Struct, frozen=True):
-    """An optimizer as a name and numbers: the options of each parameter group, and the group of each key."""
+    """An optimizer as a name and numbers: the options of each parameter group, and the group of each key.
+
+    Workers clip to `max_grad_norm` together, so it must be the same on all of them.
+    """
 
     name: str
     groups: list[dict[str, Setting]]
     members: dict[str, int] = {}
+    max_grad_norm: float | None = None
 
 
 class SetOptimizer(_Message, frozen=True):

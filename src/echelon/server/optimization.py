@@ -259,7 +259,8 @@ def _update(
 
 def _described(spec: OptimizerSpec) -> str:
     groups = (", ".join(f"{name}={value}" for name, value in sorted(options.items())) for options in spec.groups)
-    return f"{spec.name}({'; '.join(groups)})"
+    clipped = "" if spec.max_grad_norm is None else f" with max_grad_norm={spec.max_grad_norm:g}"
+    return f"{spec.name}({'; '.join(groups)}){clipped}"
 
 
 def _hashable(value: Setting) -> object:

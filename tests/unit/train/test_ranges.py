@@ -20,9 +20,9 @@ SWITCHES = {"test_io", "benchmark", "data_allocator", "push_factors", "use_image
 ANY_WHOLE_NUMBER = {*SWITCHES, "save_period"}  # MXNet treats less than 1 as 1 there
 SIZES = {"batch_size", "num_epochs", "num_layers", "num_classes", "num_examples", "num_val_examples"}
 FROM_ONE = SIZES | {"disp_batches", "data_nthreads"}
-ABOVE_ZERO = FROM_ONE | {"clip_gradient"}
+ABOVE_ZERO = FROM_ONE | {"clip_gradient", "max_grad_norm"}
 BELOW_ZERO = {"seed"}
-HUGE_FLOATS = {"lr", "lr_factor", "wd", "warmup_epochs", "gc_threshold", "mixup", "clip_gradient"}
+HUGE_FLOATS = {"lr", "lr_factor", "wd", "warmup_epochs", "gc_threshold", "mixup", "clip_gradient", "max_grad_norm"}
 
 
 def numeric(kind: type, *, augment: bool = False) -> list[str]:

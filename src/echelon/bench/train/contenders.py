@@ -15,6 +15,7 @@ from echelon.bench.harness.job import JobPlan, echelon_specs, gloo_specs, mxnet_
 from echelon.bench.harness.process import ProcessContender, ProcessSpec
 from echelon.errors import JobError
 
+CLIPPED = ("--max-grad-norm", "1")
 # glibc keeps freed memory. Echelon's workers make the same settings themselves (`system.keep_freed_memory`).
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
 
@@ -77,6 +78,11 @@ def gradients(plan: TrainPlan) -> TrainContender:
     return _echelon("gradients", plan, "--push-factors", "0")
 
 
+def clipped(plan: TrainPlan) -> TrainContender:
+    """Return Echelon with clipping by the global norm: the servers agree on the norm before they update."""
+    return _echelon("clipped", plan, *CLIPPED)
+
+
 def _echelon(name: str, plan: TrainPlan, *flags: str) -> TrainContender:
     module = "echelon.bench.train.worker_echelon"
     specs = echelon_specs(plan, module, [*plan.torch_flags, *flags], plan.thread_variables)
@@ -93,9 +99,14 @@ def ddp_tuned(plan: TrainPlan) -> TrainContender:
     return _ddp("ddp_tuned", plan, KEPT_MEMORY)
 
 
-def _ddp(name: str, plan: TrainPlan, env: Mapping[str, str]) -> TrainContender:
+def ddp_clipped(plan: TrainPlan) -> TrainContender:
+    """Return DDP with torch's clip_grad_norm_ before every update."""
+    return _ddp("ddp_clipped", plan, {}, *CLIPPED)
+
+
+def _ddp(name: str, plan: TrainPlan, env: Mapping[str, str], *flags: str) -> TrainContender:
     module = "echelon.bench.train.worker_ddp"
-    specs = gloo_specs(plan, name, module, plan.torch_flags, {**plan.thread_variables, **env})
+    specs = gloo_specs(plan, name, module, [*plan.torch_flags, *flags], {**plan.thread_variables, **env})
     return TrainContender(name, specs, plan.work_dir)
 
 
@@ -110,4 +121,6 @@ PEERS: dict[str, Callable[[TrainPlan], TrainContender]] = {
     "ddp_tuned": ddp_tuned,
     "mxnet": mxnet,
     "gradients": gradients,
+    "clipped": clipped,
+    "ddp_clipped": ddp_clipped,
 }

@@ -56,7 +56,7 @@ def make_batch(name: str, batch_size: int, rank: int) -> tuple[Tensor, Tensor]:
     return images, torch.randint(NUM_CLASSES, (batch_size,), generator=generator)
 
 
-def make_step(model: nn.Module, batch: tuple[Tensor, Tensor], update: Callable[[], None]) -> Callable[[], float]:
+def make_step(model: nn.Module, batch: tuple[Tensor, Tensor], update: Callable[[], object]) -> Callable[[], float]:
     """Return a function that does one training step and returns its loss. `update` ends the step."""
     images, labels = batch
 

@@ -10,6 +10,7 @@ import argparse
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 from echelon.bench.harness.protocol import serve
 from echelon.bench.train.networks import make_batch, make_model, make_optimizer, make_step
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, required=True, help="samples per step of this rank")
     parser.add_argument("--threads", type=int, required=True, help="threads of this rank")
     parser.add_argument("--process-group", required=True, help="URL of the rendezvous, with rank and world size")
+    parser.add_argument("--max-grad-norm", type=float, help="clip by the global norm")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     dist.init_process_group("gloo", args.process_group)
@@ -32,6 +34,8 @@ def main() -> None:
     optimizer = make_optimizer(args.model, model, fused=True)
 
     def update() -> None:
+        if args.max_grad_norm is not None:
+            clip_grad_norm_(model.parameters(), args.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
 

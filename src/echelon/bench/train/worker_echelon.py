@@ -27,13 +27,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True, help="threads of this worker")
     parser.add_argument("--kv-store", default="dist_sync")
     parser.add_argument("--push-factors", type=int, default=1, help="as in the training scripts")
+    parser.add_argument("--max-grad-norm", type=float, help="clip by the global norm")
     args = parser.parse_args()
     staleness = STALENESS if store_kind(args.kv_store).staleness is Use.REQUIRED else None
     store = kvstore.create(args.kv_store, staleness=staleness)
     torch.set_num_threads(args.threads)
     model = make_model(args.model)
     optimizer = make_optimizer(args.model, model)
-    with Trainer(model, optimizer, store, push_factors=bool(args.push_factors)) as trainer:
+    factors, limit = bool(args.push_factors), args.max_grad_norm
+    with Trainer(model, optimizer, store, push_factors=factors, max_grad_norm=limit) as trainer:
         step = make_step(model, make_batch(args.model, args.batch_size, store.rank), trainer.step)
         serve(Loop(step, store.barrier, trainer.sync).run_round)
 

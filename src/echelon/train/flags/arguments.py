@@ -116,6 +116,13 @@ def _add_own_arguments(own: Add, defaults: TrainOptions) -> None:
         unset="no limit",
         help="limit every element of the gradient to -X … X",
     )
+    own(
+        "--max-grad-norm",
+        type=float,
+        metavar="X",
+        unset="no limit",
+        help="scale the gradient of every update down to a norm of X, over all parameters and workers",
+    )
     own("--lr-schedule", default=defaults.lr_schedule, help="step, poly, cosine or constant")
     own("--label-smoothing", type=float, default=0.0, help="between 0 and 1")
     own("--mixup", type=float, default=0.0, metavar="ALPHA", help="blend pairs of images (mixup)")

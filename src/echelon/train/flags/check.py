@@ -60,6 +60,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "mom": (0, 1),
     "wd": (0, _FINITE),
     "clip_gradient": (_SMALLEST, _FINITE),
+    "max_grad_norm": (_SMALLEST, _FINITE),
     "warmup_epochs": (0, _FINITE),
     "gc_threshold": (0, _FINITE),
     "label_smoothing": (0, 1),

@@ -62,6 +62,7 @@ class TrainOptions:
     momentum: float = 0.9
     weight_decay: float = 1e-4
     clip_gradient: float | None = None
+    max_grad_norm: float | None = None
     macrobatch_size: int = 0
     warmup_epochs: float | None = None
     warmup_strategy: str = "linear"

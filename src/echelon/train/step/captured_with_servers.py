@@ -36,6 +36,8 @@ SPIN_S = 2e-3  # how long the host polls for weights that are due before it bloc
 
 def why_not_capturable_with_servers(trainer: ServerTrainer) -> str | None:
     """Return why steps of this model cannot be captured, or None if they can."""
+    if trainer.clips_own_gradient:
+        return "this worker clips its own gradient before it sends it"
     dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in trainer.model.parameters() if one.requires_grad})
     return f"weights of {' and '.join(dtypes)} cannot be copied with one staging buffer" if len(dtypes) > 1 else None
 

@@ -33,6 +33,7 @@ from echelon.kvstore.state_files import by_key
 from echelon.kvstore.values import is_finite
 from echelon.kvstore.worker import current_job
 from echelon.schemes.stores import StoreKind, store_kind
+from echelon.train.trainer.clipping import check_max_norm, clip_gradients
 from echelon.train.trainer.guards import GuardedOptimizer
 from echelon.train.trainer.model_hook import ModelHook
 from echelon.train.trainer.optimizer_state import load_state, state_of
@@ -113,9 +114,12 @@ class Trainer:
         average_buffers: bool = False,
         check_finite: bool = False,
         push_factors: bool = False,
+        max_grad_norm: float | None = None,
         update_on_kvstore: bool | None = None,
     ) -> None:
-        """`update_on_kvstore`: whether the store runs the optimizer. By default it does if it has servers.
+        """`max_grad_norm`: clip the gradient of every update by its global norm, which `step` returns.
+
+        `update_on_kvstore`: whether the store runs the optimizer. By default it does if it has servers.
 
         With False, the servers of `dist_sync` only sum, and each worker runs its optimizer, of any class.
         """
@@ -139,6 +143,8 @@ class Trainer:
         self._overlap = overlap
         self._check_finite = check_finite
         self._push_factors = push_factors
+        self.max_grad_norm = check_max_norm(max_grad_norm)
+        self.grad_norm: Tensor | None = None  # of the last step, before it was clipped
         self._accumulating = False
         self._samples_seen: int | None = None  # in the batch, as the forward pass saw it
         self._samples_accumulated = 0  # of these, samples of parts whose gradients were only accumulated
@@ -170,13 +176,17 @@ class Trainer:
 
     # --- the loop
 
-    def step(self, batch_size: int | None = None) -> None:
-        """End a step: send the gradients that were not sent yet. `batch_size` defaults to that of the forward pass."""
+    def step(self, batch_size: int | None = None) -> Tensor | None:
+        """End a step: send the gradients that were not sent yet. `batch_size` defaults to that of the forward pass.
+
+        With `max_grad_norm`, return the norm of the gradient before it was clipped.
+        """
         if self._accumulating:
-            return
+            return None
         samples = self._samples(batch_size)
         self._step(samples)
         self.count(samples)
+        return self.grad_norm
 
     def count(self, samples: int) -> None:
         """Do the host's part of a step: count it and report progress."""
@@ -221,6 +231,7 @@ class Trainer:
         """Do the device's part of a step, if it is `capturable`; `count` does the host's part."""
         if not self.capturable:
             raise UsageError(f"{self.kvstore.type} communicates in every step: call step() instead of update()")
+        self._clip()
         self._guarded_optimizer.step()
 
     def sync(self) -> None:
@@ -298,6 +309,14 @@ class Trainer:
         return batch_size
 
     # --- gradients
+
+    def _clip(self) -> None:
+        """Clip the gradients in this process, if `max_grad_norm` was given. In the order of the model, as loops do."""
+        if self.max_grad_norm is not None:
+            trained = {id(parameter) for parameter in self._parameters.values()}
+            self.grad_norm = clip_gradients(
+                [parameter for parameter in self.model.parameters() if id(parameter) in trained], self.max_grad_norm
+            )
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters.values():

@@ -38,7 +38,8 @@ class GroupTrainer(Trainer, ABC):
         return self._group.all_reduce(sums.clone()).result().cpu()
 
     def _agree_on_parameters(self) -> None:
-        """Raise UsageError if another process of the group has other parameters."""
+        """Raise UsageError if another process of the group has other parameters, or clips to another norm."""
+        self._group.check_same("max_grad_norm", str(self.max_grad_norm))
         shapes = ", ".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self._parameters.items())
         self._group.check_same("the model's parameters", shapes)
 

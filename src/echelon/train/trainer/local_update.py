@@ -21,6 +21,7 @@ from echelon.errors import UsageError
 from echelon.kvstore.servers.client import Ticket
 from echelon.kvstore.servers.store import ServerStore
 from echelon.train.trainer.base import flatten, unflatten
+from echelon.train.trainer.clipping import check_same_limit
 from echelon.train.trainer.mean_gradients import MeanGradientTrainer, StepTotals, step_vector
 from echelon.train.trainer.server import BUFFERS, ServerTrainer
 
@@ -46,6 +47,7 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
         self.kvstore.init(_FLAGS, torch.zeros(length))
         if self._buffers:
             self.kvstore.make_vectors(BUFFERS, sum(buffer.numel() for buffer in self._buffers))
+        check_same_limit(self.kvstore, self.max_grad_norm)
         self._pull_weights()
         self._start_reducing(num_workers)
 

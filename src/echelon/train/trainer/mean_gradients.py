@@ -163,6 +163,7 @@ class MeanGradientTrainer(Trainer, ABC):
         self._run_optimizer()
 
     def _run_optimizer(self) -> None:
+        self._clip()
         self._guarded_optimizer.step()
         self._clear_gradients()
 

@@ -54,6 +54,7 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
             overlap=False,
             average_buffers=bool(self._buffers),
             check_finite=self._check_finite,
+            max_grad_norm=self.max_grad_norm,
         )
         trainer.remove_hooks()
         return trainer
@@ -109,6 +110,7 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
             if self._server_trainer is not None:
                 self._push(self._server_trainer, sums, totals)
             self._broadcast_weights()
+            self._share_norm()
         self.kvstore.forward_halt(float(totals.halt))
         self.kvstore.share_job_state()
         self.zero_grad()
@@ -150,6 +152,15 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
             self._group.broadcast([bucket.gradients])
             if not first:
                 torch._foreach_copy_(weights, places)
+
+    def _share_norm(self) -> None:
+        """Give all devices the norm of the gradient that device 0's worker clipped."""
+        if self.max_grad_norm is not None:
+            norm = torch.zeros((), device=self._group.device)
+            if self._server_trainer is not None and self._server_trainer.grad_norm is not None:
+                norm.copy_(self._server_trainer.grad_norm)
+            self._group.broadcast([norm])
+            self.grad_norm = norm
 
     # --- reports
 

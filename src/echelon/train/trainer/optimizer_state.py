@@ -19,6 +19,7 @@ from echelon.errors import UsageError
 from echelon.kvstore.collective.process_group import ProcessGroup, Reduction
 from echelon.kvstore.state_files import SCALARS, by_key
 from echelon.optim import RULES
+from echelon.train.trainer.clipping import clip_shards
 from echelon.train.trainer.flat_buckets import FlatBucket, flat_weights, shard_of
 
 _TORCH = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam)
@@ -47,14 +48,16 @@ class ShardedOptimizer:
         """Start a reduce-scatter."""
         return self._group.reduce_scatter(bucket.gradients)
 
-    def update(self, sums: Sequence[Tensor], divisor: Tensor, used: set[str]) -> None:
-        """Update the own shard, and gather those of the other ranks."""
+    def update(self, sums: Sequence[Tensor], divisor: Tensor, used: set[str], max_norm: float | None) -> Tensor | None:
+        """Update the own shard, and gather those of the other ranks. Return the norm of all, if it is clipped."""
         for bucket, part, total in zip(self._buckets, self._shards, sums, strict=True):
             total /= divisor
             for name, chosen in bucket.slices(part).items():
                 own = self._slices[name]
                 mean = total[chosen.start - part.start : chosen.stop - part.start]
                 own.grad = mean.to(own.dtype) if name in used else None
+        gradients = [own.grad for own in self._slices.values() if own.grad is not None]
+        norm = None if max_norm is None else clip_shards(gradients, max_norm, self._group)
         if self._own is not None:
             for mine, theirs in zip(self._own.param_groups, self._optimizer.param_groups, strict=True):
                 mine.update({option: value for option, value in theirs.items() if option != "params"})
@@ -67,6 +70,7 @@ class ShardedOptimizer:
         ]
         for pending in gathering:
             pending.result()
+        return norm
 
     def state(self) -> State:
         """Gather the state from the shards of all ranks."""

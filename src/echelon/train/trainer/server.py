@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -50,9 +51,14 @@ class ServerTrainer(Trainer, store=ServerStore):
         self._pushed_step = 0  # the step that pushes in flight belong to
         self._halts_at: int | None = None  # the step after which all workers stop
         self._settings = StepSettings(self.optimizer)
+        self._clips_on_servers = self.max_grad_norm is not None and self.kvstore.sums_with_others
+        if self.clips_own_gradient:
+            self._overlap = False  # the norm is known when all gradients are
         self._densified: set[str] = set()  # dense parameters that had a sparse gradient
         self._tables = self._make_tables()
         self._buckets = self._make_buckets()
+        for bucket in self._buckets:
+            bucket.gated = self._clips_on_servers
         self._names = [name for bucket in self._buckets for name in bucket.names]
         self._parameters = {name: self._parameters[name] for name in (*self._names, *self._tables.parameters)}
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
@@ -65,13 +71,17 @@ class ServerTrainer(Trainer, store=ServerStore):
 
     def _step(self, samples: int) -> None:
         self._check_unchanged()
+        if self.clips_own_gradient:
+            self._clip()
         # torch's SGD adds the values of a repeated row one after the other. One worker gives the same bits.
         add_repeated = self.kvstore.num_workers > 1 or type(self.optimizer) is not SGD
-        self._tables.push(samples, add_repeated=add_repeated)
+        self._tables.push(samples, add_repeated=add_repeated, gated=self._clips_on_servers)
         for bucket in self._buckets:
             if not bucket.is_pushed:
                 self._push_incomplete(bucket, samples)
         self._pushed_step = self.clock + 1
+        if self._clips_on_servers:
+            self._clip_on_servers()
         for bucket in self._buckets:
             bucket.end_step()
         self._called.clear()
@@ -134,6 +144,19 @@ class ServerTrainer(Trainer, store=ServerStore):
         if self._buffers:
             unflatten(self.kvstore.gather_vectors(BUFFERS, flatten(self._buffers).cpu()).mean(0), self._buffers)
 
+    @property
+    def clips_own_gradient(self) -> bool:
+        """Whether this worker clips its gradient itself, because no other worker's is added to it."""
+        return self.max_grad_norm is not None and not self._clips_on_servers
+
+    def _clip_on_servers(self) -> None:
+        """Let the servers clip the sum over the workers, when all have pushed."""
+        assert self.max_grad_norm is not None
+        began = time.perf_counter()
+        norm = self.kvstore.clip(self.kvstore.slots(list(self._parameters)), self.max_grad_norm)
+        self.wait_s += time.perf_counter() - began
+        self.grad_norm = torch.tensor(norm)
+
     # --- captured steps: no hook runs in a replay, so the caller moves gradients and weights
 
     def take_control(self) -> list[Bucket]:
@@ -150,8 +173,11 @@ class ServerTrainer(Trainer, store=ServerStore):
 
     def push_bucket(self, bucket: Bucket, samples: int) -> None:
         """Push a bucket whose gradients are in the store's memory."""
-        bucket.push_captured(samples, more=bucket is not self._buckets[-1])
+        is_last = bucket is self._buckets[-1]
+        bucket.push_captured(samples, more=not is_last)
         self._pushed_step = self.clock + 1
+        if is_last and self._clips_on_servers:
+            self._clip_on_servers()
 
     def wait_for_bucket(self, bucket: Bucket) -> None:
         """Wait until a bucket's new weights are in the store's memory."""
@@ -192,7 +218,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         if self._buffers:
             length = sum(buffer.numel() for buffer in self._buffers)
             members |= dict.fromkeys(self.kvstore.make_vectors(BUFFERS, length), NO_OPTIMIZER)
-        self.kvstore.use_optimizer(OptimizerSpec(spec.name, spec.groups, members))
+        self.kvstore.use_optimizer(OptimizerSpec(spec.name, spec.groups, members, self.max_grad_norm))
         self._pull()
         self._tables.fetch_all()
         for bucket in self._buckets:

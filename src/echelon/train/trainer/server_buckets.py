@@ -36,6 +36,7 @@ class Bucket:
         self.gradients: dict[str, Tensor] = {name: gradients for name, (_, gradients) in views.items()}
         self.arrived: set[str] = set()  # whose gradients of the current step are in the store's memory
         self.cleared_late: set[str] = set()  # those of them that `zero_grad` was called for after they were pushed
+        self.gated = False  # whether servers hold the update until `ServerStore.clip`
         self.read_early = False  # whether a parameter is read without a call of its module
         self._pushed: list[Ticket] | None = None  # in the current step
         self._in_flight: list[Ticket] | None = None  # of the last step, not waited for yet
@@ -87,6 +88,7 @@ class Bucket:
             factor_rank=factor_rank,
             more=more,
             absent=float(absent),
+            gated=self.gated,
         )
 
     def discard(self) -> None:

@@ -99,7 +99,7 @@ class ShardedTrainer(CollectiveTrainer, sharded_of=CollectiveTrainer):
         totals = StepTotals.of(pending.result(), self._group.size)
         self.wait_s += time.perf_counter() - began
         used = {name for name, count in zip(self._names, totals.used.tolist(), strict=True) if count}
-        self._sharded.update(sums, totals.samples.clamp_min(1), used)
+        self.grad_norm = self._sharded.update(sums, totals.samples.clamp_min(1), used, self.max_grad_norm)
         self._clear_gradients()
         self._reductions.clear()
         self._receive(totals)

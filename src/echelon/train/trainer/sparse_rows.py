@@ -79,10 +79,11 @@ class SparseTables:
             self._in_flight = self._store.rows.pull_changes(list(self._slots.values()))
             self.wait()
 
-    def push(self, samples: int, *, add_repeated: bool) -> None:
+    def push(self, samples: int, *, add_repeated: bool, gated: bool = False) -> None:
         """Push the gradients, and ask for the rows that change. `samples` is the size of the batch.
 
-        `add_repeated`: a row that a gradient names several times is sent once, with the sum.
+        `add_repeated`: a row that a gradient names several times is sent once, with the sum. `gated`: the servers hold
+        the update until `ServerStore.clip`.
         """
         gradients: dict[int, Rows] = {}
         absent: dict[int, Rows] = {}
@@ -102,6 +103,7 @@ class SparseTables:
                     halt=self._store.requests_to_halt,
                     absent=missing,
                     settings=self._settings.changes(),
+                    gated=gated,
                 )
 
     def wait(self) -> list[Ticket]:
