@@ -112,7 +112,7 @@ def test_mistakes_in_a_group() -> None:
     def program(kv: KVStore) -> list[str]:
         said = []
         model = seeded(Net)
-        for optimizer in (torch.optim.Rprop(model.parameters()), torch.optim.LBFGS(model.parameters())):
+        for optimizer in (torch.optim.Adafactor(model.parameters()), torch.optim.LBFGS(model.parameters())):
             said.append(usage_error(partial(echelon.Trainer, model, optimizer, kv)))
         trainer = echelon.Trainer(model, two_groups(model), kv, check_finite=True)
         batch = batches(1)[0]
@@ -129,7 +129,7 @@ def test_mistakes_in_a_group() -> None:
         for text, words in zip(
             said,
             (
-                "Rprop cannot run on shards of tensors, which nccl uses; use nccl_allreduce",
+                "Adafactor cannot run on shards of tensors, which nccl uses; use nccl_allreduce",
                 "LBFGS cannot run on shards of tensors",
                 f"worker {rank}: a second backward pass before step()",
                 "step(7), but the forward pass saw 6 samples",

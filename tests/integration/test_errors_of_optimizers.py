@@ -73,7 +73,7 @@ def test_only_lock_step_works_without_an_optimizer(store: str, call: str) -> Non
     ("name", "settings", "words"),
     [
         ("sdg", {}, "unknown optimizer 'sdg'; did you mean 'sgd'. Choose one of sgd, adam, adamw, adagrad, rmsprop"),
-        ("lbfgs", {}, "unknown optimizer 'lbfgs'"),
+        ("lbfgs", {}, "LBFGS cannot run on the servers: a step evaluates the loss several times"),
         ("sgd", {"momentun": 0.9}, "optimizer 'sgd': .*momentun"),
         ("sgd", {"lr": -1.0}, "optimizer 'sgd': Invalid learning rate: -1.0"),
         ("adam", {"betas": (0.9, 1.5)}, "optimizer 'adam': Invalid beta"),
@@ -114,12 +114,30 @@ class MySGD(torch.optim.SGD):
     """A subclass, whose `step` may do anything."""
 
 
+def own_class() -> type[torch.optim.SGD]:
+    """Return a class that no other process can import."""
+
+    class LocalSGD(torch.optim.SGD):
+        pass
+
+    return LocalSGD
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: torch.optim.LBFGS(p), "LBFGS cannot run on the servers; use one of SGD, Adam"),
-        (lambda p: torch.optim.Adadelta(p), "Adadelta cannot run on the servers"),
-        (lambda p: MySGD(p, lr=1.0), "MySGD cannot run on the servers"),
+        (lambda p: torch.optim.LBFGS(p), "LBFGS cannot run on the servers: a step evaluates the loss several times"),
+        (
+            lambda p: MySGD(p, lr=1.0),
+            f"the optimizer {__name__}:MySGD is not allowed on the servers: start the job with --allow-optimizer "
+            f"{__name__}:MySGD",
+        ),
+        (
+            lambda p: own_class()(p, lr=1.0),
+            "the servers cannot import LocalSGD, because it is defined inside a function: move it to a module, for "
+            "example optimizers.py, and start the job with --allow-optimizer optimizers:LocalSGD. "
+            "Trainer(update_on_kvstore=False) with dist_sync, or a store without servers, runs any class",
+        ),
     ],
 )
 def test_an_optimizer_class_that_cannot_run_on_servers(make: Callable[..., torch.optim.Optimizer], words: str) -> None:

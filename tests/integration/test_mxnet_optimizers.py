@@ -272,16 +272,6 @@ def test_sgld_continues_with_the_same_noise() -> None:
 # --- rejected uses
 
 
-@pytest.mark.parametrize("name", BY_NORM)
-def test_servers_that_divide_parameters_reject_norms(name: str) -> None:
-    def program(kv: KVStore) -> None:
-        model = seeded(Net)
-        with pytest.raises(UsageError, match=r"needs the norm of .*, but 2 servers store parts of them: .*\(-s 1\)"):
-            echelon.Trainer(model, BY_NORM[name](model), kv)
-
-    on_one_worker(program, "dist_sync")
-
-
 def test_nccl_rejects_rules_that_need_whole_parameters() -> None:
     def program(kv: KVStore) -> None:
         for name in (*BY_NORM, "sgld"):
@@ -290,7 +280,7 @@ def test_nccl_rejects_rules_that_need_whole_parameters() -> None:
                 UsageError, match="cannot run on shards of tensors, which nccl uses; use nccl_allreduce"
             ):
                 echelon.Trainer(model, ALL[name](model), kv)
-        with pytest.raises(UsageError, match="lamb needs the norm of whole values, which nccl shards"):
+        with pytest.raises(UsageError, match="lamb needs whole values, which nccl shards"):
             kv.set_optimizer("lamb")
 
     run(program, "nccl")

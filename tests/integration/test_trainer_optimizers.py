@@ -28,7 +28,6 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 import echelon
-from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.train.trainer import CollectiveTrainer, ServerTrainer
 
@@ -77,15 +76,6 @@ def test_clipping_works_without_overlap() -> None:
 
     for store in STORES:
         assert_same_bits(*with_and_without_trainer(seeded(Net), step, store=store, overlap=False))
-
-
-def test_an_optimizer_that_servers_do_not_have_is_an_error() -> None:
-    def program(kv: KVStore) -> None:
-        model = seeded(Net)
-        with pytest.raises(UsageError, match="Adamax cannot run on the servers"):
-            echelon.Trainer(model, torch.optim.Adamax(model.parameters()), kv)
-
-    on_one_worker(program, "dist_sync")
 
 
 def test_a_process_alone_may_clip_and_schedule_anything() -> None:

@@ -175,6 +175,26 @@ def test_a_call_is_spread_evenly(sizes: list[tuple[int, str]], servers: int, bef
             assert share >= total / servers * 0.4
 
 
+@given(calls(), SERVERS, st.booleans())
+def test_a_whole_key_is_on_one_server(sequence: list[list[KeySpec]], servers: int, exact: bool) -> None:
+    layout = Layout(servers)
+    bytes_of = [0] * servers
+    largest = 0
+    for specs in sequence:
+        for slot in layout.place(specs, lambda spec: spec.dtype != "int64"):
+            parts = [layout.pieces(slot, server, exact=exact) for server in range(servers)]
+            is_whole = slot.spec.dtype != "int64"
+            assert (slot.server is not None) == (layout.segments[slot.segment].stripe == 0) == is_whole
+            if slot.server is not None:
+                stop = slot.start + (slot.length if exact else slot.padded)
+                assert parts[slot.server] == [Piece(slot.segment, slot.start, stop, slot.start)]
+                assert not any(pieces for server, pieces in enumerate(parts) if server != slot.server)
+                assert stop <= layout.stored(layout.segments[slot.segment], slot.server)
+                bytes_of[slot.server] += slot.padded * ITEM_BYTES[slot.spec.dtype]
+                largest = max(largest, slot.padded * ITEM_BYTES[slot.spec.dtype])
+    assert max(bytes_of) - min(bytes_of) <= largest, "each key goes to the server with the fewest bytes"
+
+
 @given(st.integers(0, 10**9), SERVERS)
 def test_stripes_are_powers_of_two_within_limits(total: int, servers: int) -> None:
     stripe = stripe_for(total, servers)

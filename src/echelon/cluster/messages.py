@@ -337,24 +337,27 @@ class Resume(_Message, frozen=True):
     id: int
 
 
-class Gather(_Message, frozen=True):
-    """A worker's part of values that workers exchange. One frame with the value follows. Sent to server 0."""
-
-    id: int
-
-
 class GetStates(_Message, frozen=True):
     """Asks for the optimizer state of all keys of this server."""
 
     id: int
 
 
+class StateEntry(msgspec.Struct, frozen=True, array_like=True):
+    """An optimizer state of a key, whose values are in a frame. `start`: it is a part of the key, from that element."""
+
+    key: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int | None = None
+
+
 class PutStates(_Message, frozen=True):
-    """Restores optimizer states: one frame for each entry, which is a key and the name of its state."""
+    """Restores optimizer states: one frame for each entry. Keys without entries are those that were never updated."""
 
     id: int
-    steps: dict[int, int]
-    entries: list[tuple[int, str]]
+    entries: list[StateEntry]
 
 
 class Ask(_Message, frozen=True):
@@ -408,13 +411,6 @@ class SquaredNorm(_Message, frozen=True):
     square: float
 
 
-class Gathered(_Message, frozen=True):
-    """The parts of all workers that took part in a round: their ranks, and one frame for each."""
-
-    id: int
-    ranks: list[int]
-
-
 class Failed(_Message, frozen=True):
     """The request was rejected and changed nothing. `not_in_view`: because the worker is not in the current view."""
 
@@ -424,11 +420,10 @@ class Failed(_Message, frozen=True):
 
 
 class States(_Message, frozen=True):
-    """Optimizer states: the updates of each key, and one frame for each entry, a key and the name of its state."""
+    """Optimizer states: one frame for each entry."""
 
     id: int
-    steps: dict[int, int]
-    entries: list[tuple[int, str]]
+    entries: list[StateEntry]
 
 
 class Status(_Message, frozen=True):
@@ -447,8 +442,8 @@ Setup = Configure | Place | Attach | Init | SetOptimizer | GetStates | PutStates
 Rows = PullRows | PullChanges | PutRows
 Norms = MeasureNorm | ApplyScaled
 Ending = Retire | Pause | Resume
-Request = Setup | Push | Pull | Rows | Norms | Gather | Ending | Ask
-Response = Placed | Resumed | Done | SquaredNorm | Gathered | Failed | States | Status
+Request = Setup | Push | Pull | Rows | Norms | Ending | Ask
+Response = Placed | Resumed | Done | SquaredNorm | Failed | States | Status
 
 _encoder = msgspec.msgpack.Encoder()
 _control: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)

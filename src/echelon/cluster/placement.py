@@ -11,13 +11,16 @@ ones are not.
 A row-sparse key (the table of an embedding) has a segment of its own, whose stripes are blocks of whole rows. It is not
 mirrored: only rows travel (`server/rows.py`).
 
+A key that an optimizer needs as a whole is on one server only. Such keys have segments of their own without stripes,
+and each key goes to the server that has the fewest bytes of them.
+
 A server stores its stripes packed. Keys start at multiples of ALIGN elements, so kernels treat every element alike (no
 scalar tails in the middle). Therefore a run over many keys gives the same bits as one key at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -61,7 +64,10 @@ class KeySpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """A range of memory of one dtype; `capacity` and `stripe` are in elements. `row`: of a row-sparse key, else 0."""
+    """A range of memory of one dtype; `capacity` and `stripe` are in elements.
+
+    `stripe` 0: its keys are not cut. `row`: of a row-sparse key, else 0.
+    """
 
     index: int
     dtype: str
@@ -71,7 +77,10 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True):
-    """A key and its place: elements [start, start + padded) of a segment; the first `length` belong to the key."""
+    """A key and its place: elements [start, start + padded) of a segment; the first `length` belong to the key.
+
+    `server` is the one that stores the key if it is not cut.
+    """
 
     key: int
     spec: KeySpec
@@ -79,6 +88,7 @@ class Slot(msgspec.Struct, frozen=True, array_like=True):
     start: int
     length: int
     padded: int
+    server: int | None = None
 
 
 class Piece(NamedTuple):
@@ -101,23 +111,28 @@ class Layout:
         self.slots: dict[int, Slot] = {}
         self._by_name: dict[str | int, int] = {}
         self._used: list[int] = []
-        self._open: dict[str, int] = {}
+        self._open: dict[tuple[str, bool], int] = {}  # by dtype, and whether keys are whole
+        self._whole_bytes = [0] * num_servers
 
     def find(self, name: str | int) -> Slot | None:
         """Return the slot of a key by its name, or None."""
         key = self._by_name.get(name)
         return None if key is None else self.slots[key]
 
-    def place(self, specs: Sequence[KeySpec]) -> list[Slot]:
-        """Return a slot for every spec. An existing key keeps its slot; a different spec for it raises UsageError."""
+    def place(self, specs: Sequence[KeySpec], is_whole: Callable[[KeySpec], bool] = lambda _: False) -> list[Slot]:
+        """Return a slot for every spec. An existing key keeps its slot; a different spec for it raises UsageError.
+
+        `is_whole`: whether all of a new key must be on one server.
+        """
         fresh: dict[str | int, KeySpec] = {}
         for spec in specs:
             self._check(spec)
             if spec.name not in self._by_name and fresh.setdefault(spec.name, spec) != spec:
                 raise UsageError(f"key {spec.name!r} is both {fresh[spec.name]} and {spec} in one call")
-        dense = [spec for spec in fresh.values() if not spec.row_sparse]
-        for dtype in dict.fromkeys(spec.dtype for spec in dense):
-            self._place_run([spec for spec in dense if spec.dtype == dtype])
+        dense = {name: spec for name, spec in fresh.items() if not spec.row_sparse}
+        kinds = {name: (spec.dtype, is_whole(spec)) for name, spec in dense.items()}
+        for kind in dict.fromkeys(kinds.values()):
+            self._place_run([spec for name, spec in dense.items() if kinds[name] == kind], whole=kind[1])
         for spec in fresh.values():
             if spec.row_sparse:
                 self._place_table(spec)
@@ -140,10 +155,14 @@ class Layout:
     def pieces(self, slot: Slot, server: int, *, exact: bool = False) -> list[Piece]:
         """Return the pieces of a key on one server, in order. `exact` excludes the padding after the key."""
         stop = slot.start + (slot.length if exact else slot.padded)
+        if slot.server is not None:
+            return [Piece(slot.segment, slot.start, stop, slot.start)] if slot.server == server else []
         return cut(self.segments[slot.segment], slot.start, stop, server, self.num_servers)
 
     def stored(self, segment: Segment, server: int) -> int:
-        """Return how many elements of a segment one server stores."""
+        """Return for how many elements of a segment one server reserves memory: whole keys are not packed."""
+        if not segment.stripe:
+            return segment.capacity
         return sum(piece.stop - piece.start for piece in cut(segment, 0, segment.capacity, server, self.num_servers))
 
     def _check(self, spec: KeySpec) -> None:
@@ -157,16 +176,18 @@ class Layout:
         if known is not None and known.spec != spec:
             raise UsageError(f"key {spec.name!r} is {known.spec} on the servers but {spec} on this worker")
 
-    def _place_run(self, specs: list[KeySpec]) -> None:
+    def _place_run(self, specs: list[KeySpec], *, whole: bool) -> None:
         """Place keys next to each other, so that a bucket is one run of memory."""
         dtype = specs[0].dtype
         total = sum(pad(spec.length) for spec in specs)
-        index = self._open.get(dtype)
+        index = self._open.get((dtype, whole))
         if index is None or self._used[index] + total > self.segments[index].capacity:
-            index = self._open_segment(dtype, total)
+            index = self._open_segment(dtype, total, whole=whole)
+        servers = self._spread(specs) if whole else {}
         for spec in specs:
             key = len(self.slots)
-            slot = Slot(key, spec, index, self._used[index], spec.length, pad(spec.length))
+            server = servers.get(spec.name)
+            slot = Slot(key, spec, index, self._used[index], spec.length, pad(spec.length), server)
             self._used[index] += slot.padded
             self.slots[key] = slot
             self._by_name[spec.name] = key
@@ -183,12 +204,22 @@ class Layout:
         self.slots[key] = Slot(key, spec, segment.index, 0, spec.length, capacity)
         self._by_name[spec.name] = key
 
-    def _open_segment(self, dtype: str, total: int) -> int:
+    def _spread(self, specs: Sequence[KeySpec]) -> dict[str | int, int]:
+        """Assign whole keys to servers, the largest first, each to the server with the fewest bytes."""
+        found = {}
+        for spec in sorted(specs, key=lambda spec: -spec.length):
+            server = self._whole_bytes.index(min(self._whole_bytes))
+            self._whole_bytes[server] += pad(spec.length) * ITEM_BYTES[spec.dtype]
+            found[spec.name] = server
+        return found
+
+    def _open_segment(self, dtype: str, total: int, *, whole: bool) -> int:
         capacity = max(total, SMALL_SEGMENT) if total < MAX_STRIPE else total
-        segment = Segment(len(self.segments), dtype, capacity, stripe_for(total, self.num_servers))
+        stripe = 0 if whole else stripe_for(total, self.num_servers)
+        segment = Segment(len(self.segments), dtype, capacity, stripe)
         self.segments.append(segment)
         self._used.append(0)
-        self._open[dtype] = segment.index
+        self._open[dtype, whole] = segment.index
         return segment.index
 
 

@@ -6,23 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
+from torch.optim import LBFGS, Adam, Optimizer
 
 from echelon.cluster.messages import OptimizerSpec, Setting
 from echelon.errors import UsageError, unknown_name
-from echelon.optim import RULES, create
+from echelon.optim import RULES, SGLD, create
+from echelon.optim.import_path import ANYWHERE, import_class, is_import_path, path_of
+from echelon.optim.torch_classes import TORCH
+from echelon.server.kernels import kernel_for
 
-_TORCH: dict[str, type[Optimizer]] = {
-    "sgd": SGD,
-    "adam": Adam,
-    "adamw": AdamW,
-    "adagrad": Adagrad,
-    "rmsprop": RMSprop,
-    "sparse_adam": SparseAdam,
-}
-_CLASSES: dict[str, type[Optimizer]] = _TORCH | RULES
-_NOT_SENT = {"foreach", "capturable", "differentiable", "decoupled_weight_decay"}
+_CLASSES: dict[str, type[Optimizer]] = TORCH | RULES
+_NOT_SENT = {"foreach", "capturable", "differentiable"}
 _REJECTED = ("capturable", "differentiable")
+_REFUSED: dict[type[Optimizer], str] = {
+    LBFGS: "a step evaluates the loss several times, each with the gradients of all workers; train with it in one "
+    "process, in a plain loop",
+    SGLD: f"its noise is drawn in the worker. {ANYWHERE}",
+}
 
 
 def runs_on_servers(kind: type[Optimizer]) -> bool:
@@ -30,15 +30,14 @@ def runs_on_servers(kind: type[Optimizer]) -> bool:
     return kind in _CLASSES.values()
 
 
+def needs_whole_tensors(spec: OptimizerSpec) -> bool:
+    """Return whether an optimizer cannot update a part of a tensor by itself."""
+    return any(kernel_for(spec.name, options, allowed=(spec.name,)).whole for options in spec.groups)
+
+
 def spec_of(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
     """Return a torch optimizer's class and settings. `names` maps id(parameter) to the parameter's key."""
-    name = next((name for name, kind in _CLASSES.items() if type(optimizer) is kind), None)
-    if name is None:
-        torch_kinds, rules = ([kind.__name__ for kind in table.values()] for table in (_TORCH, RULES))
-        raise UsageError(
-            f"{type(optimizer).__name__} cannot run on the servers; use one of {', '.join(torch_kinds)} of "
-            f"torch.optim, or {', '.join(rules)} of echelon.optim"
-        )
+    name = _name_of(type(optimizer))
     if name == "adam":
         name = _adam_or_adamw(optimizer)
     members: dict[str, int] = {}
@@ -47,6 +46,16 @@ def spec_of(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
             if id(parameter) in names and index:
                 members[names[id(parameter)]] = index
     return OptimizerSpec(name, [_options(optimizer, group) for group in optimizer.param_groups], members)
+
+
+def _name_of(kind: type[Optimizer]) -> str:
+    """Return the name of a class that servers run: that of the tables, or the import path of a user's own class."""
+    name = next((name for name, known in _CLASSES.items() if kind is known), None)
+    if name is not None:
+        return name
+    if kind in _REFUSED:
+        raise UsageError(f"{kind.__name__} cannot run on the servers: {_REFUSED[kind]}")
+    return path_of(kind)
 
 
 class StepSettings:
@@ -89,11 +98,14 @@ def spec_by_name(name: str, settings: Mapping[str, Any], style: str = "torch") -
         raise _not_an_optimizer(name)
     if style not in ("torch", "mxnet"):
         raise unknown_name("style of optimizers", style, ("torch", "mxnet"))
-    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    parameters = [torch.nn.Parameter(torch.zeros(1, 1))]  # Muon takes matrices only
     if style == "mxnet":
         return spec_of(create(name, parameters, **settings), {})
-    kind = _CLASSES.get(name.lower())
+    kind = import_class(name) if is_import_path(name) else _CLASSES.get(name.lower())
     if kind is None:
+        refused = {kind.__name__.lower(): kind for kind in _REFUSED}
+        if name.lower() in refused:
+            _name_of(refused[name.lower()])
         raise unknown_name("optimizer", name, _CLASSES)
     try:
         optimizer = kind(parameters, **settings)
@@ -105,7 +117,7 @@ def spec_by_name(name: str, settings: Mapping[str, Any], style: str = "torch") -
 def make_optimizer(spec: OptimizerSpec, parameter: torch.nn.Parameter) -> Optimizer:
     """Return the torch optimizer that a spec describes, for one key."""
     options: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in spec.groups[0].items()}
-    kind: Any = _CLASSES[spec.name]
+    kind: Any = import_class(spec.name) if is_import_path(spec.name) else _CLASSES[spec.name]
     optimizer: Optimizer = kind([parameter], **options)
     return optimizer
 
@@ -139,12 +151,24 @@ def _options(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Settin
         if group.get(name):
             raise UsageError(f"an optimizer with {name}=True cannot run on the servers")
     options: dict[str, Setting] = {}
+    not_sent = _NOT_SENT | ({"decoupled_weight_decay"} if isinstance(optimizer, Adam) else set())
     for name in optimizer.defaults:
-        if name not in _NOT_SENT and name in group:
-            value = group[name]
-            options[name] = [float(v) for v in value] if isinstance(value, tuple) else _plain(value)
+        if name not in not_sent and name in group:
+            options[name] = _setting(optimizer, name, group[name])
     return options
 
 
-def _plain(value: Any) -> Setting:
-    return float(value) if isinstance(value, torch.Tensor) else value
+def _setting(optimizer: Optimizer, name: str, value: Any) -> Setting:
+    """Return a setting as it is sent. Only plain values are: the servers run the class, not this object."""
+    values = [_plain(one) for one in value] if isinstance(value, tuple | list) else [_plain(value)]
+    for one in values:
+        if not isinstance(one, float | int | bool | str | None):
+            raise UsageError(
+                f"the setting {name} of {type(optimizer).__name__} is a {type(one).__name__}; servers take numbers, "
+                f"booleans, texts, None and tuples of these. {ANYWHERE}"
+            )
+    return values if isinstance(value, tuple | list) else values[0]
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -17,11 +17,12 @@ from echelon.atomic_file import AtomicFile
 from echelon.cluster.messages import OptimizerSpec
 from echelon.cluster.placement import KeySpec
 from echelon.errors import DataError, UsageError
-from echelon.optim import RULES
-from echelon.server.kernels import Kernel, kernel_for
+from echelon.server.class_kernels import WholeClass
+from echelon.server.kernel import Kernel
+from echelon.server.kernels import kernel_for
 from echelon.server.optimization import NO_OPTIMIZER
 
-SCALARS = frozenset({"step", "mu_product"})  # one number per key; all other states have the key's shape
+SCALARS = frozenset({"step", "mu_product", "eta", "mu"})  # one number per key; all other states have the key's shape
 
 
 def save(path: Path, states: Mapping[str, Tensor], spec: OptimizerSpec) -> None:
@@ -62,12 +63,7 @@ def by_key(states: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 def kernel_of(spec: OptimizerSpec, key: str) -> Kernel | None:
     """Return the servers' kernel for a key, or None if the optimizer does not update it."""
     group = spec.members.get(key, 0)
-    return None if group == NO_OPTIMIZER else kernel_for(spec.name, spec.groups[group])
-
-
-def counts_updates(spec: OptimizerSpec) -> bool:
-    """Return whether an optimizer stores the number of its updates. torch's SGD and some rules do not."""
-    return RULES[spec.name].counts if spec.name in RULES else spec.name != "sgd"
+    return None if group == NO_OPTIMIZER else kernel_for(spec.name, spec.groups[group], allowed=(spec.name,))
 
 
 def check_fit(
@@ -82,8 +78,11 @@ def check_fit(
             raise UsageError(
                 f"{source} has states for key {name!r}, which this job does not have; is it from another model?"
             )
-        kernel, given = kernel_of(spec, name), sorted(kinds.keys() - SCALARS)
+        kernel = kernel_of(spec, name)
+        if isinstance(kernel, WholeClass):
+            continue  # keeps what it wants
         wanted = list(kernel.state_names) if kernel else []
+        given = sorted(kinds.keys() - set(kernel.scalar_names if kernel else ()))
         late = kernel is not None and kernel.begins_states_late and kernel.possible_states.issuperset(given)
         if sorted(wanted) != given and not late:
             raise UsageError(f"{source}: the states {given} of key {name!r} do not fit {spec.name}, which has {wanted}")

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from echelon.cluster.placement import Layout, Piece, Segment, join
+from echelon.server.class_kernels import State, WholeClass
 from echelon.server.factored import Factored, summed_blocks
-from echelon.server.kernels import Kernel, Progress
+from echelon.server.kernel import Kernel, Progress
 from echelon.server.memory import Window, master_dtype, zeros
 from echelon.server.rows import PushedRows
 from echelon.server.tables import RowUpdate, Tables, WeightedRows
@@ -66,6 +67,7 @@ class Storage:
         self._rank = rank
         self._weights: dict[int, Tensor] = {}
         self._states: dict[int, dict[str, Tensor]] = {}  # segment -> name -> state
+        self.objects: dict[int, State] = {}  # key -> its state in the form of an optimizer class
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._wide_scratch = torch.empty(CHUNK, dtype=torch.float64)
         self._joined: dict[tuple[int, ...], list[Piece]] = {}
@@ -82,6 +84,11 @@ class Storage:
         """Return optimizer states of a piece by name, as views. They are created at first use, as zeros."""
         stop = piece.local + piece.stop - piece.start
         return [self._state(piece.segment, name)[piece.local : stop] for name in names]
+
+    def clear_states(self, piece: Piece) -> None:
+        """Forget the optimizer states of a piece."""
+        for state in self._states.get(piece.segment, {}).values():
+            state[piece.local : piece.local + piece.stop - piece.start].zero_()
 
     def _state(self, index: int, name: str) -> Tensor:
         states = self._states.setdefault(index, {})
@@ -186,10 +193,12 @@ class Storage:
             pieces = list(_cut_at_seams(whole, windows))
             for piece in pieces:
                 self._sum_into(total[piece.start - whole.start : piece.stop - whole.start], piece, update.gradients)
-            states = [state.view(shape) for state in self.states(whole, kernel.state_names)]
-            kernel.update(
-                weights.view(shape), total.view(shape), states, update.progress, update.lr, update.divisor, 1.0
-            )
+            arguments = weights.view(shape), total.view(shape)
+            if isinstance(kernel, WholeClass):
+                kernel.update_object(*arguments, self.objects.setdefault(key, {}), update.lr, update.divisor)
+            else:
+                states = [state.view(shape) for state in self.states(whole, kernel.state_names)]
+                kernel.update(*arguments, states, update.progress, update.lr, update.divisor, 1.0)
             for piece in pieces:
                 self._copy(piece, outputs)
 

@@ -1,27 +1,31 @@
 """The optimizers as in-place updates of flat pieces of memory, with the same bits as torch.optim on whole tensors.
 
-torch's five optimizers are element-wise, so a piece of a key, or a run over many keys, can be updated by itself. The
-unfused forms give the same bits wherever a tensor is cut. torch's fused SGD does so too if no element falls into the
-scalar tail of a call. Pieces are multiples of the alignment of keys (64 elements) and have no tail, so the fused form,
-which needs one pass, serves an unfused SGD as well. With `fused=True` the user's own loop would have had scalar tails:
-`exact` then asks for pieces that end where the key ends.
+The element-wise optimizers can update a piece of a key, or a run over many keys. torch's unfused forms give the same
+bits wherever a tensor is cut. torch's fused SGD does so too if no element falls into the scalar tail of a call. Pieces
+are multiples of the alignment of keys (64 elements) and have no tail, so the fused form, which needs one pass, serves
+an unfused SGD as well. With `fused=True` the user's own loop would have had scalar tails: `exact` then asks for pieces
+that end where the key ends.
 
-`divisor` (in ASP, SSP and GSP) divides the step. SGD divides the gradient and the weight decay, so that the momentum
-contains the smaller step. MXNet's SGD divides the learning rate, which its momentum contains anyway. The adaptive
-optimizers divide the learning rate, because they would normalize a smaller gradient.
+The optimizers that most jobs use have a kernel of their own here. `class_kernels` runs the other classes of torch.optim
+and users' own, `RuleKernel` the optimizers of `echelon.optim`. Some of them need a key as a whole.
+
+`divisor` (in ASP, SSP and GSP) divides the step, each in its way:
+
+    SGD, Ftrl, test       the gradient (SGD: and the weight decay), so that the momentum contains the smaller step
+    Rprop, Adafactor,     the change of the weights, because the change is not proportional to a setting (Rprop,
+      Muon, users' own    Adafactor) or nothing is known about it (users' own)
+    all others            the learning rate, because adaptive optimizers would normalize a smaller gradient, and the
+                          momentum of MXNet's SGD contains the rate anyway
 
 Settings may change between updates, so a kernel has no memory: what an optimizer has done so far is in `Progress`, and
 a state begins when the first kernel that names it updates. torch's SGD begins its momentum late as well; the others of
-torch.optim fail if a setting begins to need a state after the first update, and `check_change` refuses that.
-
-`RuleKernel` runs any optimizer of `echelon.optim`; some of those need a key as a whole.
+torch.optim fail if a setting begins to need a state after the first update, and `changed_kernel` refuses that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,67 +36,17 @@ from torch.optim.rmsprop import rmsprop
 
 from echelon.errors import UsageError, unknown_name
 from echelon.optim import RULES, SGD, Rule
-
-Options = Mapping[str, Any]
-States = Sequence[Tensor]
-
-
-class Progress(NamedTuple):
-    """What an optimizer has done with some keys so far: the number of updates, and the states that exist."""
-
-    step: int = 0
-    states: frozenset[str] = frozenset()
-
-
-class Kernel:
-    """One optimizer with one set of options."""
-
-    begins_states_late = False  # a change of settings may need a state that does not exist yet
-    divides_gradient = False  # by the divisor, instead of the learning rate
-    scales_gradient = False  # applies the scale of a sum itself, which saves a pass over the gradient
-    whole = False  # needs all elements of a key in one call
-    rows_only = False  # takes sparse gradients only
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.exact = bool(options.get("fused"))
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """The names of the states that `update` takes, in order; torch.optim's names."""
-        raise NotImplementedError
-
-    @property
-    def possible_states(self) -> frozenset[str]:
-        """The states that a key may have: with `begins_states_late`, those of other settings, too."""
-        return frozenset(self.state_names)
-
-    def progress(self, before: Progress) -> Progress:
-        """Return the progress after an update."""
-        return Progress(before.step + 1, before.states.union(self.state_names))
-
-    def update(
-        self,
-        weights: Tensor,
-        gradient: Tensor,
-        states: States,
-        before: Progress,
-        lr: float,
-        divisor: float,
-        scale: float,
-    ) -> None:
-        """Update a piece in place. `before`: the progress so far. A state that it does not have is zero.
-
-        `scale` is 1 unless the kernel `scales_gradient`. Then the gradient may be the worker's own memory, so kernels
-        must not write to it.
-        """
-        raise NotImplementedError
+from echelon.optim.import_path import import_allowed, is_import_path
+from echelon.optim.torch_classes import ELEMENTWISE, WHOLE
+from echelon.server.class_kernels import ElementwiseClass, WholeClass
+from echelon.server.kernel import Kernel, Options, Progress, States
 
 
 class Sgd(Kernel):
     """torch.optim.SGD. The first momentum of a key is its gradient, whenever momentum begins."""
 
     begins_states_late = True
+    counts = False
     divides_gradient = True
     scales_gradient = True
 
@@ -297,8 +251,12 @@ class RuleKernel(Kernel):
     def __init__(self, rule: type[Rule], options: Options) -> None:
         super().__init__(options)
         self._rule = rule
+        self.counts = rule.counts
         self.divides_gradient = rule.divides_gradient
         self.whole = rule.whole
+
+    def with_options(self, options: Options) -> Kernel:
+        return RuleKernel(self._rule, options)
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -339,6 +297,8 @@ class RowsOnly(Kernel):
 
 
 KERNELS: dict[str, Callable[[Options], Kernel]] = {
+    **{name: partial(ElementwiseClass, kind) for name, kind in ELEMENTWISE.items()},
+    **{name: partial(WholeClass, kind) for name, kind in WHOLE.items()},
     "sgd": Sgd,
     "adam": Adam,
     "adamw": AdamW,
@@ -350,28 +310,37 @@ KERNELS: dict[str, Callable[[Options], Kernel]] = {
 }
 
 
-def kernel_for(name: str, options: Options) -> Kernel:
-    """Return the kernel of an optimizer."""
+def kernel_for(name: str, options: Options, allowed: Collection[str] = ()) -> Kernel:
+    """Return the kernel of an optimizer: one of the table, or a class by an import path that is `allowed`."""
+    if is_import_path(name):
+        return WholeClass(import_allowed(name, allowed), options)
     if name not in KERNELS:
         raise unknown_name("optimizer of the servers", name, sorted(KERNELS))
+    return _checked(name, partial(KERNELS[name], options))
+
+
+def changed_kernel(name: str, known: Kernel, changes: Options) -> Kernel:
+    """Return the kernel of an optimizer some of whose settings have changed.
+
+    Raise UsageError if they need a state that was not begun at the first update, as in torch.optim.
+    """
+    changed = _checked(name, partial(known.with_options, {**known.options, **changes}))
+    missing = sorted(set(changed.state_names) - set(known.state_names))
+    if missing and not changed.begins_states_late:
+        shown = ", ".join(f"{option} from {known.options.get(option)} to {value}" for option, value in changes.items())
+        raise UsageError(
+            f"{name} cannot change {shown} after the first step: it would need the state {', '.join(missing)}, which "
+            "torch.optim creates in the first step only; begin with that setting"
+        )
+    return changed
+
+
+def _checked(name: str, make: Callable[[], Kernel]) -> Kernel:
     try:
-        kernel = KERNELS[name](options)
-        float(options["lr"])
-        _ = kernel.state_names
+        kernel = make()
+        _ = kernel.state_names, float(kernel.options.get("lr", 0.0))
+    except UsageError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"the options of optimizer {name!r} are incomplete or invalid: {error!r}") from error
     return kernel
-
-
-def check_change(name: str, known: Kernel, changed: Kernel) -> None:
-    """Raise UsageError if other settings need a state that was not begun at the first update, as in torch.optim."""
-    missing = sorted(set(changed.state_names) - set(known.state_names))
-    if missing and not changed.begins_states_late:
-        names = [option for option, value in changed.options.items() if value != known.options.get(option)]
-        changes = ", ".join(
-            f"{option} from {known.options.get(option)} to {changed.options[option]}" for option in names
-        )
-        raise UsageError(
-            f"{name} cannot change {changes} after the first step: it would need the state {', '.join(missing)}, which "
-            "torch.optim creates in the first step only; begin with that setting"
-        )

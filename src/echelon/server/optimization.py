@@ -8,15 +8,16 @@ difference.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from echelon.cluster.messages import OptimizerSpec, Setting
-from echelon.cluster.placement import Layout
+from echelon.cluster.placement import KeySpec, Layout
 from echelon.errors import UsageError
 from echelon.schemes import Apply, Gathered
 from echelon.server.execute import Task, Update, WeightedGradient
-from echelon.server.kernels import Kernel, Progress, check_change, kernel_for
+from echelon.server.kernel import Kernel, Progress
+from echelon.server.kernels import changed_kernel, kernel_for
 from echelon.server.memory import Window
 from echelon.server.row_kernels import RowKernel, row_kernel_for
 from echelon.server.rows import PushedRows
@@ -52,8 +53,10 @@ def shares_of(action: Apply | Gathered) -> list[float]:
 class Optimization:
     """The optimizer and its step counts. Without an optimizer, the sum of a round replaces the weights."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, allowed: Collection[str] = ()) -> None:
+        """`allowed`: the import paths of users' own optimizer classes that may run here."""
         self._layout = layout
+        self._allowed = allowed
         self._spec: OptimizerSpec | None = None
         self._kernels: list[Kernel] = []
         self._refuses_dense = False
@@ -70,18 +73,29 @@ class Optimization:
     def set_optimizer(self, spec: OptimizerSpec) -> None:
         """Adopt the first optimizer. Later ones must be equal to it."""
         if self._spec is None:
-            kernels = [kernel_for(spec.name, options) for options in spec.groups]
-            if any(kernel.whole for kernel in kernels) and self._layout.num_servers > 1:
-                raise UsageError(
-                    f"{spec.name} needs the norm of whole parameters, but {self._layout.num_servers} servers store "
-                    "parts of them: start the job with one server (-s 1), or use a store without servers"
-                )
+            kernels = [kernel_for(spec.name, options, self._allowed) for options in spec.groups]
+            self._check_whole(spec, kernels)
             self._kernels = kernels
             self._spec = spec
             self._refuses_dense = any(kernel.rows_only for kernel in kernels)
             self._plans.clear()
         elif self._spec != spec:
             raise UsageError(f"the servers run {_described(self._spec)}, but this worker set {_described(spec)}")
+
+    def needs_whole(self, spec: KeySpec) -> bool:
+        """Return whether the optimizer needs all of a new key in one place."""
+        group = self._group_of(spec)
+        return group != NO_OPTIMIZER and self._kernels[group].whole
+
+    def _check_whole(self, spec: OptimizerSpec, kernels: Sequence[Kernel]) -> None:
+        """Raise UsageError if the optimizer needs whole keys that were cut before it was set."""
+        for slot in self._layout.slots.values() if self._layout.num_servers > 1 else ():
+            group = spec.members.get(str(slot.spec.name), 0)
+            if group != NO_OPTIMIZER and kernels[group].whole and slot.server is None and not slot.spec.row_sparse:
+                raise UsageError(
+                    f"{spec.name} needs whole parameters, but key {slot.spec.name!r} was spread over "
+                    f"{self._layout.num_servers} servers by init; call set_optimizer before init"
+                )
 
     def add(self, key: int) -> None:
         """Add a new key, which is a lane by itself and has no updates."""
@@ -145,9 +159,9 @@ class Optimization:
         for group, members in self._plan(action.key, keys):
             kernel = None if group == NO_OPTIMIZER else self._kernel(group, settings[group] if settings else {})
             progress = before.get(group, Progress())
-            if kernel is not None:
-                self._progress[action.key][group] = kernel.progress(progress)
             lr = self._rate(kernel, group, lrs)
+            if kernel is not None:
+                self._progress[action.key][group] = kernel.progress(progress, lr, action.divisor)
             make = self._row_update if isinstance(pushes[0].window, PushedRows) else _update
             tasks.append(Task(members, make(kernel, pushes, shares, progress, lr, action.divisor), ()))
         return tasks
@@ -201,8 +215,7 @@ class Optimization:
         kernel = self._variants.get(cached)
         if kernel is None:
             assert self._spec is not None
-            kernel = kernel_for(self._spec.name, {**known.options, **changes})
-            check_change(self._spec.name, known, kernel)
+            kernel = changed_kernel(self._spec.name, known, changes)
             if len(self._variants) >= _MAX_CACHED:
                 self._variants.clear()
             self._variants[cached] = kernel
@@ -238,9 +251,10 @@ class Optimization:
         return plan
 
     def _group(self, key: int) -> int:
-        if self._spec is None:
-            return NO_OPTIMIZER
-        return self._spec.members.get(str(self._layout.slots[key].spec.name), 0)
+        return self._group_of(self._layout.slots[key].spec)
+
+    def _group_of(self, spec: KeySpec) -> int:
+        return NO_OPTIMIZER if self._spec is None else self._spec.members.get(str(spec.name), 0)
 
 
 def _update(

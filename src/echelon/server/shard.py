@@ -7,10 +7,8 @@ This module checks what all workers must agree on and dispatches requests. `pend
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from echelon.cluster.messages import (
     ApplyScaled,
@@ -19,7 +17,6 @@ from echelon.cluster.messages import (
     Configure,
     Done,
     Failed,
-    Gather,
     GetStates,
     Init,
     MeasureNorm,
@@ -45,12 +42,12 @@ from echelon.cluster.placement import ITEM_BYTES, Layout
 from echelon.errors import UsageError
 from echelon.schemes import Engine, Rules, rules_for
 from echelon.server.execute import Storage, Task, Update, WeightedGradient
-from echelon.server.gathering import Gathering
-from echelon.server.kernels import Progress
+from echelon.server.kernel import Progress
 from echelon.server.memory import Mapped, RequestTensors, Window, as_tensor
 from echelon.server.optimization import Optimization, PushedGradient
 from echelon.server.pending_requests import PendingRequests
 from echelon.server.rows import PushedRows, RowMap, pushed_rows, row_numbers, row_values
+from echelon.server.states import ServerStates
 from echelon.server.tables import ChangedRows, ChosenRows
 
 Answer = Callable[[int, Response, Sequence[memoryview]], None]
@@ -79,10 +76,10 @@ class Shard:
         self._tensors = RequestTensors(self._layout, rank)
         self._storage = Storage(self._layout, rank)
         self._optimization = Optimization(self._layout)
+        self._states = ServerStates(self._layout, rank, self._storage, self._optimization)
         self._workers = {worker: _Worker() for worker in workers}
         self._config: Configure | None = None
         self._requests: PendingRequests | None = None
-        self._gathering = Gathering(lambda: self._configured().engine.workers, answer)
 
     def handle(self, worker: int, request: Request, frames: Sequence[memoryview]) -> None:
         """Carry out a request, or answer why it is rejected. A rejected request changes nothing."""
@@ -97,12 +94,7 @@ class Shard:
         """Remove a worker that is not in the view any more. Return the engine's reason."""
         self._workers.pop(worker, None)
         self._storage.tables.leave(worker)
-        self._gathering.remove(worker)
-        if self._requests is None:
-            return ""
-        reason = self._requests.remove(worker)
-        self._gathering.complete()
-        return reason
+        return self._requests.remove(worker) if self._requests is not None else ""
 
     def close(self, worker: int) -> None:
         """Remove a worker that has closed the store. Like one that retired, it still counts in the size of a round."""
@@ -113,7 +105,7 @@ class Shard:
     def _respond(
         self, worker: int, request: Request, frames: Sequence[memoryview]
     ) -> tuple[Response, Sequence[memoryview]] | None:
-        """Return the answer, or None if PendingRequests or Gathering answers later."""
+        """Return the answer, or None if PendingRequests answers later."""
         match request:
             case Push():
                 self._push(worker, request, frames)
@@ -132,16 +124,14 @@ class Shard:
                 requests = self._configured()
                 requests.measure_norm(worker, request.id, request.keys, request.clock, request.max_norm)
                 return None
-            case Gather():
-                self._configured()
-                self._gathering.add(worker, request.id, frames[0])
-                return None
             case Ask():
                 return self._status(worker, request), ()
             case Place():
-                return Placed(request.id, self._layout.segments, self._layout.place(request.specs)), ()
+                slots = self._layout.place(request.specs, self._optimization.needs_whole)
+                return Placed(request.id, self._layout.segments, slots), ()
             case GetStates():
-                return self._get_states(request)
+                entries, found = self._states.get(self._configured().lanes)
+                return States(request.id, entries), found
             case Configure():
                 self._configure(request)
             case Attach():
@@ -153,16 +143,16 @@ class Shard:
             case PutRows():
                 self._put_rows(request, frames)
             case PutStates():
-                self._put_states(request, frames)
+                if not self._optimization.has_optimizer:
+                    raise UsageError("set the optimizer before its states are loaded")
+                self._states.put(self._configured().lanes, request.entries, frames)
             case ApplyScaled():
                 self._check_keys(request.keys)
                 self._configured().apply_scaled(worker, request.keys, request.clock, request.scale)
             case Retire():
                 self._configured().retire(worker)
-                self._gathering.complete()
             case Pause():
                 self._configured().pause(worker)
-                self._gathering.complete()
             case Resume():
                 clocks = self._configured().resume(worker)
                 return Resumed(request.id, list(clocks.keys()), list(clocks.values())), ()
@@ -313,13 +303,10 @@ class Shard:
             raise UsageError("no store has been created yet")
         return self._requests
 
-    # --- status and optimizer states
+    # --- status
 
     def _status(self, worker: int, request: Ask) -> Status:
         requests = self._configured()
-        if self._gathering.holds(worker, request.about):
-            who = ", ".join(f"worker {other}" for other in self._gathering.missing())
-            return Status(request.id, request.about, True, f"server {self.rank} gathers values, and waits for {who}")
         if pending := requests.find(worker, request.about):
             lane, clock = next(iter(pending.waiting)), pending.clock
         elif norm := requests.waiting_norm(worker, request.about):
@@ -340,56 +327,6 @@ class Shard:
         last = self._workers[worker].last_push
         ago = f"last push {time.monotonic() - last:.1f} s ago" if last else "no push yet"
         return f"worker {worker} to push clock {clock} ({ago})"
-
-    def _get_states(self, request: GetStates) -> tuple[States, list[memoryview]]:
-        lanes, optimization = self._configured().lanes, self._optimization
-        progress = {
-            key: optimization.progress(lanes.lane_of(key), key)
-            for key in sorted(lanes.all())
-            if optimization.kernel(key)
-        }
-        entries: list[tuple[int, str]] = []
-        frames: list[memoryview] = []
-        for key, made in progress.items():
-            for name, state in self._states(key, sorted(made.states)):
-                entries.append((key, name))
-                frames.append(state.clone().numpy().data)
-        return States(request.id, {key: made.step for key, made in progress.items()}, entries), frames
-
-    def _put_states(self, request: PutStates, frames: Sequence[memoryview]) -> None:
-        if not self._optimization.has_optimizer:
-            raise UsageError("set the optimizer before its states are loaded")
-        if request.steps:
-            self._check_keys(list(request.steps))
-        names: dict[int, dict[str, None]] = {key: {} for key in request.steps}
-        for key, name in request.entries:
-            names[key][name] = None
-        states = [state for key, found in names.items() for _, state in self._states(key, list(found))]
-        if [state.nbytes for state in states] != [len(frame) for frame in frames]:
-            raise UsageError("the optimizer states do not fit the keys and the optimizer of this job")
-        for state, frame in zip(states, frames, strict=True):
-            state.copy_(as_tensor(bytearray(frame), str(state.dtype).removeprefix("torch.")))
-        self._set_progress({key: Progress(request.steps[key], frozenset(found)) for key, found in names.items()})
-
-    def _set_progress(self, progress: Mapping[int, Progress]) -> None:
-        """Set the progress of keys, after splitting lanes whose keys do not have the same any more."""
-        lanes = self._configured().lanes
-        for made in dict.fromkeys(progress.values()):
-            lanes.resolve([key for key, its in progress.items() if its == made], pushed=False)
-        for key, made in progress.items():
-            self._optimization.set_progress(lanes.lane_of(key), key, made)
-
-    def _states(self, key: int, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-        """Return states of a key on this server, piece by piece, each with its name. A table is one piece."""
-        if key in self._storage.tables:
-            states = self._storage.tables[key].state(names)
-            return [(name, state.view(-1)) for name, state in zip(names, states, strict=True)]
-        pieces = self._layout.pieces(self._layout.slots[key], self.rank)
-        return [
-            (name, state)
-            for piece in pieces
-            for name, state in zip(names, self._storage.states(piece, names), strict=True)
-        ]
 
 
 def _rules(config: Configure) -> Rules:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from echelon.cluster.placement import Layout
-from echelon.server.kernels import Progress
+from echelon.server.kernel import Progress
 from echelon.server.memory import TORCH_DTYPES, master_dtype, zeros
 from echelon.server.row_kernels import RowKernel
 from echelon.server.rows import ChangeLog, PushedRows, RowMap, as_frame
@@ -50,6 +50,10 @@ class Table:
             if name not in self._states:
                 self._states[name] = zeros(self.values.numel(), self.values.dtype).view_as(self.values)
         return [self._states[name] for name in names]
+
+    def clear_states(self) -> None:
+        """Forget the optimizer states."""
+        self._states.clear()
 
 
 class Tables:

@@ -64,8 +64,8 @@ def test_answers_may_come_in_any_order(setup: Setup) -> None:
 
 
 def test_call_returns_the_answer(setup: Setup) -> None:
-    setup.servers.answer = lambda server, request: States(request.id, {3: 1}, [])
-    assert setup.client.call(0, GetStates(setup.client.next_id())) == States(1, {3: 1}, [])
+    setup.servers.answer = lambda server, request: States(request.id, [])
+    assert setup.client.call(0, GetStates(setup.client.next_id())) == States(1, [])
 
 
 def test_frames_of_an_answer_go_to_the_given_memory(setup: Setup) -> None:
@@ -82,7 +82,7 @@ def test_frames_of_an_answer_go_to_the_given_memory(setup: Setup) -> None:
 
 def test_frames_without_a_place_stay_with_the_ticket(setup: Setup) -> None:
     ticket = setup.client.send(0, GetStates(setup.client.next_id()))
-    setup.servers.deliver(0, (States(ticket.id, {}, []), [b"state"]))
+    setup.servers.deliver(0, (States(ticket.id, []), [b"state"]))
     setup.client.wait([ticket])
     assert [bytes(frame) for frame in ticket.frames] == [b"state"]
 

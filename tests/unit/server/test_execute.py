@@ -11,7 +11,8 @@ from torch import Tensor
 from echelon.cluster.placement import ALIGN, KeySpec, Layout, Piece
 from echelon.server.execute import CHUNK, Storage, Task, Update, WeightedGradient
 from echelon.server.factored import Factored
-from echelon.server.kernels import Kernel, Progress, kernel_for
+from echelon.server.kernel import Kernel, Progress
+from echelon.server.kernels import kernel_for
 from echelon.server.memory import FRAME_ELEMENTS, Mapped, Window, empty_frames, frame_pieces
 
 pytestmark = pytest.mark.numeric

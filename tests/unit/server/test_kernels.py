@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import tolerances
-from echelon.server.kernels import Progress, kernel_for
+from echelon.errors import JobError
+from echelon.kvstore.optimizer_spec import spec_by_name
+from echelon.optim.torch_classes import TORCH
+from echelon.server.class_kernels import WholeClass
+from echelon.server.kernel import Progress
+from echelon.server.kernels import kernel_for
 
 pytestmark = pytest.mark.numeric
 
@@ -34,3 +41,78 @@ def test_ftrl_clips_the_gradient_before_it_is_divided() -> None:
     for divisor in (1.0, 4.0):
         assert torch.equal(after_one_push(1.0, 10.0, divisor), after_one_push(None, 1.0, divisor))
         assert torch.equal(after_one_push(1.0, 0.5, divisor), after_one_push(None, 0.5, divisor))
+
+
+@pytest.mark.parametrize("name", [name for name in TORCH if name != "sparse_adam"])
+def test_a_divided_step_moves_the_weights_less(name: str) -> None:
+    """A divisor of 4, under dist_async for example, makes a quarter of the first step: whatever is divided."""
+    kernel = kernel_for(name, spec_by_name(name, {"lr": 0.01}).groups[0])
+    steps = []
+    for divisor in (1, 4):
+        weights = torch.full((8, 8), 1e-4)
+        gradient = torch.linspace(1, 2, 64).view(8, 8) / (divisor if kernel.divides_gradient else 1)
+        if isinstance(kernel, WholeClass):
+            kernel.update_object(weights, gradient, {}, 0.01, divisor)
+        else:
+            states = [torch.zeros(8, 8) for _ in kernel.state_names]
+            kernel.update(weights, gradient, states, Progress(), 0.01, divisor, 1.0)
+        steps.append(weights - 1e-4)
+    assert steps[0].abs().max() > 0
+    torch.testing.assert_close(steps[1] * 4, steps[0], rtol=1e-3, atol=1e-9)
+
+
+class Counts(torch.optim.SGD):
+    """Counts its steps in its parameter group."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+        super().step(closure)
+
+
+class Remembers(torch.optim.SGD):
+    """Counts its steps in an attribute."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        super().step(closure)
+
+
+class Fails(torch.optim.SGD):
+    """Fails."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("no luck")
+
+
+class Moves(torch.optim.SGD):
+    """Gives its parameter other memory, and keeps a number."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["n"] = state.get("n", 0) + 1
+                parameter.data = parameter.data - group["lr"] * parameter.grad * state["n"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (Counts, r"Counts changes group\['count'\] in step\(\). .* runs any class"),
+        (Remembers, r"Remembers changes self.steps in step\(\). .* runs any class"),
+        (Fails, r"Fails.step\(\) failed on a 2x3 parameter: RuntimeError\('no luck'\)"),
+    ],
+)
+def test_a_class_that_cannot_run_on_one_parameter_at_a_time(kind: type[torch.optim.SGD], words: str) -> None:
+    with pytest.raises(JobError, match=words):
+        WholeClass(kind, {"lr": 0.1}).update_object(torch.ones(2, 3), torch.ones(2, 3), {}, 0.1, 1)
+
+
+def test_a_class_may_replace_the_memory_of_a_parameter_and_keep_numbers() -> None:
+    weights, state = torch.ones(2), dict[str, Any]()
+    for _ in range(2):
+        WholeClass(Moves, {"lr": 0.1}).update_object(weights, torch.ones(2), state, 0.1, 1)
+    assert torch.equal(weights, torch.ones(2) - 0.1 - 0.1 * 2)
+    assert state == {"n": 2}

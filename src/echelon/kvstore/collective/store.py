@@ -22,11 +22,10 @@ from echelon.cluster.placement import ITEM_BYTES, KeySpec
 from echelon.errors import UsageError
 from echelon.kvstore import state_files
 from echelon.kvstore.collective.process_group import ProcessGroup, wide
-from echelon.kvstore.optimizer_spec import make_optimizer
+from echelon.kvstore.optimizer_spec import make_optimizer, needs_whole_tensors
 from echelon.kvstore.store import KVStore, Updater
 from echelon.kvstore.values import Key, Keys, Values
 from echelon.observe.events import EventLog
-from echelon.optim import RULES
 
 
 @dataclass(slots=True, eq=False)
@@ -108,20 +107,10 @@ class CollectiveStore(KVStore):
             raise UsageError(f"worker {self.rank}: the store has {self.optimizer_spec}, but this worker set {spec}")
         if spec.name == "sparse_adam":
             raise UsageError(f"{self.type} makes sparse values dense, which SparseAdam cannot use: use Adagrad or SGD")
-        if self.sharded and spec.name in RULES and RULES[spec.name].whole:
-            raise UsageError(f"{spec.name} needs the norm of whole values, which nccl shards: use nccl_allreduce")
+        if self.sharded and needs_whole_tensors(spec):
+            raise UsageError(f"{spec.name} needs whole values, which nccl shards: use nccl_allreduce")
         self.group.check_same("the optimizer", str(spec))
         self._updater, self.optimizer_spec = None, spec
-
-    def gather_bytes(self, part: bytes) -> dict[int, bytes | memoryview]:
-        """Return the parts of all workers that take part, by rank."""
-        return self.group.gather_bytes(part)
-
-    def retire(self) -> None:
-        """Stop pushing. This worker takes part in the others' steps until all have retired."""
-        self._check_open()
-        self.group.stop_gathering()
-        super().retire()
 
     def _retire(self) -> None:
         """Stop pushing. Until all workers have retired, the Trainer takes part in their collectives (`on_retire`)."""
@@ -258,4 +247,6 @@ class CollectiveStore(KVStore):
             return tensor.clone()  # on the CPU, as torch.optim keeps it
         if self.sharded:
             tensor = self._rows(tensor)[self.rank]
+        if tensor.numel() != value.own.numel():
+            return tensor.to(self.group.device, copy=True)  # of a class that keeps states of other shapes
         return tensor.to(self.group.device, value.own.dtype, copy=True).view(value.own.shape)

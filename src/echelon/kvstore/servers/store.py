@@ -21,8 +21,6 @@ from torch import Tensor
 from echelon.cluster.messages import (
     Configure,
     Done,
-    Gather,
-    Gathered,
     OptimizerSpec,
     Pause,
     Resume,
@@ -147,13 +145,6 @@ class ServerStore(KVStore):
         self._wait_and_accept_halt(self._wire.push(slots, sums, pull=True, halt=self._halt_requested))
         self._copy_weights(slots, outs.values())
 
-    def gather_bytes(self, part: bytes) -> dict[int, bytes | memoryview]:
-        """Return the parts of all workers that take part, by rank."""
-        ticket = self._client.send(0, Gather(self._client.next_id()), [part])
-        self._client.wait([ticket])
-        assert isinstance(ticket.response, Gathered)
-        return {rank: memoryview(part) for rank, part in zip(ticket.response.ranks, ticket.frames, strict=True)}
-
     def _retire(self) -> None:
         self._wire.wait_for_pushes()
         self._to_all(Retire)
@@ -199,9 +190,9 @@ class ServerStore(KVStore):
 
     def optimizer_states(self) -> dict[str, Tensor]:
         """Return the servers' state as `<key>/<state>`."""
-        spec = self._optimizer()
+        self._optimizer()
         self._wire.wait_for_pushes()
-        return states.gather(self._client, self._wire.layout, spec)
+        return states.gather(self._client, self._wire.layout)
 
     def put_optimizer_states(self, given: dict[str, Tensor], source: str) -> None:
         """Send the servers a state. Call it on one worker, then a barrier on all."""
@@ -322,11 +313,14 @@ class ServerStore(KVStore):
             if slot.spec.row_sparse:
                 self.rows.put(slot, values[slot.spec.name])
 
-    def make_vectors(self, name: str, length: int) -> list[str]:
-        """Create one key per worker for vectors that all workers can read. All workers call it. Return the names."""
-        names = [f"{name}@{rank}" for rank in self.workers]
+    def vector_names(self, name: str) -> list[str]:
+        """Return the keys of `make_vectors`, which the optimizer must not update."""
+        return [f"{name}@{rank}" for rank in self.workers]
+
+    def make_vectors(self, name: str, length: int) -> None:
+        """Create one key per worker for vectors that all workers can read. All workers call it."""
+        names = self.vector_names(name)
         self.init(names, [torch.zeros(length)] * len(names))
-        return names
 
     def gather_vectors(self, name: str, vector: Tensor) -> Tensor:
         """Publish this worker's vector and return those of all living workers, one row per worker. All call it."""

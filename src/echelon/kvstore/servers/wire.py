@@ -293,7 +293,7 @@ class Wire:
         frames = empty_frames(route.pieces, [segment.dtype for segment in self.layout.segments])
         for slot, value in zip(slots, values, strict=True):
             flat = value.reshape(-1)
-            for piece in self.layout.pieces(slot, route.server):
+            for piece in frame_pieces(self.layout.pieces(slot, route.server)):
                 stop = min(piece.stop, slot.start + slot.length)
                 if stop > piece.start:
                     part = flat[piece.start - slot.start : stop - slot.start]

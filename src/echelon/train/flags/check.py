@@ -208,7 +208,7 @@ def _check_optimizer(options: TrainOptions, job: Job) -> None:
 
     check_optimizer(options.optimizer, options.optimizer_style, options.clip_gradient, options.weight_decay)
     if job.num_servers and not store_kind(options.kv_store).collective:
-        check_on_servers(options.optimizer, job.num_servers, options.optimizer_style, options.warmup_strategy)
+        check_on_servers(options.optimizer)
 
 
 def _check_metrics(options: TrainOptions, num_classes: int | None = None) -> None:

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from echelon.errors import UsageError, unknown_name
 from echelon.kvstore.optimizer_spec import runs_on_servers
-from echelon.optim import LBSGDByNorm, Rule, create
+from echelon.optim import Rule, create
 from echelon.optim.create import MXNET
 from echelon.train.recipe.plan import LargeBatch
 
@@ -95,20 +95,11 @@ def check_optimizer(
         raise UsageError(f"--wd {weight_decay:g}: groupadagrad has no weight decay, as in MXNet; give --wd 0")
 
 
-def check_on_servers(name: str, num_servers: int, style: str = "torch", warmup_strategy: str = "linear") -> None:
-    """Raise UsageError if this many servers cannot run the optimizer."""
-    kind = _class_of(name, style)
-    if name.lower() == "lbsgd" and warmup_strategy == "lars":
-        kind = LBSGDByNorm
-    if num_servers > 1 and issubclass(kind, Rule) and kind.whole and runs_on_servers(kind):
-        raise UsageError(
-            f"the optimizer {name!r} needs whole parameters, but {num_servers} servers split them: start the job with "
-            "one server (-s 1), or use a --kv-store without servers, such as dist_device_sync"
-        )
-    if not runs_on_servers(kind):
-        possible = sorted(other for other in NAMES if runs_on_servers(_class_of(other, style)))
-        own = ", or --optimizer-style mxnet" if runs_on_servers(_class_of(name, "mxnet")) else ""
-        raise UsageError(f"servers cannot run the optimizer {name!r}; use one of {', '.join(possible)}{own}")
+def check_on_servers(name: str) -> None:
+    """Raise UsageError if servers cannot run the optimizer, in either style."""
+    if not runs_on_servers(_class_of(name, "torch")):
+        possible = sorted(other for other in NAMES if runs_on_servers(_class_of(other, "torch")))
+        raise UsageError(f"servers cannot run the optimizer {name!r}; use one of {', '.join(possible)}")
 
 
 def has_two_formulas(name: str) -> bool:

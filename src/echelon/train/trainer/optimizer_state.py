@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import Optimizer
 
 from echelon.errors import UsageError
 from echelon.kvstore.collective.process_group import ProcessGroup, Reduction
 from echelon.kvstore.state_files import SCALARS, by_key
-from echelon.optim import RULES
+from echelon.optim import RULES, torch_classes
+from echelon.server.states import as_tensor, as_values
 from echelon.train.trainer.clipping import clip_shards
 from echelon.train.trainer.flat_buckets import FlatBucket, flat_weights, shard_of
 
-_TORCH = (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, Adamax, NAdam)
-ELEMENTWISE = (*_TORCH, *(rule for rule in RULES.values() if not rule.whole))
+ELEMENTWISE = (*torch_classes.ELEMENTWISE.values(), *(rule for rule in RULES.values() if not rule.whole))
 State = dict[str, Tensor]
 
 
@@ -145,25 +145,30 @@ def state_of(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> St
     for name, parameter in parameters.items():
         for kind, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
-                found[f"{name}/{kind}"] = torch.as_tensor(value).detach().cpu().contiguous().clone()
+                found[f"{name}/{kind}"] = as_tensor(value, f"state {kind!r} of {name!r}").cpu().contiguous().clone()
     return found
 
 
 def load_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], states: Mapping[str, State]) -> None:
     """Load an optimizer's state. torch's own loading chooses device and dtype of each tensor."""
     for name, kinds in states.items():
-        check_fits(name, kinds, parameters)
+        check_fits(name, kinds, parameters, any_shape=type(optimizer) not in ELEMENTWISE)
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = {id(parameter): number for number, parameter in enumerate(ordered)}
-    memory = {numbers[id(parameters[name])]: dict(kinds) for name, kinds in states.items()}
+    memory = {numbers[id(parameters[name])]: as_values(kinds, parameters[name].shape) for name, kinds in states.items()}
     optimizer.load_state_dict({"state": memory, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def check_fits(name: str, kinds: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise UsageError if a state is of another model, before anything changes."""
+def check_fits(
+    name: str, kinds: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], *, any_shape: bool = False
+) -> None:
+    """Raise UsageError if a state is of another model, before anything changes.
+
+    `any_shape`: the optimizer may keep states of other shapes than the parameter's, for example of its rows.
+    """
     if name not in parameters:
         raise UsageError(f"the state has parameter {name!r}, which this model does not train; is it of another model?")
     for kind, tensor in kinds.items():
         wanted = tuple(parameters[name].shape)
-        if kind not in SCALARS and tensor.numel() != parameters[name].numel():
+        if not any_shape and kind not in SCALARS and tensor.numel() != parameters[name].numel():
             raise UsageError(f"state {kind} of {name!r} is {tuple(tensor.shape)}, but the parameter is {wanted}")

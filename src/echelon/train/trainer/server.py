@@ -56,6 +56,7 @@ class ServerTrainer(Trainer, store=ServerStore):
             self._overlap = False  # the norm is known when all gradients are
         self._densified: set[str] = set()  # dense parameters that had a sparse gradient
         self._tables = self._make_tables()
+        self._send_optimizer()  # first, because it decides how keys are placed
         self._buckets = self._make_buckets()
         for bucket in self._buckets:
             bucket.gated = self._clips_on_servers
@@ -208,17 +209,19 @@ class ServerTrainer(Trainer, store=ServerStore):
             for index, group in enumerate(groups)
         ]
 
+    def _send_optimizer(self) -> None:
+        """Send the servers the optimizer. It does not update the vectors of buffers."""
+        spec = self._optimizer_spec()
+        members = spec.members | dict.fromkeys(self.kvstore.vector_names(BUFFERS), NO_OPTIMIZER)
+        self.kvstore.use_optimizer(OptimizerSpec(spec.name, spec.groups, members, self.max_grad_norm))
+
     def _initialise_servers(self) -> None:
-        """Send the servers the optimizer and its state, and fetch rank 0's weights.
+        """Send the servers the optimizer's state, and fetch rank 0's weights.
 
         An optimizer that has made steps before continues with its state. As for the weights, rank 0's counts.
         """
-        spec = self._optimizer_spec()
-        members = dict(spec.members)
         if self._buffers:
-            length = sum(buffer.numel() for buffer in self._buffers)
-            members |= dict.fromkeys(self.kvstore.make_vectors(BUFFERS, length), NO_OPTIMIZER)
-        self.kvstore.use_optimizer(OptimizerSpec(spec.name, spec.groups, members, self.max_grad_norm))
+            self.kvstore.make_vectors(BUFFERS, sum(buffer.numel() for buffer in self._buffers))
         self._pull()
         self._tables.fetch_all()
         for bucket in self._buckets:
