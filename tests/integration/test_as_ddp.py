@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from plain_loops import Batch, Net, State, assert_close, assert_same_bits, batch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import echelon
 import tolerances
+from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run as run_with_servers
 from forked import Fork
@@ -201,3 +204,142 @@ def test_a_loop_is_as_under_ddp(loop: Loop, tmp_path: Path) -> None:
     assert_as_ddp(with_trainer(loop, net, data), expected, data)
     assert_as_ddp(with_trainer(loop, net, data, overlap=False), expected, data)
     assert_as_ddp(with_trainer(loop, net, data, "dist_sync"), expected, data)
+
+
+# --- models that are not used as a whole, or not in one backward pass
+
+
+class TwoHeads(nn.Module):
+    """The data select a head, so that the workers have gradients for different parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(64, 7)
+        self.heads = nn.ModuleList([nn.Linear(7, 5), nn.Linear(7, 5)])
+        self.never = nn.Linear(3, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        head = self.heads[int(images[0, 0, 0, 0] > 0)]
+        logits: Tensor = head(self.body(images.flatten(1)).relu())
+        return logits
+
+
+class Checkpointed(nn.Module):
+    """Reentrant checkpoints: backward runs inside backward, for the first or the last parameters."""
+
+    def __init__(self, *parts: str) -> None:
+        super().__init__()
+        self.net = Net()
+        self.parts = parts
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = images.requires_grad_()
+        for name in ("first", "middle", "last"):
+            layer = self.net.get_submodule(name)
+            hidden = hidden.flatten(1) if name == "middle" else hidden
+            run = partial(checkpoint, layer, use_reentrant=True) if name in self.parts else layer
+            hidden = run(hidden).tanh()
+        return hidden
+
+
+@pytest.mark.parametrize("store", ["nccl_allreduce", "dist_sync"])
+def test_workers_that_use_different_parameters(store: str, tmp_path: Path) -> None:
+    net, data = seeded(TwoHeads), parts()
+    expected = with_ddp(clips_by_norm, net, data, tmp_path, find_unused_parameters=True)
+    assert_as_ddp(with_trainer(clips_by_norm, net, data, store), expected, data)
+
+
+@pytest.mark.parametrize("where", [("first",), ("last",), ("first", "middle", "last")])
+def test_reentrant_checkpoints(where: tuple[str, ...], tmp_path: Path) -> None:
+    net, data = seeded(lambda: Checkpointed(*where)), parts()
+    expected = with_ddp(clips_by_norm, net, data, tmp_path)
+    assert_as_ddp(with_trainer(clips_by_norm, net, data), expected, data)
+
+
+def test_a_graph_that_is_retained_for_a_second_backward_pass() -> None:
+    """DDP does not average the second pass. One process on all data shows what is right."""
+
+    def loop(worker: Worker, data: Sequence[Batch]) -> None:
+        for batch in data:
+            worker.optimizer.zero_grad()
+            loss = worker.loss(batch)
+            worker.backward(loss, retain_graph=True)
+            worker.backward(loss)
+            worker.step()
+
+    net, data = seeded(Net), parts()
+    found = with_trainer(loop, net, data)
+    plain = copy.deepcopy(net)
+    optimizer = make_optimizer(plain)
+    loop(Worker(0, plain, plain, optimizer, optimizer.step, nullcontext), joined(data))
+    assert_close(found[0][0], snapshot(plain), tolerances.of_training(joined(data)))
+
+
+# --- workers that do not make the same steps
+
+
+@pytest.mark.parametrize("store", ["nccl_allreduce", "dist_sync"])
+@pytest.mark.parametrize("counts", [(4, 2, 3), (1, 4, 4), (0, 3, 0)])
+def test_workers_with_different_numbers_of_batches(store: str, counts: tuple[int, ...], tmp_path: Path) -> None:
+    """Those that are out of data take part until the last has ended, and end with its weights and optimizer state."""
+    net = seeded(Net)
+    data = [part[:count] for part, count in zip(parts(), counts, strict=True)]
+
+    def with_join(worker: Worker, batches: Sequence[Batch]) -> None:
+        assert isinstance(worker.model, DistributedDataParallel)
+        with worker.model.join(divide_by_initial_world_size=False):
+            clips_by_norm(worker, batches)
+
+    expected = with_ddp(with_join, net, data, tmp_path)
+
+    def program(kv: KVStore) -> tuple[State, Any]:
+        model = copy.deepcopy(net)
+        optimizer = make_optimizer(model)
+        with echelon.Trainer(model, optimizer, kv, update_on_kvstore=False) as trainer:
+            clips_by_norm(Worker(kv.rank, model, model, optimizer, trainer.step, trainer.accumulate), data[kv.rank])
+        return snapshot(model), optimizer.state_dict()["state"]
+
+    run = run_with_servers if store == "dist_sync" else run_in_group
+    found = run(program, store, num_workers=WORKERS)
+    longest = counts.index(max(counts))
+    for rank, (state, momenta) in enumerate(found):
+        assert_same_bits(state, found[0][0])
+        if store != "dist_sync" or counts[rank] == max(counts):
+            torch.testing.assert_close(momenta, found[longest][1], rtol=0, atol=0)
+    assert_close(found[0][0], expected[longest][0], tolerances.of_training(joined(parts())))
+
+
+def test_a_step_on_some_workers_only_is_an_error() -> None:
+    """A worker that looks at its own loss after backward and does not make the step would have other weights."""
+
+    def loop(worker: Worker, data: Sequence[Batch]) -> None:
+        for number, batch in enumerate(data):
+            worker.backward(worker.loss(batch))
+            if not (worker.rank == 1 and number == 1):
+                worker.step()
+
+    for store in ("nccl_allreduce", "dist_sync"):
+        with pytest.raises(UsageError, match="but other workers are at other clocks"):
+            with_trainer(loop, seeded(Net), parts(), store)
+
+
+def test_a_backward_pass_that_fails_in_the_middle_cannot_be_repeated() -> None:
+    def program(kv: KVStore) -> str:
+        model = seeded(Net)
+        with echelon.Trainer(model, make_optimizer(model), kv) as trainer:
+            if kv.rank == 0:
+                model.get_parameter("first.weight").register_hook(fail)
+            batch = batches(1)[0]
+            for _ in range(2):
+                try:
+                    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+                    trainer.step()
+                except ArithmeticError:
+                    pass
+        return "done"
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError("in a hook")
+
+    with pytest.raises(UsageError, match="worker 0: a backward pass failed at clock 0"):
+        run_in_group(program, "nccl_allreduce", num_workers=2)

@@ -134,7 +134,7 @@ def test_mistakes_in_a_group() -> None:
                 f"worker {rank}: a second backward pass before step()",
                 "step(7), but the forward pass saw 6 samples",
                 "nccl communicates in every step",
-                "was changed after nccl had sent it during backward (clipping?); use the store nccl_allreduce",
+                "nccl had sent it during backward; to clip, pass Trainer(max_grad_norm=…), or use nccl_allreduce",
             ),
             strict=True,
         ):

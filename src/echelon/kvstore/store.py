@@ -91,6 +91,11 @@ class KVStore(ABC):
         return len(self.workers)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
     def number(self) -> int:
         """Which store with servers of this worker it is, counted from 0."""
         return 0

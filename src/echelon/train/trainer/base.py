@@ -206,8 +206,13 @@ class Trainer:
             self._accumulating = False
 
     def close(self) -> None:
-        """Wait for the last step, remove the hooks and close the store. The model keeps its weights."""
+        """Wait for the last step, remove the hooks and close the store. The model keeps its weights.
+
+        Workers that need each other in every step return when the last of them closes its Trainer.
+        """
         self.sync()
+        if not self.kvstore.is_closed:
+            self.kvstore.on_retire()
         self.remove_hooks()
         self.report()
         self.kvstore.close()

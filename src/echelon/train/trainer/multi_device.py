@@ -118,6 +118,7 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
 
     def _take_part_without_data(self) -> None:
         """Make steps without samples until no device of the worker has data."""
+        self.kvstore.on_retire = lambda: None
         while self._take_part(0, active=False).active.any():
             pass
 

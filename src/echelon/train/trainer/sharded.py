@@ -18,7 +18,7 @@ from echelon.train.trainer.collective import CollectiveTrainer
 from echelon.train.trainer.mean_gradients import StepTotals
 from echelon.train.trainer.optimizer_state import ShardedOptimizer, check_elementwise
 
-_INSTEAD = "use the store nccl_allreduce, whose gradients are the mean over the workers when backward() returns"
+_INSTEAD = "use nccl_allreduce, whose gradients are the mean over the workers when backward() returns"
 
 
 class ShardedTrainer(CollectiveTrainer, sharded_of=CollectiveTrainer):
@@ -82,7 +82,8 @@ class ShardedTrainer(CollectiveTrainer, sharded_of=CollectiveTrainer):
         self._check_frozen()
         if (name := self._reductions.changed()) is not None:
             raise UsageError(
-                f"the gradient of {name!r} was changed after nccl had sent it during backward (clipping?); {_INSTEAD}"
+                f"the gradient of {name!r} was changed after nccl had sent it during backward; to clip, pass "
+                f"Trainer(max_grad_norm=…), or {_INSTEAD}"
             )
         for name, parameter in self._parameters.items():
             if not self._reductions.has_arrived(name):
