@@ -64,9 +64,10 @@ def train(
     compiler: Compiler | None = None,
     first: nn.Module = FIRST,
     compile_after: int = 0,
+    max_grad_norm: float | None = None,
 ) -> dict[str, Tensor]:
     model = network(first)
-    trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv)
+    trainer = echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv, max_grad_norm=max_grad_norm)
     assert isinstance(trainer, ServerTrainer)
     forward_pass, batches = forward_pass_of(model, half), loader(kv.rank, kv.num_workers)
     samples = 64 // kv.num_workers  # read before another worker has finished and left
@@ -111,6 +112,25 @@ def test_in_float32_the_weights_equal_those_of_eager_steps_bit_for_bit(num_worke
         assert all(torch.equal(left[name], right[name]) for name in left)
     first = network().state_dict()
     assert any(not torch.equal(first[name], captured[0][name]) for name in first)
+
+
+def test_captured_steps_are_clipped_as_eager_ones() -> None:
+    eager, captured, unclipped = (
+        run(lambda kv, c=c, limit=limit: train(kv, None, c, max_grad_norm=limit), "dist_sync")  # type: ignore[misc]
+        for c, limit in ((False, 0.5), (True, 0.5), (True, None))
+    )
+    assert all(torch.equal(eager[0][name], captured[0][name]) for name in eager[0])
+    assert any(not torch.equal(unclipped[0][name], captured[0][name]) for name in eager[0])
+
+
+def test_a_worker_that_clips_its_own_gradient_is_not_captured() -> None:
+    def why(kv: KVStore) -> str | None:
+        model = network()
+        with echelon.Trainer(model, make_optimizer("sgd", model, lr=0.05), kv, max_grad_norm=1.0) as trainer:
+            assert isinstance(trainer, ServerTrainer)
+            return why_not_capturable_with_servers(trainer)
+
+    assert run(why, "dist_async", num_workers=1) == ["this worker clips its own gradient before it sends it"]
 
 
 def test_in_bfloat16_the_servers_keep_float32_weights() -> None:

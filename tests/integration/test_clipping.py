@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import multi_device_jobs
 import pytest
 import torch
 from plain_loops import (
@@ -148,6 +149,38 @@ def test_stores_without_servers(store: str) -> None:
     results = forked.run(lambda kv: worker(kv, model, parts[kv.rank]), store, num_workers=2)
     data = joined(parts)
     check(results, plain(model, data), tolerances.of_training(data))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 2)], ids=["one worker", "two workers"])
+def test_workers_of_several_devices(sizes: tuple[int, int, int]) -> None:
+    model, parts = seeded(Net), parts_of((3, 4, 1, 5)[: sizes[0] * sizes[1]])
+    results = multi_device_jobs.run(lambda kv: worker(kv, model, parts[kv.rank]), "dist_sync", sizes=sizes)
+    data = joined(parts)
+    check(results, plain(model, data), tolerances.of_training(data))
+
+
+def test_batches_in_parts_are_clipped_once() -> None:
+    model, (first, second) = seeded(Net), batches(2)
+
+    def program(kv: KVStore) -> tuple[Tensor | None, Tensor | None, State]:
+        torch.set_num_threads(1)
+        mine = copy.deepcopy(model)
+        with echelon.Trainer(mine, momentum(mine), kv, max_grad_norm=LIMIT) as trainer:
+            with trainer.accumulate():
+                (loss_of(mine, first) / 2).backward()
+                early = trainer.step()
+            (loss_of(mine, second) / 2).backward()
+            norm = trainer.step()
+            trainer.sync()
+            return early, norm, snapshot(mine)
+
+    norms, weights = plain(model, [(torch.cat([first[0], second[0]]), torch.cat([first[1], second[1]]))])
+    for num_workers in (1, 2):
+        for early, norm, found in run(program, "dist_sync", num_workers=num_workers):
+            assert early is None
+            tolerance = tolerances.of_training([first, second])
+            assert float(norm) == pytest.approx(norms[0], rel=tolerance)  # type: ignore[arg-type]
+            assert_close(found, weights, tolerance)
 
 
 def test_factors_of_gradients_are_measured_as_gradients() -> None:
