@@ -337,6 +337,12 @@ class Resume(_Message, frozen=True):
     id: int
 
 
+class Gather(_Message, frozen=True):
+    """A worker's part of values that workers exchange. One frame with the value follows. Sent to server 0."""
+
+    id: int
+
+
 class GetStates(_Message, frozen=True):
     """Asks for the optimizer state of all keys of this server."""
 
@@ -411,6 +417,13 @@ class SquaredNorm(_Message, frozen=True):
     square: float
 
 
+class Gathered(_Message, frozen=True):
+    """The parts of all workers that took part in a round: their ranks, and one frame for each."""
+
+    id: int
+    ranks: list[int]
+
+
 class Failed(_Message, frozen=True):
     """The request was rejected and changed nothing. `not_in_view`: because the worker is not in the current view."""
 
@@ -442,8 +455,8 @@ Setup = Configure | Place | Attach | Init | SetOptimizer | GetStates | PutStates
 Rows = PullRows | PullChanges | PutRows
 Norms = MeasureNorm | ApplyScaled
 Ending = Retire | Pause | Resume
-Request = Setup | Push | Pull | Rows | Norms | Ending | Ask
-Response = Placed | Resumed | Done | SquaredNorm | Failed | States | Status
+Request = Setup | Push | Pull | Rows | Norms | Gather | Ending | Ask
+Response = Placed | Resumed | Done | SquaredNorm | Gathered | Failed | States | Status
 
 _encoder = msgspec.msgpack.Encoder()
 _control: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)

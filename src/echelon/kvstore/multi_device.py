@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -120,6 +121,21 @@ class MultiDeviceStore(KVStore):
             for tensor in tensors:
                 if tensor.data_ptr() != first.data_ptr():
                     tensor.detach().copy_(first)
+
+    def gather_bytes(self, part: bytes) -> dict[int, bytes | memoryview]:
+        """Return the parts of all devices of all workers that take part, by rank."""
+        devices = self.group.gather_bytes(part)
+        everybody = b""
+        if self.server_store is not None:
+            own = [bytes(devices[device]) for device in range(self.group.size)]
+            parts = self.server_store.gather_bytes(msgspec.msgpack.encode(own))
+            everybody = msgspec.msgpack.encode({worker: bytes(packed) for worker, packed in parts.items()})
+        shared = msgspec.msgpack.decode(self.group.gather_bytes(everybody)[0], type=dict[int, bytes])
+        return {
+            worker * self.group.size + device: own
+            for worker, packed in shared.items()
+            for device, own in enumerate(msgspec.msgpack.decode(packed, type=list[bytes]))
+        }
 
     def _use_optimizer(self, spec: OptimizerSpec) -> None:
         self.group.check_same("the optimizer", str(spec))

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from echelon.cluster.messages import OptimizerSpec
 from echelon.cluster.placement import KeySpec
 from echelon.errors import UsageError
+from echelon.kvstore import exchange
 from echelon.kvstore.optimizer_spec import spec_by_name, spec_of
 from echelon.kvstore.values import (
     Key,
@@ -218,6 +219,28 @@ class KVStore(ABC):
         self._check_open()
         self._barrier()
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all workers, by rank: tensors of any shapes, numbers, or what JSON can hold.
+
+        All living workers call it together; those that have retired or closed the store are not waited for, and have
+        no value in the list. Tensors are on the device of this worker's own value, if that is a tensor.
+        """
+        return list(self._gather(value).values())
+
+    def all_reduce(self, value: Any, op: str = "mean") -> Any:
+        """Return the mean, sum, max or min over all workers of a tensor or a number. All call it, as `gather`.
+
+        The mean of integers is a floating-point number. A sum adds in rank order, so that all workers get equal bits.
+        """
+        exchange.check_operation(op)
+        return exchange.reduce(self._gather(value), op)
+
+    def _gather(self, value: Any) -> dict[int, Any]:
+        self._check_open()
+        device = value.device if isinstance(value, Tensor) else "cpu"
+        parts = self.gather_bytes(exchange.pack(value))
+        return {rank: exchange.unpack(part, device) for rank, part in sorted(parts.items())}
+
     def halt(self, reason: str) -> None:
         """Ask all workers to stop training. `halted` then gives the reason."""
         self._check_open()
@@ -242,6 +265,10 @@ class KVStore(ABC):
         self.close()
 
     # --- implemented by each kind of store
+
+    @abstractmethod
+    def gather_bytes(self, part: bytes) -> dict[int, bytes | memoryview]:
+        """Return the parts of all workers that take part, by rank. All of them call it together."""
 
     @abstractmethod
     def _init(self, specs: Sequence[KeySpec], values: Sequence[Tensor]) -> None:

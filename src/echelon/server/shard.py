@@ -17,6 +17,7 @@ from echelon.cluster.messages import (
     Configure,
     Done,
     Failed,
+    Gather,
     GetStates,
     Init,
     MeasureNorm,
@@ -42,6 +43,7 @@ from echelon.cluster.placement import ITEM_BYTES, Layout
 from echelon.errors import UsageError
 from echelon.schemes import Engine, Rules, rules_for
 from echelon.server.execute import Storage, Task, Update, WeightedGradient
+from echelon.server.gathering import Gathering
 from echelon.server.kernel import Progress
 from echelon.server.memory import Mapped, RequestTensors, Window, as_tensor
 from echelon.server.optimization import Optimization, PushedGradient
@@ -80,6 +82,7 @@ class Shard:
         self._workers = {worker: _Worker() for worker in workers}
         self._config: Configure | None = None
         self._requests: PendingRequests | None = None
+        self._gathering = Gathering(lambda: self._configured().engine.workers, answer)
 
     def handle(self, worker: int, request: Request, frames: Sequence[memoryview]) -> None:
         """Carry out a request, or answer why it is rejected. A rejected request changes nothing."""
@@ -94,7 +97,12 @@ class Shard:
         """Remove a worker that is not in the view any more. Return the engine's reason."""
         self._workers.pop(worker, None)
         self._storage.tables.leave(worker)
-        return self._requests.remove(worker) if self._requests is not None else ""
+        self._gathering.remove(worker)
+        if self._requests is None:
+            return ""
+        reason = self._requests.remove(worker)
+        self._gathering.complete()
+        return reason
 
     def close(self, worker: int) -> None:
         """Remove a worker that has closed the store. Like one that retired, it still counts in the size of a round."""
@@ -105,7 +113,7 @@ class Shard:
     def _respond(
         self, worker: int, request: Request, frames: Sequence[memoryview]
     ) -> tuple[Response, Sequence[memoryview]] | None:
-        """Return the answer, or None if PendingRequests answers later."""
+        """Return the answer, or None if PendingRequests or Gathering answers later."""
         match request:
             case Push():
                 self._push(worker, request, frames)
@@ -123,6 +131,10 @@ class Shard:
                 self._check_keys(request.keys)
                 requests = self._configured()
                 requests.measure_norm(worker, request.id, request.keys, request.clock, request.max_norm)
+                return None
+            case Gather():
+                self._configured()
+                self._gathering.add(worker, request.id, frames[0])
                 return None
             case Ask():
                 return self._status(worker, request), ()
@@ -151,8 +163,10 @@ class Shard:
                 self._configured().apply_scaled(worker, request.keys, request.clock, request.scale)
             case Retire():
                 self._configured().retire(worker)
+                self._gathering.complete()
             case Pause():
                 self._configured().pause(worker)
+                self._gathering.complete()
             case Resume():
                 clocks = self._configured().resume(worker)
                 return Resumed(request.id, list(clocks.keys()), list(clocks.values())), ()
@@ -307,6 +321,9 @@ class Shard:
 
     def _status(self, worker: int, request: Ask) -> Status:
         requests = self._configured()
+        if self._gathering.holds(worker, request.about):
+            who = ", ".join(f"worker {other}" for other in self._gathering.missing())
+            return Status(request.id, request.about, True, f"server {self.rank} gathers values, and waits for {who}")
         if pending := requests.find(worker, request.about):
             lane, clock = next(iter(pending.waiting)), pending.clock
         elif norm := requests.waiting_norm(worker, request.about):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from echelon.testing import kvstore_calls as calls
+from echelon.testing import kvstore_exchange as exchange
 from echelon.testing import kvstore_rows as rows
 from echelon.testing import kvstore_updates as updates
 from echelon.testing import kvstore_values as values
@@ -41,6 +42,9 @@ CHECKS: tuple[Check, ...] = (
     updates.optimizers_match_torch,
     updates.optimizer_states_can_be_saved_and_loaded,
     updates.workers_wait_only_as_the_scheme_requires,
+    exchange.gather_returns_the_values_of_all_workers,
+    exchange.all_reduce_returns_the_same_on_all_workers,
+    exchange.values_that_cannot_be_exchanged_are_rejected,
     rows.sparse_pushes_are_summed_by_row,
     rows.rows_can_be_pulled_by_number,
     rows.a_sparse_push_replaces_the_value,

@@ -8,6 +8,7 @@ the result does not depend on the order of arrival.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from echelon.errors import UsageError
 from echelon.kvstore.collective.rendezvous import Rendezvous
 from echelon.kvstore.collective.world import WORLDS, World
 
+POLL_S = 0.001
 SMALL = 4096  # elements; a tensor up to this size is all-gathered whole, which saves one message
 # torch 2.13 renamed these functions and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -41,7 +43,9 @@ class ProcessGroup:
         self.device = device
         self.rank, self.size = (rendezvous.rank, rendezvous.size) if rendezvous is not None else (0, 1)
         self._names = rendezvous.names if rendezvous is not None else ["worker 0"]
+        self._timeout_s = rendezvous.timeout_s if rendezvous is not None else 0.0
         self._num_texts = 0
+        self._num_gathers = 0
         self._world: World | None = None
         self._torch_group: Any = None
         self._store: Store | None = None  # for texts
@@ -149,6 +153,40 @@ class ProcessGroup:
         self._num_texts += 1
         self.set_text(f"text/{self._num_texts}/{self.rank}", own)
         return [self.get_text(f"text/{self._num_texts}/{rank}") for rank in range(self.size)]
+
+    def gather_bytes(self, own: bytes) -> dict[int, bytes | memoryview]:
+        """Return the parts of all members that have not called `stop_gathering`, by rank.
+
+        They go through the group's store and not through torch.distributed, where a member that has retired may be in
+        another collective.
+        """
+        if self._store is None:
+            return {self.rank: own}
+        self._num_gathers += 1
+        with self._naming_failures("an exchange of values"):
+            store: Any = self._store  # its annotations allow str only
+            store.set(f"gather/{self._num_gathers}/{self.rank}", own)
+            # Everybody sent its part of the last round after it had read all parts of the round before.
+            self._store.delete_key(f"gather/{self._num_gathers - 2}/{self.rank}")
+            parts = {rank: self._part_of(rank, self._num_gathers) for rank in range(self.size)}
+        return {rank: part for rank, part in parts.items() if part is not None}
+
+    def stop_gathering(self) -> None:
+        """Tell the others not to wait for this member in `gather_bytes`."""
+        self.set_text(f"gather stopped/{self.rank}", "")
+
+    def _part_of(self, rank: int, number: int) -> bytes | None:
+        """Return a member's part when it has sent it; None if it has stopped gathering without sending it."""
+        assert self._store is not None
+        key = f"gather/{number}/{rank}"
+        deadline = time.monotonic() + self._timeout_s
+        while not self._store.check([key]):
+            if self._store.check([f"gather stopped/{rank}"]) and not self._store.check([key]):
+                return None
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{self._names[rank]} has sent nothing in {self._timeout_s:g} s")
+            time.sleep(POLL_S)
+        return bytes(self._store.get(key))
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the group. `failed`: this process ends with an error, so it waits for nobody."""

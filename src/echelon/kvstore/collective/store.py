@@ -112,6 +112,16 @@ class CollectiveStore(KVStore):
         self.group.check_same("the optimizer", str(spec))
         self._updater, self.optimizer_spec = None, spec
 
+    def gather_bytes(self, part: bytes) -> dict[int, bytes | memoryview]:
+        """Return the parts of all workers that take part, by rank."""
+        return self.group.gather_bytes(part)
+
+    def retire(self) -> None:
+        """Stop pushing. This worker takes part in the others' steps until all have retired."""
+        self._check_open()
+        self.group.stop_gathering()
+        super().retire()
+
     def _retire(self) -> None:
         """Stop pushing. Until all workers have retired, the Trainer takes part in their collectives (`on_retire`)."""
 

@@ -21,6 +21,8 @@ from torch import Tensor
 from echelon.cluster.messages import (
     Configure,
     Done,
+    Gather,
+    Gathered,
     OptimizerSpec,
     Pause,
     Resume,
@@ -144,6 +146,13 @@ class ServerStore(KVStore):
         sums = list(values.values())
         self._wait_and_accept_halt(self._wire.push(slots, sums, pull=True, halt=self._halt_requested))
         self._copy_weights(slots, outs.values())
+
+    def gather_bytes(self, part: bytes) -> dict[int, bytes | memoryview]:
+        """Return the parts of all workers that take part, by rank."""
+        ticket = self._client.send(0, Gather(self._client.next_id()), [part])
+        self._client.wait([ticket])
+        assert isinstance(ticket.response, Gathered)
+        return {rank: memoryview(part) for rank, part in zip(ticket.response.ranks, ticket.frames, strict=True)}
 
     def _retire(self) -> None:
         self._wire.wait_for_pushes()

@@ -217,6 +217,20 @@ class Trainer:
         self.report()
         self.kvstore.close()
 
+    def all_reduce(self, value: Any, op: str = "mean") -> Any:
+        """Return the mean, sum, max or min over the workers of a tensor or a number, for example a metric.
+
+        All workers that train call it together; those that have retired or closed are not waited for.
+        """
+        return self.kvstore.all_reduce(value, op)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all workers, by rank: tensors of any shapes, numbers, or what JSON can hold.
+
+        All workers that train call it together; those that have retired or closed are not waited for.
+        """
+        return self.kvstore.gather(value)
+
     def remove_hooks(self) -> None:
         """Remove all hooks from the model."""
         for hook in self._hooks:
