@@ -11,6 +11,8 @@ from plain_loops import STORES, Batch, assert_same_bits, batches, loss_of, momen
 from torch import Tensor, nn
 
 import echelon
+import forked
+from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
 
@@ -62,6 +64,51 @@ def test_workers_with_fewer_batches_wait_for_the_others_at_the_end_of_an_epoch(s
         for other in found[1:]:
             assert_same_bits(other[epoch], found[0][epoch])
     assert not torch.equal(found[0][0]["last.weight"], found[0][-1]["last.weight"])
+
+
+def test_a_local_update_cannot_continue_after_missed_steps() -> None:
+    def worker(kv: KVStore) -> str:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 5))
+        trainer = echelon.Trainer(model, momentum(model), kv, update_on_kvstore=False)
+        for batch in batches(3 - kv.rank):
+            loss_of(model, batch).backward()
+            trainer.step()
+        kv.barrier()
+        loss_of(model, batch).backward()
+        try:
+            trainer.step()
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    found = run(worker, "dist_sync")
+    assert found[0] == ""
+    assert found[1].startswith("worker 1 waited in a barrier while others made steps, which its optimizer lacks; give")
+
+
+@pytest.mark.parametrize("store", ["dist_sync", "nccl"])
+def test_without_servers_workers_with_fewer_batches_wait_for_the_others(store: str) -> None:
+    start = seeded(Normed)
+    found = forked.run(lambda kv: train(kv, start), store, num_workers=3)
+    for epoch in range(EPOCHS):
+        for other in found[1:]:
+            assert_same_bits(other[epoch], found[0][epoch])
+
+
+@pytest.mark.parametrize("store", ["dist_sync", "nccl"])
+def test_without_servers_a_worker_that_closes_early_takes_part_to_the_end(store: str) -> None:
+    start = seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))
+
+    def worker(kv: KVStore) -> dict[str, Tensor]:
+        model = copy.deepcopy(start)
+        with echelon.Trainer(model, momentum(model), kv) as trainer:
+            for batch in batches(4 - 2 * kv.rank, seed=kv.rank):
+                loss_of(model, batch).backward()
+                trainer.step()
+        return snapshot(model)
+
+    first, second = forked.run(worker, store)
+    assert_same_bits(first, second)
 
 
 def test_in_lock_step_a_round_counts_only_the_workers_that_have_a_batch() -> None:

@@ -62,7 +62,10 @@ class KVStore(ABC):
         self.events = events
         self.job_has_events = events.is_open  # the same for all devices of a worker, of which one writes
         self.on_closed: Callable[[], None] = lambda: None
-        self.on_retire: Callable[[], None] = lambda: None  # set by Trainers whose workers must take part to the end
+        # Set by Trainers whose workers must take part in the steps of others: until all retire, or until all meet.
+        self.on_retire: Callable[[], None] = lambda: None
+        self.before_barrier: Callable[[], None] = lambda: None
+        self.after_barrier: Callable[[], None] = lambda: None
         self.optimizer_spec: OptimizerSpec | None = None
         self._specs_by_key: dict[Key, KeySpec] = {}
         self._halted: str | None = None
@@ -215,9 +218,11 @@ class KVStore(ABC):
         self._retire()
 
     def barrier(self) -> None:
-        """Wait until all living workers have called this."""
+        """Wait until all living workers have called this. With a Trainer, some may still make steps before they do."""
         self._check_open()
+        self.before_barrier()
         self._barrier()
+        self.after_barrier()
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all workers, by rank: tensors of any shapes, numbers, or what JSON can hold.

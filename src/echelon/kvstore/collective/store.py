@@ -8,9 +8,11 @@ changes at the same step on all workers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +21,16 @@ from torch.optim import Optimizer
 
 from echelon.cluster.messages import OptimizerSpec
 from echelon.cluster.placement import ITEM_BYTES, KeySpec
-from echelon.errors import UsageError
+from echelon.errors import JobError, UsageError
 from echelon.kvstore import state_files
 from echelon.kvstore.collective.process_group import ProcessGroup, wide
 from echelon.kvstore.optimizer_spec import make_optimizer, needs_whole_tensors
 from echelon.kvstore.store import KVStore, Updater
 from echelon.kvstore.values import Key, Keys, Values
 from echelon.observe.events import EventLog
+
+log = logging.getLogger(__name__)
+_OPEN: WeakSet[CollectiveStore] = WeakSet()  # the stores of this process that other processes share
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +58,8 @@ class CollectiveStore(KVStore):
         self._values: dict[Key, _Value] = {}
         self._requested_halt: str | None = None
         self._updater: Updater | None = None
+        if group.size > 1:
+            _OPEN.add(self)
 
     # --- ranks and workers
 
@@ -150,12 +157,24 @@ class CollectiveStore(KVStore):
         self.put_optimizer_states(state_files.load(Path(path), self._optimizer()), str(path))
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the process group. A second call does nothing."""
+        """Leave the process group. A second call does nothing.
+
+        If other workers still have data, take part in their steps first, unless this process has `failed`.
+        """
         if not self._closed:
+            if not failed and self in _OPEN and len(_OPEN) == 1:  # of two Trainers, the next step may be either's
+                self._take_part_to_the_end()
+            _OPEN.discard(self)
             self._closed = True
             self.group.close(failed=failed)
             self.events.close()
             self.on_closed()
+
+    def _take_part_to_the_end(self) -> None:
+        try:
+            self.on_retire()
+        except JobError as error:
+            log.warning("%s; this worker had finished", error)
 
     # --- optimizer states by name
 

@@ -136,6 +136,7 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self.clock = 0
+        self._clock_at_barrier = 0  # the clock when all workers last waited for each other
         self.samples = 0
         self.wait_s = 0.0
         self.staleness: Counter[int] = Counter()  # steps by updates of others between the read and the push

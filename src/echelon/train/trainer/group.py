@@ -30,6 +30,7 @@ class GroupTrainer(Trainer, ABC):
     def average_buffers(self) -> None:
         """Set floating-point buffers (BatchNorm's statistics) to their mean over the group. All must call it."""
         if self._buffers and self._group.size > 1:
+            self.kvstore.before_barrier()
             mean = self._group.all_reduce(flatten(self._buffers)).result() / self._group.size
             unflatten(mean, self._buffers)
 
@@ -51,7 +52,8 @@ class GroupTrainer(Trainer, ABC):
         """Start to sum the vector of a step over the group."""
         rank, size = self._group.rank, self._group.size
         halt = self.kvstore.halt_flag
-        vector = step_vector(samples, halt, self.clock, used, rank=rank, size=size, active=active)
+        clock = self.clock - self._clock_at_barrier
+        vector = step_vector(samples, halt, clock, used, rank=rank, size=size, active=active)
         if self._group.device.type == "cpu":
             return self._group.all_reduce(torch.tensor(vector))
         # From pinned memory, so that the host does not wait until the device has finished its earlier work.

@@ -32,6 +32,7 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
     """Keeps the models of all workers equal, with servers that only sum."""
 
     kvstore: ServerStore
+    _lacks_steps = False  # whether other workers made steps while this one waited for them
 
     def _start(self) -> None:
         if isinstance(self.optimizer, LBFGS):
@@ -82,7 +83,8 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
         tickets += self._push([name for name in self._names if name not in gradients], 0, absent=samples)
         used = [name in gradients for name in self._names]
         rank, size = self.kvstore.rank, self._num_workers
-        flags = torch.tensor(step_vector(samples, 0.0, self.clock, used, rank=rank, size=size, active=active))
+        clock = self.clock - self._clock_at_barrier
+        flags = torch.tensor(step_vector(samples, 0.0, clock, used, rank=rank, size=size, active=active))
         began = time.perf_counter()
         self.kvstore.pushpull(_FLAGS, flags)
         self.kvstore.wait(tickets)
@@ -92,6 +94,14 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
             if count:
                 _set_gradient(self._parameters[name], self.kvstore.views(name)[0])
         return totals
+
+    def _step(self, samples: int) -> None:
+        if self._lacks_steps:
+            raise UsageError(
+                f"worker {self.kvstore.rank} waited in a barrier while others made steps, which its optimizer lacks; "
+                "give all workers the same number of batches between barriers, or leave out update_on_kvstore=False"
+            )
+        super()._step(samples)
 
     def _receive(self, totals: StepTotals) -> None:
         if not totals.clocks_are_equal:  # a request to stop comes with the servers' answers
@@ -105,6 +115,7 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
             why = f"worker {self.kvstore.rank} ran out of data before others, so its optimizer lacks the last steps; "
             refuse = _make_refusal(f"{why}save the optimizer of worker {sources[0]}")
             self._hooks.append(self.optimizer.register_state_dict_pre_hook(refuse))
+            self._lacks_steps = True
         self._pull_weights()
 
     def _push(self, names: list[str], samples: int, absent: int = 0) -> list[Ticket]:

@@ -72,7 +72,9 @@ class MeanGradientTrainer(Trainer, ABC):
         self._has_reduced = False  # whether there was a reduction since the last step
         self._samples_reduced = 0  # in the backward passes of this step
         self._last_totals: StepTotals | None = None
-        self.kvstore.on_retire = self._take_part_without_data
+        self._meets = False  # whether this worker waits for all others
+        self.kvstore.on_retire = self._retire
+        self.kvstore.before_barrier = self._take_part_without_data
         for name, parameter in self._parameters.items():
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_grad_hook(name)))
 
@@ -187,9 +189,21 @@ class MeanGradientTrainer(Trainer, ABC):
 
     # --- the end
 
+    def _retire(self) -> None:
+        self.kvstore.on_retire = self.kvstore.before_barrier = lambda: None
+        self._take_part_without_data()
+
     def _take_part_without_data(self) -> None:
-        """Take part in the reductions of the others until no worker has data, then make the weights equal."""
-        self.kvstore.on_retire = lambda: None
+        """Take part in the reductions of the others until all workers are here, then make the weights equal."""
+        if self._meets:
+            return  # `_make_equal` has barriers, too
+        self._meets, self._clock_at_barrier = True, self.clock
+        try:
+            self._take_part_until_all_are_here()
+        finally:
+            self._meets = False
+
+    def _take_part_until_all_are_here(self) -> None:
         while True:
             last = self._last_totals
             totals = self._exchange(0, active=False)

@@ -43,7 +43,9 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
                 parameter.data = parameter.data.contiguous()
         self._buckets = make_flat_buckets(self._parameters, self._group.size)
         self._broadcast_model()
-        self.kvstore.on_retire = self._take_part_without_data
+        self.kvstore.on_retire = self._retire
+        self.kvstore.before_barrier = self._take_part_without_data
+        self.kvstore.after_barrier = self._broadcast_weights  # other workers may have made steps meanwhile
 
     def _make_server_trainer(self, store: ServerStore) -> ServerTrainer:
         """Return a trainer without hooks, because gradients are complete when it is called."""
@@ -74,6 +76,7 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
         super().average_buffers()
         if self._server_trainer is not None:
             self._server_trainer.average_buffers()
+        self._broadcast_weights()  # other workers may have made steps meanwhile
         self._group.broadcast(self._buffers)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -116,9 +119,13 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
         self.zero_grad()
         return totals
 
+    def _retire(self) -> None:
+        self.kvstore.on_retire = self.kvstore.before_barrier = lambda: None
+        self._take_part_without_data()
+
     def _take_part_without_data(self) -> None:
-        """Make steps without samples until no device of the worker has data."""
-        self.kvstore.on_retire = lambda: None
+        """Make steps without samples until all devices of the worker are here."""
+        self._clock_at_barrier = self.clock
         while self._take_part(0, active=False).active.any():
             pass
 

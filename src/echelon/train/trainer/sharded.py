@@ -31,7 +31,8 @@ class ShardedTrainer(CollectiveTrainer, sharded_of=CollectiveTrainer):
     def _join(self) -> None:
         self._sharded = ShardedOptimizer(self._group, self.optimizer, self._buckets)
         self._reductions = BucketReductions(self._buckets, self._group.reduce_scatter)
-        self.kvstore.on_retire = self._take_part_without_data
+        self.kvstore.on_retire = self._retire
+        self.kvstore.before_barrier = self._take_part_without_data
         for name, parameter in self._parameters.items():
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_grad_hook(name)))
 
@@ -107,7 +108,7 @@ class ShardedTrainer(CollectiveTrainer, sharded_of=CollectiveTrainer):
         return totals
 
     def _take_part_without_data(self) -> None:
-        """Make steps without samples until no rank has data. A rank's shard is needed to the end."""
-        self.kvstore.on_retire = lambda: None
+        """Make steps without samples until all ranks are here. A rank's shard is needed to the end."""
+        self._clock_at_barrier = self.clock
         while self._take_part(0, active=False).active.any():
             pass
