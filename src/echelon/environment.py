@@ -46,6 +46,7 @@ class Job:
     rendezvous_port: int | None = None  # where worker 0 listens for stores without servers in a job that has servers
     local_workers: int | None = None  # workers on this machine, if the launcher chose OMP_NUM_THREADS for them
     joined_file: str | None = None  # to which the workers that create a store add a line, for the launcher
+    allow_optimizers: str | None = None  # import paths of users' own optimizers that servers may run, with commas
     rendezvous_hosted: bool = False  # torchrun already hosts a store at the scheduler's address
 
     @classmethod
@@ -187,6 +188,15 @@ def _seconds(name: str, text: str) -> float:
     return seconds
 
 
+def import_paths(name: str, text: str) -> str:
+    """Check import paths with commas between them, `package.module:Class`."""
+    for path in text.split(","):
+        module, _, kind = path.partition(":")
+        if not all(part.isidentifier() for part in (*module.split("."), *kind.split("."))):
+            raise UsageError(f"{name} {path}: write it as package.module:Class")
+    return text
+
+
 _VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # the variable of each field, and its parser
     "role": ("DMLC_ROLE", _role),
     "scheduler_host": ("DMLC_PS_ROOT_URI", _text),
@@ -212,6 +222,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # the variable
     "local_workers": ("ECHELON_LOCAL_WORKERS", _positive),
     "rendezvous_port": ("ECHELON_RENDEZVOUS_PORT", lambda name, text: _port(name, text) or None),
     "joined_file": ("ECHELON_JOINED_FILE", _text),
+    "allow_optimizers": ("ECHELON_ALLOW_OPTIMIZERS", import_paths),
     "rendezvous_hosted": ("TORCHELASTIC_USE_AGENT_STORE", lambda name, text: text == "True"),
 }
 _INHERITED = ("listen_fd", "device_fd")  # sockets of one process, which others do not have

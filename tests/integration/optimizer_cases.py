@@ -1,16 +1,21 @@
-"""Every optimizer that servers run: how to make it, and what a schedule changes in every step."""
+"""Every optimizer that servers run, what a schedule changes in every step, and loops with and without a Trainer."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from plain_loops import Net
+import torch
+from plain_loops import Batch, Net, State, assert_same_bits, loss_of, snapshot
 from torch import nn, optim
 from torch.optim import Optimizer
 
+import echelon
 from echelon import optim as mxnet
+from echelon.kvstore import KVStore
+from echelon.launch.in_process import run
 
 
 @dataclass(frozen=True)
@@ -68,3 +73,42 @@ CASES: dict[str, Case] = {
 }
 if hasattr(optim, "Muon"):  # since torch 2.9
     CASES["Muon"] = Case(optim.Muon, {}, lambda n: {"momentum": 0.95 - n / 50}, model=Matrices)
+
+
+def plain(case: Case, model: nn.Module, data: list[Batch]) -> State:
+    """Train with plain PyTorch and return the last weights."""
+    own = copy.deepcopy(model)
+    optimizer = case.make(own)
+    for number, batch in enumerate(data):
+        case.set(optimizer, number)
+        loss_of(own, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(own)
+
+
+def steps(case: Case, trainer: echelon.Trainer, data: list[Batch], first: int = 0) -> None:
+    """Make one step per batch with a Trainer."""
+    for number, batch in enumerate(data, first):
+        case.set(trainer.optimizer, number)
+        loss_of(trainer.model, batch).backward()
+        trainer.step(len(batch[0]))
+
+
+def trained(case: Case, model: nn.Module, parts: list[list[Batch]], store: str = "dist_sync", **job: Any) -> State:
+    """Train with a Trainer on every worker and return the last weights, which all workers have."""
+
+    def program(kv: KVStore) -> State:
+        torch.set_num_threads(1)
+        own = copy.deepcopy(model)
+        with echelon.Trainer(own, case.make(own), kv) as trainer:
+            steps(case, trainer, parts[kv.rank])
+            trainer.sync()
+            kv.barrier()
+            trainer.refresh()
+            return snapshot(own)
+
+    states = run(program, store, num_workers=len(parts), **job)
+    for state in states[1:]:
+        assert_same_bits(state, states[0])
+    return states[0]

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import CASES, Case
+from optimizer_cases import CASES, plain, steps, trained
 from plain_loops import (
-    Batch,
     State,
     assert_close,
     assert_same_bits,
@@ -33,45 +32,6 @@ from echelon.transport import TcpTransport
 pytestmark = pytest.mark.numeric
 
 STEPS = 5
-
-
-def plain(case: Case, model: nn.Module, data: list[Batch]) -> State:
-    """Train with plain PyTorch and return the last weights."""
-    own = copy.deepcopy(model)
-    optimizer = case.make(own)
-    for number, batch in enumerate(data):
-        case.set(optimizer, number)
-        loss_of(own, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return snapshot(own)
-
-
-def steps(case: Case, trainer: echelon.Trainer, data: list[Batch], first: int = 0) -> None:
-    """Make one step per batch with a Trainer."""
-    for number, batch in enumerate(data, first):
-        case.set(trainer.optimizer, number)
-        loss_of(trainer.model, batch).backward()
-        trainer.step(len(batch[0]))
-
-
-def trained(case: Case, model: nn.Module, parts: list[list[Batch]], store: str = "dist_sync", **job: Any) -> State:
-    """Train with a Trainer on every worker and return the last weights, which all workers have."""
-
-    def program(kv: KVStore) -> State:
-        torch.set_num_threads(1)
-        own = copy.deepcopy(model)
-        with echelon.Trainer(own, case.make(own), kv) as trainer:
-            steps(case, trainer, parts[kv.rank])
-            trainer.sync()
-            kv.barrier()
-            trainer.refresh()
-            return snapshot(own)
-
-    states = run(program, store, num_workers=len(parts), **job)
-    for state in states[1:]:
-        assert_same_bits(state, states[0])
-    return states[0]
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])

@@ -34,6 +34,7 @@ LAUNCHED = {  # the variables of seed 002's nodes, and those that an Echelon lau
     "ECHELON_LOCAL_WORKERS": "3",
     "ECHELON_RENDEZVOUS_PORT": "9093",
     "ECHELON_JOINED_FILE": "/tmp/joined",
+    "ECHELON_ALLOW_OPTIMIZERS": "mine.optimizers:Lion,other:Outer.Inner",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 JOB = Job(
@@ -61,6 +62,7 @@ JOB = Job(
     local_workers=3,
     rendezvous_port=9093,
     joined_file="/tmp/joined",
+    allow_optimizers="mine.optimizers:Lion,other:Outer.Inner",
     rendezvous_hosted=True,
 )
 
@@ -172,6 +174,7 @@ def test_an_invalid_number_is_rejected_with_the_name_of_its_variable(name: str, 
         ({"DMLC_ROLE": "server", "ECHELON_RANK": "2"}, "ECHELON_RANK is 2, .* has 2 servers: ranks go from 0 to 1"),
         ({"DMLC_NUM_SERVER": "0"}, "ECHELON_RANK is 1, .* has 0 servers: it has no servers"),
         ({"ECHELON_NUM_DEVICES": "0"}, "ECHELON_NUM_DEVICES is '0'; it must be 1 or more"),
+        ({"ECHELON_ALLOW_OPTIMIZERS": "a:B,Lion"}, "ECHELON_ALLOW_OPTIMIZERS Lion: write it as package.module:Class"),
         ({"ECHELON_DEVICE_PORT": "65536"}, "ECHELON_DEVICE_PORT is '65536'; a port is"),
     ],
 )

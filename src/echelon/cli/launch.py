@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from echelon.cluster.shares import read_groups
-from echelon.environment import Job
+from echelon.environment import Job, import_paths
 from echelon.errors import UsageError, unknown_name
 from echelon.launch import LAUNCHERS
 from echelon.train.flags.parser import Parser
@@ -72,6 +72,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--staleness", type=int, help="staleness bound of dist_ssync and dist_gsync")
     parser.add_argument("--groups", help="groups of dist_gsync: a groups file, or ranks as in 0,1,2/3")
     parser.add_argument("--run-dir", help="folder for events.jsonl")
+    parser.add_argument(
+        "--allow-optimizer",
+        action="append",
+        default=[],
+        metavar="PACKAGE.MODULE:CLASS",
+        help="an optimizer class of your own that the servers may import and run; can be given several times",
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="command …", help="the command of every worker")
     parser.set_defaults(run=run)
 
@@ -82,11 +89,24 @@ def run(options: argparse.Namespace) -> int:
     if not program:
         raise UsageError("no command to launch; give it last, for example: echelon launch -n 2 -s 2 python train.py")
     program = command_of(program)
-    job = job_from(options, staleness=options.staleness, groups=options.groups, run_dir=options.run_dir)
+    job = job_from(
+        options,
+        staleness=options.staleness,
+        groups=options.groups,
+        run_dir=options.run_dir,
+        allow_optimizers=_allowed(options.allow_optimizer),
+    )
     launcher = LAUNCHERS[options.launcher]
     launcher.check(job)
     _check_settings(job, launcher.hosts_of(job))
     return int(launcher.run(job, program))
+
+
+def _allowed(given: Sequence[str]) -> str | None:
+    """Return the optimizers that the flags or else the environment allow."""
+    if not given:
+        return Job.from_environment().allow_optimizers
+    return ",".join(import_paths("--allow-optimizer", path) for path in given)
 
 
 def command_of(program: Sequence[str]) -> list[str]:

@@ -32,6 +32,7 @@ def run(
     lr_scale: str = "share",
     transport: Transport | None = None,
     check_finite: bool = False,
+    allow_optimizers: str | None = None,
     timeout_s: float = 60.0,
 ) -> list[T]:
     """Run `program` on every worker and return the results by rank. The first error of any thread is raised."""
@@ -44,6 +45,7 @@ def run(
         num_servers=num_servers,
         timeout_s=timeout_s,
         stall_seconds=timeout_s / 2,
+        allow_optimizers=allow_optimizers,
     )
     results: dict[int, T] = {}
     errors: list[BaseException] = []

@@ -7,6 +7,7 @@ from importlib import import_module
 
 from torch.optim import Optimizer
 
+from echelon.environment import import_paths
 from echelon.errors import UsageError
 
 ANYWHERE = "Trainer(update_on_kvstore=False) with dist_sync, or a store without servers, runs any class"
@@ -28,14 +29,6 @@ def path_of(kind: type[Optimizer]) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def check_path(path: str) -> str:
-    """Return an import path if it has the form of one, or raise UsageError."""
-    module, _, name = path.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
-        raise UsageError(f"--allow-optimizer {path}: write it as package.module:Class")
-    return path
-
-
 def import_allowed(path: str, allowed: Collection[str]) -> type[Optimizer]:
     """Import a class that the launcher allows. Raise UsageError for any other, without importing anything."""
     if path not in allowed:
@@ -48,14 +41,14 @@ def import_allowed(path: str, allowed: Collection[str]) -> type[Optimizer]:
 
 def import_class(path: str) -> type[Optimizer]:
     """Import an optimizer class."""
-    module, _, names = check_path(path).partition(":")
+    module, _, names = import_paths("optimizer", path).partition(":")
     try:
         found: object = import_module(module)
         for name in names.split("."):
             found = getattr(found, name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever the module does when it is imported
         raise UsageError(
-            f"the optimizer {path} cannot be imported ({error}); put the folder of its module on PYTHONPATH"
+            f"the optimizer {path} cannot be imported ({error!r}); put the folder of its module on PYTHONPATH"
         ) from error
     if not (isinstance(found, type) and issubclass(found, Optimizer)):
         raise UsageError(f"{path} is not a subclass of torch.optim.Optimizer")

@@ -150,7 +150,7 @@ class Runner:
                 raise
             traceback.print_exc()
             raise JobError(
-                f"{_name(optimizer)}.step() failed on a {_described(weights)} parameter: {error!r}"
+                f"{_name(optimizer)}.step() failed on a parameter of shape {tuple(weights.shape)}: {error!r}"
             ) from error
         found = optimizer.state.pop(parameter, {})
         if found is not state:
@@ -229,7 +229,3 @@ def _instance(kind: type[Optimizer], options: Options) -> Optimizer:
 
 def _name(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
-
-
-def _described(weights: Tensor) -> str:
-    return "x".join(map(str, weights.shape)) or "scalar"

@@ -23,6 +23,7 @@ from echelon.cluster.messages import (
     ControlMessage,
     Failed,
     Finish,
+    Leave,
     Malformed,
     Push,
     Request,
@@ -66,15 +67,30 @@ def serve(job: Job, transport: Transport) -> int:
                 endpoint.wake()
 
             post.set_handler(on_message)
-            return _Server(post.rank, post.roster, endpoint, transport, events).run(inbox, lambda: post.control.lost)
+            allowed = (job.allow_optimizers or "").split(",")
+            server = _Server(post.rank, post.roster, endpoint, transport, events, allowed)
+            try:
+                return server.run(inbox, lambda: post.control.lost)
+            except JobError as error:  # of a user's own optimizer: all processes say why the job ends
+                post.control.send(Leave(str(error), failed=True))
+                raise
     except JobError as error:
         print(f"server stops: {error}", file=sys.stderr, flush=True)
         return 1
 
 
 class _Server:
-    def __init__(self, rank: int, roster: Roster, endpoint: Endpoint, transport: Transport, events: EventLog) -> None:
+    def __init__(
+        self,
+        rank: int,
+        roster: Roster,
+        endpoint: Endpoint,
+        transport: Transport,
+        events: EventLog,
+        allowed_optimizers: Sequence[str] = (),
+    ) -> None:
         self._rank = rank
+        self._allowed_optimizers = allowed_optimizers
         self._endpoint = endpoint
         self._events = events
         self._transport = transport
@@ -140,8 +156,9 @@ class _Server:
         if request.number not in self._shards:
             answer = partial(self._answer, request.number)
             workers = [worker for worker in self._view if worker not in self._closed.get(request.number, ())]
-            shard = Shard(self._rank, self._num_servers, workers, answer, self._transport.attach)
-            self._shards[request.number] = shard
+            self._shards[request.number] = Shard(
+                self._rank, self._num_servers, workers, answer, self._transport.attach, self._allowed_optimizers
+            )
 
     def _handle(self, worker: int, number: int, request: Request, frames: Sequence[memoryview]) -> None:
         self._shards[number].handle(worker, request, frames)

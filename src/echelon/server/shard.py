@@ -7,7 +7,7 @@ This module checks what all workers must agree on and dispatches requests. `pend
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from echelon.cluster.messages import (
@@ -69,15 +69,22 @@ class Shard:
     """The keys of one server. `answer(worker, response, frames)` sends; `attach(descriptor)` maps shared memory."""
 
     def __init__(
-        self, rank: int, num_servers: int, workers: Sequence[int], answer: Answer, attach: AttachMemory
+        self,
+        rank: int,
+        num_servers: int,
+        workers: Sequence[int],
+        answer: Answer,
+        attach: AttachMemory,
+        allowed_optimizers: Collection[str] = (),
     ) -> None:
+        """`allowed_optimizers`: the import paths of users' own optimizer classes that may run here."""
         self.rank = rank
         self._answer = answer
         self._attach = attach
         self._layout = Layout(num_servers)
         self._tensors = RequestTensors(self._layout, rank)
         self._storage = Storage(self._layout, rank)
-        self._optimization = Optimization(self._layout)
+        self._optimization = Optimization(self._layout, allowed_optimizers)
         self._states = ServerStates(self._layout, rank, self._storage, self._optimization)
         self._workers = {worker: _Worker() for worker in workers}
         self._config: Configure | None = None

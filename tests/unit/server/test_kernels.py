@@ -102,7 +102,7 @@ class Moves(torch.optim.SGD):
     [
         (Counts, r"Counts changes group\['count'\] in step\(\). .* runs any class"),
         (Remembers, r"Remembers changes self.steps in step\(\). .* runs any class"),
-        (Fails, r"Fails.step\(\) failed on a 2x3 parameter: RuntimeError\('no luck'\)"),
+        (Fails, r"Fails.step\(\) failed on a parameter of shape \(2, 3\): RuntimeError\('no luck'\)"),
     ],
 )
 def test_a_class_that_cannot_run_on_one_parameter_at_a_time(kind: type[torch.optim.SGD], words: str) -> None:
