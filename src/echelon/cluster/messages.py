@@ -270,6 +270,9 @@ class Pull(_Message, frozen=True):
     framed: bool
 
 
+FROM_NOW = -1
+
+
 class PullRows(_Message, frozen=True):
     """Asks for some rows of a row-sparse key at this worker's clock. One frame has their numbers on this server."""
 
@@ -279,7 +282,10 @@ class PullRows(_Message, frozen=True):
 
 
 class PullChanges(_Message, frozen=True):
-    """Asks for the rows of row-sparse keys that are newer than `since`, the versions that this worker has."""
+    """Asks for the rows of row-sparse keys that are newer than `since`, the versions that this worker has.
+
+    `FROM_NOW` asks for none, and for the version that the server has: later requests name it.
+    """
 
     id: int
     clock: int

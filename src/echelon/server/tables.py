@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from echelon.cluster.messages import FROM_NOW
 from echelon.cluster.placement import Layout
 from echelon.server.kernel import Progress
 from echelon.server.memory import TORCH_DTYPES, master_dtype, zeros
@@ -52,8 +53,9 @@ class Table:
         return [self._states[name] for name in names]
 
     def clear_states(self) -> None:
-        """Forget the optimizer states."""
-        self._states.clear()
+        """Set all optimizer states to zero, where they are."""
+        for state in self._states.values():
+            state.zero_()
 
 
 class Tables:
@@ -130,8 +132,8 @@ class ChangedRows:
 
     def __init__(self, tables: Tables, worker: int, since: Mapping[int, int]) -> None:
         self._tables = tables
-        self._since = since
-        for key, version in since.items():
+        self._since = {key: tables[key].log.version if v == FROM_NOW else v for key, v in since.items()}
+        for key, version in self._since.items():
             tables[key].log.expect(worker, version)
 
     def buffers(self) -> list[memoryview]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.cluster.messages import Init, PullChanges, PullRows, Push, PutRows, Setting
+from echelon.cluster.messages import FROM_NOW, Init, PullChanges, PullRows, Push, PutRows, Setting
 from echelon.cluster.placement import ITEM_BYTES, Slot
 from echelon.errors import JobError
 from echelon.kvstore.servers.client import Client, Ticket
@@ -110,7 +110,7 @@ class RowWire:
             keys = list(by_key)
             counts = [len(numbers) for numbers, _ in by_key.values()]
             frames = [as_frame(tensor) for pair in by_key.values() for tensor in pair]
-            since = [self._versions.get((server, key), -1) for key in keys] if pull else []
+            since = [self._versions.get((server, key), FROM_NOW) for key in keys] if pull else []
             request = self._client.next_id()
             rest = (list(lrs), pull, True, halt, 0, more, absent, settings, counts, since)
             message = Push(request, clock, keys, samples, *rest, gated=gated)
@@ -121,14 +121,17 @@ class RowWire:
         return sent
 
     def pull_changes(self, slots: Sequence[Slot]) -> list[Ticket]:
-        """Ask for the rows of some keys that changed since this worker's last read. The answers go to `receive`."""
+        """Ask for the rows of some keys that changed since this worker's last read. The answers go to `receive`.
+
+        The first request brings none: those that change afterwards count.
+        """
         tickets = []
         clocks = {self._wire.clock(slot) for slot in slots}
         for clock in clocks:
             chosen = [slot for slot in slots if self._wire.clock(slot) == clock]
             for server in self._servers(chosen):
                 keys = [slot.key for slot in chosen if self._map(slot).count(server)]
-                since = [self._versions.get((server, key), -1) for key in keys]
+                since = [self._versions.get((server, key), FROM_NOW) for key in keys]
                 request = PullChanges(self._client.next_id(), clock, keys, since)
                 tickets.append(self._client.send(server, request))
                 self._asked[request.id] = keys
@@ -140,11 +143,6 @@ class RowWire:
             keys = self._asked.pop(ticket.id, None)
             if keys is not None:
                 yield from self._parts(ticket, keys, note_versions=True)
-
-    def has_all(self, slots: Sequence[Slot]) -> None:
-        """Record that this worker has the first version of keys, which nobody has changed yet."""
-        for slot in slots:
-            self._versions |= {(server, slot.key): 0 for server in self._servers([slot])}
 
     # --- internals
 

@@ -66,12 +66,11 @@ class SparseTables:
         self._names = {slot.key: name for name, slot in self._slots.items()}
 
     def fetch_all(self) -> None:
-        """Copy whole tables from the servers into the parameters. Nobody changes them meanwhile."""
-        if self._store.rank != self._store.workers[0]:
+        """Copy whole tables from the servers into the parameters."""
+        self.fetch_changes()  # from now on, servers keep for this worker what changes
+        if self._store.rank != self._store.workers[0]:  # whose values the servers have
             for name, slot in self._slots.items():
                 self._store.rows.pull(slot, [self.parameters[name].data])
-        self._store.rows.has_all(list(self._slots.values()))
-        self.fetch_changes()  # and let the servers keep for this worker what changes from now on
 
     def fetch_changes(self) -> None:
         """Copy the rows that changed since the last read into the parameters."""
