@@ -29,6 +29,8 @@ import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run as run_with_servers
+from echelon.train.trainer import collective
+from echelon.train.trainer.flat_buckets import make_flat_buckets
 from forked import Fork
 from forked import run as run_in_group
 
@@ -256,6 +258,76 @@ def test_reentrant_checkpoints(where: tuple[str, ...], tmp_path: Path) -> None:
     assert_as_ddp(with_trainer(clips_by_norm, net, data), expected, data)
 
 
+class Words(nn.Module):
+    """Embeddings with sparse gradients beside a dense layer. The workers use different rows, and one word twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 4, sparse=True)
+        self.bag = nn.EmbeddingBag(30, 4, sparse=True, mode="sum")
+        self.last = nn.Linear(4, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        words = (images.flatten(1)[:, :6].abs() * 10).long()
+        logits: Tensor = self.last(self.table(words % 50).mean(1) + self.bag(words % 30))
+        return logits
+
+
+def plain_sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.1)  # with weight decay or momentum, SGD refuses sparse gradients
+
+
+def test_sparse_gradients_are_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "make_optimizer", plain_sgd)
+    net, data = seeded(Words), parts()
+    expected = with_ddp(reads_gradients, net, data, tmp_path)
+    found = with_trainer(reads_gradients, net, data)
+    assert any(gradient.is_sparse for gradient in found[0][1])
+    assert_as_ddp(found, expected, data)
+
+
+@pytest.mark.parametrize("store", ["nccl", "dist_sync"])
+def test_sparse_gradients_are_refused_where_they_cannot_be_averaged(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "make_optimizer", plain_sgd)
+    with pytest.raises(UsageError, match=r"'(bag|table).weight' has sparse gradients, which"):
+        with_trainer(reads_gradients, seeded(Words), parts(1), store)
+
+
+@pytest.mark.parametrize("store", ["nccl_allreduce", "dist_sync"])
+def test_parameters_that_the_optimizer_gets_later(store: str) -> None:
+    """A part is frozen at first and later made trainable; another part is added to the optimizer later."""
+
+    def loop(worker: Worker, data: Sequence[Batch]) -> None:
+        last, first = worker.net.get_submodule("last"), worker.net.get_submodule("first")
+        for step, batch in enumerate(data):
+            if step == 1:
+                worker.net.get_submodule("middle").requires_grad_(True)
+            if step == 2:
+                nn.init.constant_(last.get_parameter("bias"), 0.1 * (1 + worker.rank))  # rank 0's values count
+                worker.optimizer.add_param_group({"params": last.parameters(), "lr": 0.3})
+            worker.backward(worker.loss(batch))
+            worker.step()
+            first.requires_grad_(step != 2)
+            worker.optimizer.zero_grad()
+
+    def without_last(model: nn.Module) -> Optimizer:
+        model.get_submodule("middle").requires_grad_(False)
+        return SGD([p for name, p in model.named_parameters() if "last" not in name], lr=0.1, momentum=0.9)
+
+    net, data = seeded(Net), parts()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "make_optimizer", without_last)
+        found = with_trainer(loop, net, data, store)
+    plain = copy.deepcopy(net)
+    optimizer = without_last(plain)
+    loop(Worker(0, plain, plain, optimizer, optimizer.step, nullcontext), joined(data))
+    assert_close(found[0][0], snapshot(plain), tolerances.of_training(joined(data)))
+    for state, _ in found:
+        assert_same_bits(state, found[0][0])
+
+
 def test_a_graph_that_is_retained_for_a_second_backward_pass() -> None:
     """DDP does not average the second pass. One process on all data shows what is right."""
 
@@ -323,23 +395,34 @@ def test_a_step_on_some_workers_only_is_an_error() -> None:
             with_trainer(loop, seeded(Net), parts(), store)
 
 
-def test_a_backward_pass_that_fails_in_the_middle_cannot_be_repeated() -> None:
-    def program(kv: KVStore) -> str:
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_backward_pass_that_fails_can_be_repeated_if_nothing_was_sent(sends: bool) -> None:
+    """Then the others wait for the next pass of the worker. Otherwise it has missed a part of what they did."""
+
+    def program(kv: KVStore) -> State:
+        if sends:
+            vars(collective)["make_flat_buckets"] = partial(make_flat_buckets, limit=100)  # in this process only
         model = seeded(Net)
+        failures = [ArithmeticError("in a hook")] if kv.rank == 0 else []
+
+        def fail_once(_: Tensor) -> None:
+            if failures:
+                raise failures.pop()
+
         with echelon.Trainer(model, make_optimizer(model), kv) as trainer:
-            if kv.rank == 0:
-                model.get_parameter("first.weight").register_hook(fail)
-            batch = batches(1)[0]
-            for _ in range(2):
+            model.get_parameter("first.weight").register_hook(fail_once)
+            for images, labels in batches(3):
                 try:
-                    nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
-                    trainer.step()
+                    nn.functional.cross_entropy(model(images), labels).backward()
                 except ArithmeticError:
-                    pass
-        return "done"
+                    trainer.zero_grad()
+                else:
+                    trainer.step()
+        return snapshot(model)
 
-    def fail(_: Tensor) -> None:
-        raise ArithmeticError("in a hook")
-
-    with pytest.raises(UsageError, match="worker 0: a backward pass failed at clock 0"):
-        run_in_group(program, "nccl_allreduce", num_workers=2)
+    if sends:
+        with pytest.raises(UsageError, match="worker 0: a backward pass failed at clock 0"):
+            run_in_group(program, "nccl_allreduce", num_workers=2)
+    else:
+        found = run_in_group(program, "nccl_allreduce", num_workers=2)
+        assert_same_bits(found[0], found[1])

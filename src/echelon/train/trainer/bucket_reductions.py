@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from echelon.errors import UsageError
 from echelon.kvstore.collective.process_group import Reduction
 from echelon.train.trainer.flat_buckets import FlatBucket
+from echelon.train.trainer.sparse_rows import as_dense
 
 _ABSENT = -1  # the version of a gradient that does not exist
 
@@ -22,6 +22,7 @@ class BucketReductions:
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.parameters}
         self._pending: list[Reduction] = []  # in the order of the buckets
         self._versions: dict[str, int] = {}  # of the gradients that were sent
+        self._densified: set[str] = set()  # parameters of which it was logged
         self.given: set[str] = set()  # parameters whose gradients were sent
 
     @property
@@ -77,9 +78,9 @@ class BucketReductions:
     def _start_next(self, samples: int) -> None:
         bucket = self._buckets[self.num_started]
         for name, parameter in bucket.parameters.items():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = as_dense(name, parameter.grad, self._densified)
             gradient = parameter.grad
-            if gradient is not None and gradient.is_sparse:
-                raise UsageError(f"the gradient of {name!r} is sparse, which this store cannot sum; use sparse=False")
             self._versions[name] = _version(gradient)
             if gradient is not None and samples:
                 self.given.add(name)

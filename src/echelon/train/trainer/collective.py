@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS
 
 from echelon.errors import UsageError
@@ -23,6 +23,8 @@ from echelon.train.trainer.bucket_reductions import BucketReductions
 from echelon.train.trainer.flat_buckets import make_flat_buckets
 from echelon.train.trainer.group import GroupTrainer
 from echelon.train.trainer.mean_gradients import MeanGradientTrainer, StepTotals
+from echelon.train.trainer.sparse_gather import SparseGradients
+from echelon.train.trainer.sparse_rows import find_tables
 
 
 class CollectiveTrainer(MeanGradientTrainer, GroupTrainer, store=CollectiveStore):
@@ -40,12 +42,24 @@ class CollectiveTrainer(MeanGradientTrainer, GroupTrainer, store=CollectiveStore
         if self._group.size > 1:
             self._agree_on_parameters()
             self._broadcast_model()
-            self._buckets = make_flat_buckets(self._parameters, self._group.size)
+            tables = find_tables(self.model, self._parameters, self.optimizer)
+            self._tables = SparseGradients({name: self._parameters[name] for name in tables}, self._group)
+            dense = {name: p for name, p in self._parameters.items() if name not in tables}
+            self._buckets = make_flat_buckets(dense, self._group.size)
             self._join()
 
     def _join(self) -> None:
         self._reductions = BucketReductions(self._buckets, self._group.all_reduce)
         self._start_reducing(self._group.size)
+
+    def _add_to_store(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._check_same_parameters("parameters that the optimizer got", parameters)
+        self._group.broadcast(list(parameters.values()))
+        tables = find_tables(self.model, parameters, self.optimizer)
+        self._tables.parameters = {**self._tables.parameters, **{name: parameters[name] for name in tables}}
+        dense = {name: p for name, p in parameters.items() if name not in tables}
+        self._buckets += make_flat_buckets(dense, self._group.size)
+        self._reductions = BucketReductions(self._buckets, self._group.all_reduce)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load weights and buffers into the model; those of rank 0 count. All workers call it."""
@@ -54,7 +68,13 @@ class CollectiveTrainer(MeanGradientTrainer, GroupTrainer, store=CollectiveStore
 
     # --- a step
 
+    @property
+    def _has_sent_early(self) -> bool:
+        return self._reductions.num_started > 0
+
     def _send_early(self, name: str, samples: int) -> None:
+        if name in self._tables.parameters:
+            return  # sent at the end of backward
         if self._reductions.was_sent(name):
             raise UsageError(
                 f"worker {self.kvstore.rank}: the gradient of {name!r} changed after it was sent during the same "
@@ -64,7 +84,7 @@ class CollectiveTrainer(MeanGradientTrainer, GroupTrainer, store=CollectiveStore
 
     def _reduce(self, samples: int, *, active: bool) -> StepTotals:
         self._reductions.start_rest(samples)
-        given = self._reductions.given
+        given = self._reductions.given | self._tables.given(samples)
         pending = self._reduce_step_vector(samples, active, (name in given for name in self._names))
         began = time.perf_counter()
         sums = self._reductions.results()
@@ -82,6 +102,7 @@ class CollectiveTrainer(MeanGradientTrainer, GroupTrainer, store=CollectiveStore
         for bucket, total in zip(self._buckets, sums, strict=True):
             total /= divisor
             bucket.write_gradients(total, used)
+        self._tables.reduce(samples, divisor, used)
         self._reductions.clear()
         return totals
 

@@ -7,7 +7,7 @@ from abc import ABC
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from echelon.kvstore.collective.process_group import ProcessGroup, Reduction
 from echelon.kvstore.collective.store import CollectiveStore
@@ -41,8 +41,11 @@ class GroupTrainer(Trainer, ABC):
     def _agree_on_parameters(self) -> None:
         """Raise UsageError if another process of the group has other parameters, or clips to another norm."""
         self._group.check_same("max_grad_norm", str(self.max_grad_norm))
-        shapes = ", ".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self._parameters.items())
-        self._group.check_same("the model's parameters", shapes)
+        self._check_same_parameters("the model's parameters", self._parameters)
+
+    def _check_same_parameters(self, what: str, parameters: Mapping[str, nn.Parameter]) -> None:
+        shapes = ", ".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items())
+        self._group.check_same(what, shapes)
 
     def _broadcast_model(self) -> None:
         """Copy rank 0's weights (frozen ones, too) and buffers to the whole group."""

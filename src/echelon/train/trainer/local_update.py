@@ -24,8 +24,9 @@ from echelon.train.trainer.base import flatten, unflatten
 from echelon.train.trainer.clipping import check_same_limit
 from echelon.train.trainer.mean_gradients import MeanGradientTrainer, StepTotals, step_vector
 from echelon.train.trainer.server import BUFFERS, ServerTrainer
+from echelon.train.trainer.sparse_rows import as_dense, find_tables
 
-_FLAGS = "flags of the step"  # the key of the short vector
+_FLAGS = "flags of the step"  # the first words of the key of the step vectors
 
 
 class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
@@ -37,15 +38,20 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
     def _start(self) -> None:
         if isinstance(self.optimizer, LBFGS):
             raise UsageError("LBFGS needs a closure that computes the loss again; a Trainer does not have one")
+        self._densified: set[str] = set()  # parameters whose sparse gradients are sent as dense ones
         if self.kvstore.optimizer_spec is not None:
             raise UsageError(
                 f"update_on_kvstore=False, but the store updates with {self.kvstore.optimizer_spec.name}; do not call "
                 "set_optimizer on the store of this Trainer"
             )
         self.kvstore.init(self._names, [parameter.detach() for parameter in self._parameters.values()])
+        if tables := find_tables(self.model, self._parameters, self.optimizer):
+            raise UsageError(
+                f"{tables[0]!r} has sparse gradients, which update_on_kvstore=False cannot average: leave it out, so "
+                "that servers update the rows, or use a store without servers"
+            )
         num_workers = 1 + max(self.kvstore.workers)
-        length = len(step_vector(0, 0, 0, [False] * len(self._names), rank=0, size=num_workers, active=True))
-        self.kvstore.init(_FLAGS, torch.zeros(length))
+        self._make_flags_key(len(self._names), num_workers)
         if self._buffers:
             self.kvstore.make_vectors(BUFFERS, sum(buffer.numel() for buffer in self._buffers))
         check_same_limit(self.kvstore, self.max_grad_norm)
@@ -70,6 +76,21 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
         self.kvstore.pull(self._names, [parameter.detach() for parameter in self._parameters.values()])
         self.kvstore.barrier()  # before anybody replaces them by gradients
 
+    def _make_flags_key(self, num_parameters: int, num_workers: int) -> None:
+        """Create a key for the step vectors, whose length depends on the number of parameters."""
+        vector = step_vector(0, 0, 0, [False] * num_parameters, rank=0, size=num_workers, active=True)
+        self._flags_key = f"{_FLAGS} of {num_parameters} parameters"
+        self.kvstore.init(self._flags_key, torch.zeros(len(vector)))
+
+    def _add_to_store(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        names, values = list(parameters), [parameter.detach() for parameter in parameters.values()]
+        self.kvstore.broadcast(names, values, values)
+        self._make_flags_key(len(self._names) + len(names), self._num_workers)
+
+    @property
+    def _has_sent_early(self) -> bool:
+        return False
+
     def _send_early(self, name: str, samples: int) -> None:
         pass  # all is sent at the end of backward
 
@@ -77,7 +98,7 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
         gradients = {name: p.grad for name, p in self._parameters.items() if samples and p.grad is not None}
         for name, gradient in gradients.items():
             if gradient.is_sparse:
-                raise UsageError(f"the gradient of {name!r} is sparse, which servers do not support; use sparse=False")
+                gradient = self._parameters[name].grad = as_dense(name, gradient, self._densified)
             self.kvstore.views(name)[1].copy_(gradient.detach())
         tickets = self._push(list(gradients), samples)
         tickets += self._push([name for name in self._names if name not in gradients], 0, absent=samples)
@@ -86,7 +107,7 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
         clock = self.clock - self._clock_at_barrier
         flags = torch.tensor(step_vector(samples, 0.0, clock, used, rank=rank, size=size, active=active))
         began = time.perf_counter()
-        self.kvstore.pushpull(_FLAGS, flags)
+        self.kvstore.pushpull(self._flags_key, flags)
         self.kvstore.wait(tickets)
         self.wait_s += time.perf_counter() - began
         totals = StepTotals.of(flags, size)

@@ -16,11 +16,11 @@ A reduction also sums a short vector (`StepVector`), with which workers detect t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from echelon.errors import UsageError
@@ -75,10 +75,22 @@ class MeanGradientTrainer(Trainer, ABC):
         self._meets = False  # whether this worker waits for all others
         self.kvstore.on_retire = self._retire
         self.kvstore.before_barrier = self._take_part_without_data
-        for name, parameter in self._parameters.items():
+        self._watch_gradients(self._parameters)
+
+    def _watch_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._make_grad_hook(name)))
 
     # --- what the kinds provide
+
+    @property
+    @abstractmethod
+    def _has_sent_early(self) -> bool:
+        """Whether gradients were sent since the last reduction."""
+
+    @abstractmethod
+    def _add_to_store(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Let parameters that the optimizer has got since the start take part, with rank 0's values. All call it."""
 
     @abstractmethod
     def _send_early(self, name: str, samples: int) -> None:
@@ -122,14 +134,44 @@ class MeanGradientTrainer(Trainer, ABC):
         self._backward = None
         self._samples_reduced += self._weight
 
-    def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._reduces:
-            self._check_backward_has_ended()
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() < 0:  # not inside a checkpoint
+            self._prepare()
         super()._before_forward(module, args, kwargs)
 
+    def _prepare(self) -> None:
+        """Do what must happen between two backward passes."""
+        if self._reduces:
+            self._check_backward_has_ended()
+        if late := self._late_parameters():
+            if self._reduces:
+                self._add_to_store(late)
+                self._watch_gradients(late)
+                self._has_added = True  # their gradients, if they have any, were not reduced
+            self._parameters = {**self._parameters, **late}
+            self._names = list(self._parameters)
+            self._frozen = {name: p for name, p in self._frozen.items() if name not in late}
+
+    def _late_parameters(self) -> dict[str, nn.Parameter]:
+        """Return parameters that the optimizer got, or that were made trainable, after the Trainer was created."""
+        known = {id(parameter) for parameter in self._parameters.values()}
+        groups = self.optimizer.param_groups
+        late = {id(p) for group in groups for p in group["params"] if p.requires_grad and id(p) not in known}
+        if not late:
+            return {}
+        found = {name: p for name, p in self.model.named_parameters() if id(p) in late}
+        if len(found) < len(late):
+            raise UsageError(f"the optimizer got {len(late) - len(found)} parameters that do not belong to the model")
+        return dict(reversed(found.items()))
+
     def _check_backward_has_ended(self) -> None:
-        """Raise UsageError after a backward pass that failed, because other workers have finished it."""
-        if self._backward is not None and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() < 0:
+        """Handle a backward pass that failed. If it sent gradients, the other workers have finished it.
+
+        Otherwise they wait for the next pass of this worker.
+        """
+        if self._backward is not None and not self._has_sent_early:
+            self._backward = None
+        if self._backward is not None:
             raise UsageError(
                 f"worker {self.kvstore.rank}: a backward pass failed at clock {self.clock} after it had sent "
                 "gradients, so this worker cannot continue with the others; end it"
@@ -152,10 +194,10 @@ class MeanGradientTrainer(Trainer, ABC):
         return samples
 
     def _step(self, samples: int) -> None:
+        self._prepare()
         if not self._reduces:
             super()._step(samples)
             return
-        self._check_backward_has_ended()
         self._check_frozen()
         if self._has_added or not self._has_reduced:
             for name, parameter in self._parameters.items():

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from echelon.errors import UsageError
 from echelon.kvstore.multi_device import MultiDeviceStore
 from echelon.kvstore.servers.store import ServerStore
 from echelon.train.trainer.flat_buckets import make_flat_buckets
 from echelon.train.trainer.group import GroupTrainer
 from echelon.train.trainer.mean_gradients import StepTotals
 from echelon.train.trainer.server import ServerTrainer
+from echelon.train.trainer.sparse_rows import find_tables
 
 
 class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
@@ -41,6 +43,11 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
         elif self._group.device.type == "cpu":
             for parameter in self._parameters.values():  # as in the store's memory, where device 0's are
                 parameter.data = parameter.data.contiguous()
+        if tables := find_tables(self.model, self._parameters, self.optimizer):
+            raise UsageError(
+                f"{tables[0]!r} has sparse gradients, which the devices of a worker in front of servers cannot add: "
+                "use sparse=False, one device per worker, or nccl_allreduce"
+            )
         self._buckets = make_flat_buckets(self._parameters, self._group.size)
         self._broadcast_model()
         self.kvstore.on_retire = self._retire

@@ -27,6 +27,9 @@ class ShardedTrainer(CollectiveTrainer, sharded_of=CollectiveTrainer):
     def _start(self) -> None:
         check_elementwise(self.optimizer)
         super()._start()
+        if self._group.size > 1 and self._tables.parameters:
+            name = next(iter(self._tables.parameters))
+            raise UsageError(f"{name!r} has sparse gradients, which nccl cannot divide among ranks: use nccl_allreduce")
 
     def _join(self) -> None:
         self._sharded = ShardedOptimizer(self._group, self.optimizer, self._buckets)
@@ -80,7 +83,11 @@ class ShardedTrainer(CollectiveTrainer, sharded_of=CollectiveTrainer):
         if self._group.size == 1:
             super()._step(samples)
             return
-        self._check_frozen()
+        if late := self._late_parameters():
+            raise UsageError(
+                f"the optimizer got {', '.join(late)} after the Trainer was created, but nccl has divided its state "
+                "among the ranks: close this Trainer and create another one, or use nccl_allreduce"
+            )
         if (name := self._reductions.changed()) is not None:
             raise UsageError(
                 f"the gradient of {name!r} was changed after nccl had sent it during backward; to clip, pass "

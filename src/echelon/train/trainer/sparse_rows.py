@@ -35,7 +35,7 @@ def find_tables(model: nn.Module, parameters: Mapping[str, nn.Parameter], optimi
         if module.max_norm is not None and number in names:
             raise UsageError(
                 f"the table of {names[number]!r} has max_norm={module.max_norm}, which changes rows in the forward "
-                "pass of one worker; servers do not support it with sparse=True: use sparse=False"
+                "pass of one worker only; use sparse=False"
             )
     if isinstance(optimizer, SparseAdam):
         return list(parameters)
