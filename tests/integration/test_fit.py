@@ -305,6 +305,19 @@ def test_mixup_and_smoothing_change_the_training(tmp_path: Path) -> None:
     assert not same(results["plain"], results["mixed"])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_max_grad_norm_limits_how_far_a_step_moves_the_weights(tmp_path: Path, dtype: str) -> None:
+    options = replace(OPTIONS, num_epochs=1, momentum=0.0, weight_decay=0.0, lr_step_epochs="", dtype=dtype)
+    found = {}
+    for limit in (1e-9, 1e-3, None):
+        prefix = tmp_path / str(limit)
+        fit(replace(options, max_grad_norm=limit, model_prefix=str(prefix)))
+        trained = load(path_for(prefix, 0, 1)).weights
+        found[limit] = torch.cat([trained[name].flatten() for name in sorted(trained)])
+    moved, free = (float((found[limit] - found[1e-9]).norm()) for limit in (1e-3, None))
+    assert 0 < moved < 1.01 * STEPS * options.lr * 1e-3 < free
+
+
 def test_half_precision_learns_with_float32_weights(tmp_path: Path) -> None:
     for dtype in ("bfloat16", "float16"):
         prefix = tmp_path / dtype
