@@ -144,7 +144,7 @@ class Trainer:
         self._overlap = overlap
         self._check_finite = check_finite
         self._push_factors = push_factors
-        self.max_grad_norm = check_max_norm(max_grad_norm)
+        self._max_grad_norm = check_max_norm(max_grad_norm)
         self.grad_norm: Tensor | None = None  # of the last step, before it was clipped
         self._accumulating = False
         self._samples_seen: int | None = None  # in the batch, as the forward pass saw it
@@ -174,6 +174,11 @@ class Trainer:
                 "dist_device_sync, which sums over all devices without servers and updates in each process"
             )
         return cls._with_local_update
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm that gradients are clipped to. It cannot change, because all workers must have the same."""
+        return self._max_grad_norm
 
     # --- the loop
 
