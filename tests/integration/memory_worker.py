@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import sys
 from pathlib import Path
 
 import psutil
@@ -80,7 +81,9 @@ def main() -> None:
     pids = servers() if kv.rank == 0 else []
     servers_before = {pid: resident(pid)[0] for pid in pids}
     kv.barrier()
-    trainer = echelon.Trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), kv)
+    trainer = echelon.Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), kv, lazy_pull=sys.argv[1] == "lazy"
+    )
     for _ in range(3):
         step(model, trainer)
     kv.barrier()

@@ -260,7 +260,7 @@ class WithUnused(Wide):
     ("step", "said"),
     [
         (second_derivative, "a second derivative needs the weights' gradients; use push_factors=False"),
-        (clipped, r"was changed after gradients were sent.*overlap=False"),
+        (clipped, r"would change the gradient of .*, which was sent during backward.*overlap=False"),
     ],
 )
 def test_steps_that_factors_do_not_support_are_errors(step: Step, said: str) -> None:

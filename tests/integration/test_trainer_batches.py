@@ -95,7 +95,7 @@ def test_two_backward_passes_need_accumulate() -> None:
 
     def program(kv: KVStore) -> str:
         model = seeded(Net)
-        with echelon.Trainer(model, momentum(model), kv) as trainer:
+        with echelon.Trainer(model, momentum(model), kv, overlap=True) as trainer:
             batch = batches(1)[0]
             loss_of(model, batch).backward()
             with pytest.raises(UsageError) as caught:
@@ -196,7 +196,7 @@ def test_after_a_wrong_batch_size_the_right_one_is_accepted() -> None:
                 trainer.step(7)
         end_step(optimizer, trainer, 6)
 
-    assert_same_bits(*with_and_without_trainer(seeded(Net), step))
+    assert_same_bits(*with_and_without_trainer(seeded(Net), step, overlap=True))
 
 
 def test_without_overlap_any_batch_size_is_accepted() -> None:
@@ -208,13 +208,24 @@ def test_without_overlap_any_batch_size_is_accepted() -> None:
     assert_same_bits(*with_and_without_trainer(seeded(Net), step, overlap=False))
 
 
-def test_step_needs_a_batch_size_without_a_training_mode_forward_pass() -> None:
+def test_step_without_any_forward_pass_of_the_model_counts_one_sample() -> None:
+    """All workers then count the same, as under DDP."""
+
+    def step(model: nn.Module, optimizer: Optimizer, trainer: echelon.Trainer | None, batch: Batch) -> None:
+        nn.functional.cross_entropy(model.forward(batch[0]), batch[1]).backward()  # runs no hooks
+        end_step(optimizer, trainer)
+        assert trainer is None or trainer.samples == trainer.clock
+
+    assert_same_bits(*with_and_without_trainer(seeded(Net), step))
+
+
+def test_a_step_whose_batch_size_is_missing_after_others_had_one() -> None:
     model = seeded(Net)
     with create("local") as kv, echelon.Trainer(model, momentum(model), kv) as trainer:
-        with pytest.raises(UsageError, match="step\\(\\) could not infer the batch size"):
-            trainer.step()
+        loss_of(model, batches(1)[0]).backward()
+        trainer.step()
         with torch.no_grad():
             model(batches(1)[0][0])
         with pytest.raises(UsageError, match="step\\(\\) could not infer the batch size"):
             trainer.step()
-        assert trainer.clock == 0
+        assert trainer.clock == 1

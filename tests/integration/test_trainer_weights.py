@@ -73,7 +73,7 @@ def test_readers_wait_for_late_weights(make: Callable[[], nn.Module], reader: st
             mine.register_forward_pre_hook(lambda module, _: None if torch.is_grad_enabled() else reading.release())
             mine.register_state_dict_pre_hook(lambda *_: reading.release())
         seen = []
-        with echelon.Trainer(mine, momentum(mine), kv, overlap=kv.rank == 0) as trainer:
+        with echelon.Trainer(mine, momentum(mine), kv, overlap=kv.rank == 0, lazy_pull=True) as trainer:
             for batch in data:
                 loss_of(mine, batch).backward()
                 if kv.rank == 1:
@@ -128,17 +128,3 @@ def test_a_model_can_be_used_and_saved_after_close() -> None:
     model = Net()
     model.load_state_dict(state)
     assert torch.equal(model(batches(1)[0][0]), output)
-
-
-def test_load_state_dict_of_a_model_with_a_trainer_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    def program(kv: KVStore) -> None:
-        model = seeded(Net)
-        weights = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-        with echelon.Trainer(model, momentum(model), kv) as trainer:
-            trainer.load_weights(weights)
-            copy.deepcopy(model).load_state_dict(weights)
-            assert not caplog.messages
-            model.load_state_dict(weights)
-
-    on_one_worker(program, "dist_sync")
-    assert "call trainer.load_weights(weights) on all workers" in caplog.messages[0]

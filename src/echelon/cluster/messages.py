@@ -241,6 +241,7 @@ class Push(_Message, frozen=True):
     rows         if given, the keys are row-sparse, and the push carries this many rows of each: a frame with the
                  numbers of the rows on this server (int64, ascending), then a frame with their values
     since        for each row-sparse key, the version of the rows that this worker has: the answer brings later ones
+    edits        identifies the weights that this worker's loop has edited since the last step; 0: none
     gated        the round is applied only after ApplyScaled, when the norm of all gradients is known
     """
 
@@ -259,6 +260,7 @@ class Push(_Message, frozen=True):
     rows: list[int] = []
     since: list[int] = []
     gated: bool = False
+    edits: int = 0
 
 
 class Pull(_Message, frozen=True):

@@ -31,7 +31,7 @@ Settings = Sequence[Mapping[str, Setting]]
 
 @dataclass(slots=True, eq=False)
 class PushedGradient:
-    """A gradient that waits to be applied. `samples` None: it is added without a weight. `absent`: see `Push`.
+    """A gradient that waits to be applied. `samples` None: it is added without a weight. `absent`, `edits`: see `Push`.
 
     `settings` has the changed settings of each parameter group; None: they are those that the optimizer was set with.
     """
@@ -42,6 +42,7 @@ class PushedGradient:
     absent: float = 0.0
     settings: Settings | None = None
     gated: bool = False
+    edits: int = 0
 
 
 def shares_of(action: Apply | Gathered) -> list[float]:

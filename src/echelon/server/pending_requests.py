@@ -216,7 +216,23 @@ class PendingRequests:
             for pending in self._pulls.get((part.worker, action.key, action.clock + 1), ()):
                 pending.staleness = max(pending.staleness, part.staleness)
                 pending.notice = pending.notice or notice
+        if len({gradient.edits for gradient in gradients}) > 1:
+            self._refuse(action, [part.worker for part in action.contributions])
+            return []
         return self._optimization.tasks(action, self.lanes.keys(action.key), gradients)
+
+    def _refuse(self, action: Apply, workers: Sequence[int]) -> None:
+        """Answer the pushes of a round with an error, because their workers have edited the weights differently."""
+        listed = ", ".join(map(str, workers))
+        reason = (
+            f"workers {listed} changed weights outside the optimizer, but not to the same values (did only one load a "
+            "checkpoint or re-initialise a layer?); make the same change on all workers, or put it into "
+            "'with trainer.edit_weights():', where the values of the lowest rank count"
+        )
+        for worker in workers:
+            for pending in self._pulls.pop((worker, action.key, action.clock + 1), ()):
+                if self._pending.get(worker, {}).pop(pending.id, None) is not None:
+                    self._answer(worker, Failed(pending.id, reason), ())
 
     def _with_outputs(self, reply: Reply, tasks: list[Task], answers: list[tuple[PendingRequest, Reply]]) -> list[Task]:
         """Add the outputs of answered pulls to the lane's update, or to a new copy task if there is no update."""

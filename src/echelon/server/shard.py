@@ -244,7 +244,9 @@ class Shard:
             self._optimization.check_dense(request.keys)
             window = self._tensors.pushed(memory.gradients, request, frames)
             output = self._tensors.outgoing(memory.weights, request.keys, request.framed) if request.pull else None
-        gradient = PushedGradient(window, request.samples, request.lrs, request.absent, request.settings, request.gated)
+        gradient = PushedGradient(
+            window, request.samples, request.lrs, request.absent, request.settings, request.gated, request.edits
+        )
         memory.last_push = time.monotonic()
         if request.halt:
             requests.halt_after(request.clock)

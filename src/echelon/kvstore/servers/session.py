@@ -24,7 +24,7 @@ from echelon.cluster.messages import (
     View,
 )
 from echelon.environment import Job
-from echelon.errors import JobError
+from echelon.errors import EchelonError, JobError
 from echelon.kvstore.servers.store_session import StoreSession
 from echelon.transport.interface import Transport
 from echelon.transport.registration import Place, place_of, register
@@ -83,11 +83,11 @@ class Session:
 
     def finish(self) -> None:
         """Close the stores that are open, then leave the job."""
-        errors: list[JobError] = []
+        errors: list[EchelonError] = []
         for store in list(self._stores.values()):
             try:
                 store.on_finish()
-            except JobError as error:
+            except EchelonError as error:  # for example a refused push that nobody waited for
                 errors.append(error)
         self.leave("it finished")
         if errors:

@@ -76,7 +76,7 @@ class ServerStore(KVStore):
         self._retired = False
         self._halt_requested = False
         self._noticed = False  # whether a notice of the servers was logged; a later one would say the same
-        self._staleness, self._groups = staleness, groups
+        self._rules = rules_for(self.kind.name, staleness, groups)
         self._to_all(lambda i: Configure(i, session.rank, self.kind.name, staleness, groups, lr_scale, session.number))
         session.on_finish = self.close
 
@@ -263,6 +263,7 @@ class ServerStore(KVStore):
         more: bool = False,
         absent: float = 0.0,
         gated: bool = False,
+        edits: int = 0,
     ) -> list[Ticket]:
         """Push the gradients that are in `views`, ask for the new weights, and do not wait.
 
@@ -270,6 +271,7 @@ class ServerStore(KVStore):
         above 0: the memory of the one key begins with the factors of its gradient. `more`: the next bucket follows
         within milliseconds, so servers should stay awake. `absent`: the samples of a batch that gives these keys no
         gradient; `samples` is then 0. `gated`: the servers hold the update until workers call `clip`.
+        `edits`: the digest of weights that were overwritten since the last step, the same in all pushes of a round.
         """
         return self._wire.push(
             slots,
@@ -283,13 +285,20 @@ class ServerStore(KVStore):
             absent=absent,
             settings=settings,
             gated=gated,
+            edits=edits,
         )
+
+    @property
+    def group(self) -> list[int]:
+        """The living workers whose gradients are summed with this worker's before an update, itself included."""
+        own = self._rules.group_of(self.rank)
+        return [worker for worker in self.workers if self._rules.group_of(worker) == own]
 
     @property
     def sums_with_others(self) -> bool:
         """Whether the scheme sums this worker's gradients with those of others. Workers that died count, too."""
-        rules = rules_for(self.kind.name, self._staleness, self._groups)
-        return sum(rules.group_of(worker) == rules.group_of(self.rank) for worker in self._session.hosts) > 1
+        own = self._rules.group_of(self.rank)
+        return sum(self._rules.group_of(worker) == own for worker in self._session.hosts) > 1
 
     def clip(self, slots: Sequence[Slot], max_norm: float) -> float:
         """Clip the gated pushes of a step by the global norm of their sum over the group's workers. Return the norm.

@@ -141,6 +141,7 @@ class Wire:
         absent: float = 0.0,
         settings: list[dict[str, Setting]] | None = None,
         gated: bool = False,
+        edits: int = 0,
     ) -> list[Ticket]:
         """Send gradients without waiting. `values` None: they are in this worker's memory already.
 
@@ -148,7 +149,7 @@ class Wire:
         one key holds the factors of its gradient. Every server needs both factors whole, whichever part of the key it
         stores. `more`: the next push follows within milliseconds. `absent`: the samples of a batch that gives these
         keys no gradient; `samples` is then 0. `settings`: those that changed, for each parameter group. `gated`: the
-        servers hold the update until `clip`.
+        servers hold the update until `clip`. `edits`: the digest of edited weights.
         """
         tickets: list[Ticket] = []
         rates = list(lrs)
@@ -162,7 +163,7 @@ class Wire:
                 frames = self._gradient_frames(route, chosen, unwritten, factor_rank) if framed else ()
                 request = self._client.next_id()
                 rest = (rates, pull, framed, halt, factor_rank, more, absent, settings)
-                message = Push(request, clock, route.keys, samples, *rest, gated=gated)
+                message = Push(request, clock, route.keys, samples, *rest, gated=gated, edits=edits)
                 places = self._weight_bytes(route) if pull and framed else ()
                 sent.append(self._client.send(route.server, message, frames, places))
             keys = [slot.key for slot in chosen]

@@ -96,6 +96,7 @@ def _make_trainer(
         kvstore,
         average_buffers=options.average_buffers,
         check_finite=options.check_finite,
+        lazy_pull=options.engine != "compile",  # whose graph the waiting modules would divide
         overlap=options.dtype != "float16",  # float16 gradients are checked and unscaled before they are sent
         max_grad_norm=options.max_grad_norm,
         push_factors=options.push_factors and options.engine != "compile" and not options.monitor,

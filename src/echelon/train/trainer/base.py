@@ -6,6 +6,8 @@
         loss.backward()
         trainer.step(len(images))
 
+`optimizer.step()` does the same, except that it leaves the gradients as they are.
+
 `Trainer(…)` returns the subclass for the kind of store. With servers (`server`), gradients are pushed and weights come
 back; with `update_on_kvstore=False` (`local_update`), gradients come back and the optimizer runs in this process. With
 collectives (`collective`), gradients are summed and the optimizer runs in this process. A worker of several devices
@@ -33,8 +35,8 @@ from echelon.kvstore.state_files import by_key
 from echelon.kvstore.values import is_finite
 from echelon.kvstore.worker import current_job
 from echelon.schemes.stores import StoreKind, store_kind
+from echelon.train.trainer.attached import AttachedOptimizer, Closure, StateInStore
 from echelon.train.trainer.clipping import check_max_norm, clip_gradients
-from echelon.train.trainer.guards import GuardedOptimizer
 from echelon.train.trainer.model_hook import ModelHook
 from echelon.train.trainer.optimizer_state import load_state, state_of
 
@@ -110,18 +112,22 @@ class Trainer:
         staleness: int | None = None,
         groups: Groups | None = None,
         lr_scale: str | None = None,
-        overlap: bool = True,
+        overlap: bool | None = None,
+        lazy_pull: bool = False,
+        local_gradient_edits: bool = False,
         average_buffers: bool = False,
         check_finite: bool = False,
         push_factors: bool = False,
         max_grad_norm: float | None = None,
         update_on_kvstore: bool | None = None,
     ) -> None:
-        """`max_grad_norm`: clip the gradient of every update by its global norm, which `step` returns.
+        """`overlap`: whether gradients are sent during backward. By default the first step shows if it can.
 
-        `update_on_kvstore`: whether the store runs the optimizer. By default it does if it has servers.
-
-        With False, the servers of `dist_sync` only sum, and each worker runs its optimizer, of any class.
+        `lazy_pull`: with servers, `step` does not wait for the new weights; each module waits when it is called.
+        `local_gradient_edits`: with servers, this worker may change its gradients before they are summed.
+        `max_grad_norm`: clip the gradient of every update by its global norm, which `step` returns.
+        `update_on_kvstore`: whether the store runs the optimizer. By default it does if it has servers. With False, the
+        servers of `dist_sync` only sum, and each worker runs its optimizer, of any class.
         """
         self._parameters, self._frozen = _optimized_parameters(model, optimizer)
         self._names = list(self._parameters)
@@ -142,11 +148,15 @@ class Trainer:
         self.staleness: Counter[int] = Counter()  # steps by updates of others between the read and the push
         self.rounds_ahead: Counter[int] = Counter()  # steps by rounds ahead of the slowest worker
         self._overlap = overlap
+        self._lazy_pull = lazy_pull
+        self._local_gradient_edits = local_gradient_edits
         self._check_finite = check_finite
         self._push_factors = push_factors
         self._max_grad_norm = check_max_norm(max_grad_norm)
         self.grad_norm: Tensor | None = None  # of the last step, before it was clipped
         self._accumulating = False
+        self._batch_size: int | None = None  # as `step` was told
+        self._has_seen_samples = False  # in the forward pass of any step
         self._samples_seen: int | None = None  # in the batch, as the forward pass saw it
         self._samples_accumulated = 0  # of these, samples of parts whose gradients were only accumulated
         self._last_report = 0.0
@@ -154,8 +164,11 @@ class Trainer:
         # Kept to be removed: the garbage collector does not see a parameter's hooks, which hold the trainer.
         self._hooks: list[Hook] = []
         self._start()
-        self._guarded_optimizer = GuardedOptimizer(optimizer)
-        self._hooks.append(self._guarded_optimizer)
+        self._attached = AttachedOptimizer(optimizer, self._end_step, updates_here=self._updates_here)
+        self._hooks.append(self._attached)
+        self._state_in_store = None if self._updates_here else StateInStore(optimizer, self._parameters, self)
+        if self._state_in_store is not None:
+            self._hooks.append(self._state_in_store)
         before_forward = ModelHook(model, self._before_forward)
         self._batch_size_hook: Hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
         self._hooks.append(self._batch_size_hook)
@@ -183,16 +196,35 @@ class Trainer:
     # --- the loop
 
     def step(self, batch_size: int | None = None) -> Tensor | None:
-        """End a step: send the gradients that were not sent yet. `batch_size` defaults to that of the forward pass.
+        """End a step as `optimizer.step()` does, then clear the gradients.
 
-        With `max_grad_norm`, return the norm of the gradient before it was clipped.
+        `batch_size` defaults to that of the forward pass. If there is none, all workers count the same. With
+        `max_grad_norm`, return the norm of the gradient before it was clipped.
         """
         if self._accumulating:
             return None
-        samples = self._samples(batch_size)
+        self._batch_size = batch_size
+        try:
+            self.optimizer.step()
+        finally:
+            self._batch_size = None
+        self._clear_gradients()
+        return self.grad_norm
+
+    def make_step(self, samples: int) -> None:
+        """Exchange gradients, update the weights and count the step."""
         self._step(samples)
         self.count(samples)
-        return self.grad_norm
+
+    def _end_step(self, closure: Closure | None) -> Any:
+        """Do what `optimizer.step(closure)` does."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._accumulating:
+            self.make_step(self._samples(self._batch_size))
+        return loss
 
     def count(self, samples: int) -> None:
         """Do the host's part of a step: count it and report progress."""
@@ -219,6 +251,8 @@ class Trainer:
         self.sync()
         if not self.kvstore.is_closed:
             self.kvstore.on_retire()
+            if self._state_in_store is not None:
+                self._state_in_store.bring_home()
         self.remove_hooks()
         self.report()
         self.kvstore.close()
@@ -257,10 +291,20 @@ class Trainer:
         if not self.capturable:
             raise UsageError(f"{self.kvstore.type} communicates in every step: call step() instead of update()")
         self._clip()
-        self._guarded_optimizer.step()
+        self._attached.run()
 
     def sync(self) -> None:
         """Wait until every parameter has the weights of the last step."""
+
+    @contextmanager
+    def edit_weights(self) -> Iterator[None]:
+        """Change weights outside the optimizer. All workers call it, and get the values of the lowest rank.
+
+        On entry every worker has the newest weights, with the pushes of all workers.
+        """
+        self._begin_edit()
+        yield
+        self._publish_weights()
 
     def refresh(self) -> None:
         """Fetch the newest weights, with the last pushes of all workers."""
@@ -292,6 +336,12 @@ class Trainer:
         """Load what `optimizer_state` returned, under any store. All workers call it with the same state."""
         load_state(self.optimizer, self._parameters, by_key(state))
 
+    def _begin_edit(self) -> None:
+        """Wait until all workers are here and have the newest weights."""
+
+    def _publish_weights(self) -> None:
+        """Give the weights of the lowest rank to all workers and to the store."""
+
     def _start(self) -> None:
         """Set up what a kind needs. The store is connected; the model has no hooks yet."""
 
@@ -299,7 +349,6 @@ class Trainer:
         for name, parameter in self._parameters.items():
             self._check_gradient(name, parameter.grad)
         self.update()
-        self._clear_gradients()
 
     @property
     def _gradients_sent(self) -> bool:
@@ -314,17 +363,18 @@ class Trainer:
         first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.ndim), None)
         if first is not None and torch.is_grad_enabled() and module.training:
             self._samples_seen = first.shape[0] + self._samples_accumulated
+            self._has_seen_samples = True
             if self._accumulating:
                 self._samples_accumulated = self._samples_seen
 
     def _samples(self, batch_size: int | None) -> int:
         if batch_size is None:
-            if self._samples_seen is None:
+            if self._samples_seen is None and self._has_seen_samples:
                 raise UsageError(
-                    "step() could not infer the batch size because no training-mode forward pass has run; "
-                    "pass it: step(batch_size)"
+                    "step() could not infer the batch size because no training-mode forward pass has run since the "
+                    "last step; pass it: trainer.step(batch_size)"
                 )
-            return self._samples_seen
+            return 1 if self._samples_seen is None else self._samples_seen
         batch_size = _whole(batch_size)
         if self._samples_seen is not None and batch_size != self._samples_seen and self._gradients_sent:
             raise UsageError(
@@ -374,10 +424,6 @@ class Trainer:
             f"the gradient of {name!r} was changed after gradients were sent during backward (clipping?); "
             "use Trainer(overlap=False), which sends them in step()"
         )
-
-    def _mark_optimizer_used(self) -> None:
-        """Prevent the warning of learning rate schedulers, which expect that the optimizer's own step() was called."""
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     # --- reports
 

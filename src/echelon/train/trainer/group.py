@@ -51,6 +51,9 @@ class GroupTrainer(Trainer, ABC):
         """Copy rank 0's weights (frozen ones, too) and buffers to the whole group."""
         self._group.broadcast([*self.model.parameters(), *self.model.buffers()])
 
+    def _publish_weights(self) -> None:
+        self._broadcast_model()
+
     def _reduce_step_vector(self, samples: int, active: bool, used: Iterable[bool]) -> Reduction:
         """Start to sum the vector of a step over the group."""
         rank, size = self._group.rank, self._group.size

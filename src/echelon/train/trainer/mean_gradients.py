@@ -208,8 +208,7 @@ class MeanGradientTrainer(Trainer, ABC):
 
     def _run_optimizer(self) -> None:
         self._clip()
-        self._guarded_optimizer.step()
-        self._clear_gradients()
+        self._attached.run()
 
     def zero_grad(self) -> None:
         """Discard the gradients."""

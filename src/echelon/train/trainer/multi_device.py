@@ -94,6 +94,16 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
             super().load_weights(weights)
         self._broadcast_model()
 
+    def _begin_edit(self) -> None:
+        if self._server_trainer is not None:
+            self._server_trainer._begin_edit()
+        self._broadcast_weights()
+
+    def _publish_weights(self) -> None:
+        if self._server_trainer is not None:
+            self._server_trainer._publish_weights()
+        self._broadcast_model()
+
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return the servers' state as `<parameter>/<state>`. All devices of the worker call it, and all get it."""
         return self._share_state(self._server_trainer.optimizer_state() if self._server_trainer is not None else {}, 0)
@@ -110,7 +120,6 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
         for name, parameter in self._parameters.items():
             self._check_gradient(name, parameter.grad)
         self._take_part(samples, active=True)
-        self._mark_optimizer_used()
 
     def _take_part(self, samples: int, *, active: bool) -> StepTotals:
         used = (parameter.grad is not None for parameter in self._parameters.values())
@@ -153,8 +162,7 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
             total /= max(1, samples)
             for name, parameter in bucket.parameters.items():
                 parameter.grad = bucket.place(total, name).to(parameter.dtype) if counts[name] else None
-        trainer.step(samples)
-        trainer.sync()
+        trainer.make_step(samples)
 
     def _broadcast_weights(self) -> None:
         """Copy device 0's weights to all devices, through the gradients' memory, which is free at this point."""

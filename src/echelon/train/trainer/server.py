@@ -1,14 +1,13 @@
-"""The Trainer of a store on servers: gradients are pushed in buckets during backward, weights come back when needed.
+"""The Trainer of a store on servers: gradients are pushed in buckets during backward, new weights come back.
 
-The parameters move into the store's memory. When autograd has finished a gradient, a hook copies it to its place there.
-When a bucket is complete it is pushed, while backward continues. The optimizer runs on the servers; the optimizer in
-this process only defines which one and its settings, which are sent with every step. `step` does not wait: the next
-forward pass waits for the weights of each module when it reaches the module, and so does `sync`.
+When autograd has finished a gradient, a hook copies it to its place in the store's memory. When a bucket is complete it
+is pushed, while backward continues (`overlap`). The optimizer runs on the servers; the optimizer in this process
+defines which one, and its settings in each step (`attached`). `step` waits for the new weights and copies them into the
+parameters (`weights`), unless `lazy_pull` leaves that to the next forward pass.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from echelon.cluster.messages import Done, OptimizerSpec
+from echelon.errors import UsageError
 from echelon.kvstore.optimizer_spec import StepSettings, spec_of
 from echelon.kvstore.servers.client import Ticket
 from echelon.kvstore.servers.store import ServerStore
@@ -26,13 +26,14 @@ from echelon.server.optimization import NO_OPTIMIZER
 from echelon.train.trainer.base import Hook, Trainer, flatten, unflatten
 from echelon.train.trainer.buckets import names_by_bucket
 from echelon.train.trainer.factors import FactoredLinear, factorable_layers
-from echelon.train.trainer.guards import WatchedGradients
+from echelon.train.trainer.gradients import WatchedGradient, Write
+from echelon.train.trainer.lazy_pull import LazyPull
 from echelon.train.trainer.model_hook import ModelHook
 from echelon.train.trainer.optimizer_state import state_of
+from echelon.train.trainer.overlap import Overlap, Settings, changed_setting, settings_of
 from echelon.train.trainer.server_buckets import Bucket
 from echelon.train.trainer.sparse_rows import SparseTables, as_dense, check_optimizer, find_tables
-
-log = logging.getLogger(__name__)
+from echelon.train.trainer.weights import ModelWeights, real
 
 BUFFERS = "buffers"  # the name of the vectors of buffers
 
@@ -44,16 +45,18 @@ class ServerTrainer(Trainer, store=ServerStore):
     _updates_here = False
 
     def _start(self) -> None:
-        self._called: set[str] = set()  # parameters whose module was called since the last step
         self._step_hooks: list[Hook] = []
         self._captured = False  # whether the caller moves gradients and weights, in place of the hooks
-        self._loading = False
         self._pushed_step = 0  # the step that pushes in flight belong to
         self._halts_at: int | None = None  # the step after which all workers stop
+        self._seen: dict[str, WatchedGradient] = {}  # gradients of the current step that were not sent yet
+        self._settings_seen: Settings | None = None  # at the first gradient of the current step
+        self._versions_seen = 0  # of the weights, at that point
         self._settings = StepSettings(self.optimizer)
         self._clips_on_servers = self.max_grad_norm is not None and self.kvstore.sums_with_others
         if self.clips_own_gradient:
             self._overlap = False  # the norm is known when all gradients are
+        self._early = Overlap(self._wanted_overlap())
         self._densified: set[str] = set()  # dense parameters that had a sparse gradient
         self._tables = self._make_tables()
         self._send_optimizer()  # first, because it decides how keys are placed
@@ -63,7 +66,8 @@ class ServerTrainer(Trainer, store=ServerStore):
         self._names = [name for bucket in self._buckets for name in bucket.names]
         self._parameters = {name: self._parameters[name] for name in (*self._names, *self._tables.parameters)}
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
-        self._watched = WatchedGradients({name: self._bucket_of[name].gradients[name] for name in self._names})
+        sent = {name: self._bucket_of[name].weights[name] for name in self._names}
+        self._weights = ModelWeights({name: self._parameters[name] for name in self._names}, sent, lazy=self._lazy_pull)
         self._initialise_servers()
         self._add_hooks()
         self.kvstore.on_missed_rounds = self.refresh
@@ -71,7 +75,12 @@ class ServerTrainer(Trainer, store=ServerStore):
     # --- the loop
 
     def _step(self, samples: int) -> None:
-        self._check_unchanged()
+        self._check_frozen()
+        if self._gradients_sent:
+            self._check_unchanged()
+        else:
+            self._observe(samples)
+            self._send_edits()
         if self.clips_own_gradient:
             self._clip()
         # torch's SGD adds the values of a repeated row one after the other. One worker gives the same bits.
@@ -85,10 +94,14 @@ class ServerTrainer(Trainer, store=ServerStore):
             self._clip_on_servers()
         for bucket in self._buckets:
             bucket.end_step()
-        self._called.clear()
-        self._clear_gradients()
+        self._settings_seen = None
+        self._seen.clear()
+        self._early.decide()
         self._wait_for_tables()
-        self._mark_optimizer_used()
+        if self._lazy is None:
+            self.sync()
+        else:
+            self._lazy.end_step()
 
     def count(self, samples: int) -> None:
         """Do the host's part of a step: count it, report progress, and stop if all workers stop here."""
@@ -101,12 +114,12 @@ class ServerTrainer(Trainer, store=ServerStore):
         for bucket in self._buckets:
             self._wait_if_in_flight(bucket)
         if self._captured:
-            self._copy_weights_to_device()
+            self._weights.take(self._names)
 
     def zero_grad(self) -> None:
         """Discard gradients that were not pushed yet."""
         super().zero_grad()
-        self._watched.ignore_writes_so_far()
+        self._seen.clear()
         for bucket in self._buckets:
             bucket.discard()
 
@@ -119,14 +132,8 @@ class ServerTrainer(Trainer, store=ServerStore):
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load weights and buffers into the model and the servers. All workers call it."""
         self.sync()
-        self._loading = True
-        try:
-            super().load_weights(weights)
-        finally:
-            self._loading = False
-        if self.kvstore.rank == self.kvstore.workers[0]:
-            self.kvstore.overwrite(list(self._parameters), [p.detach() for p in self._parameters.values()])
-        self.kvstore.barrier()
+        super().load_weights(weights)
+        self._publish_weights()
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return the servers' state as `<parameter>/<state>`."""
@@ -187,6 +194,13 @@ class ServerTrainer(Trainer, store=ServerStore):
 
     # --- set-up
 
+    def _wanted_overlap(self) -> bool | None:
+        if self._overlap is not None:
+            return self._overlap
+        if self._push_factors:
+            return True  # factors exist during backward only
+        return None if len(self.kvstore.workers) > 1 else False  # one worker hides nothing, so its loop may do anything
+
     def _make_tables(self) -> SparseTables:
         """Create keys by rows for the parameters that get sparse gradients."""
         names = find_tables(self.model, self._parameters, self.optimizer)
@@ -203,7 +217,7 @@ class ServerTrainer(Trainer, store=ServerStore):
             return []
         groups = names_by_bucket(self.model, dense, self.optimizer)
         names = [name for group in groups for name in group]
-        self.kvstore.init(names, [self._parameters[name].detach() for name in names])
+        self.kvstore.init(names, [real(self._parameters[name].detach()) for name in names])
         return [
             Bucket(index, {name: self._parameters[name] for name in group}, self.kvstore, self._settings)
             for index, group in enumerate(groups)
@@ -224,48 +238,48 @@ class ServerTrainer(Trainer, store=ServerStore):
             self.kvstore.make_vectors(BUFFERS, sum(buffer.numel() for buffer in self._buffers))
         self._pull()
         self._tables.fetch_all()
-        for bucket in self._buckets:
-            bucket.move_parameters()
+        self._weights.move()
         state = state_of(self.optimizer, self._parameters)
         if state and self.kvstore.rank == self.kvstore.workers[0]:
             self.kvstore.put_optimizer_states(state, "the optimizer's state")
         self.kvstore.barrier()
 
     def _pull(self) -> None:
-        if self._names:
-            self.kvstore.pull(self._names, [self._bucket_of[name].weights[name] for name in self._names])
-        self._copy_weights_to_device()
+        if not self._names:
+            return
+        self.kvstore.pull(self._names, [self._bucket_of[name].weights[name] for name in self._names])
+        self._weights.take(self._names)
 
-    def _copy_weights_to_device(self) -> None:
-        for bucket in self._buckets:
-            bucket.copy_weights_to_device()
+    def _begin_edit(self) -> None:
+        self.sync()
+        self.kvstore.barrier()
+        self.refresh()
+
+    def _publish_weights(self) -> None:
+        """Give the servers and all workers the weights of the lowest rank."""
+        self.kvstore.barrier()  # before that, a slow worker could still pull
+        if self.kvstore.rank == self.kvstore.workers[0]:
+            self.kvstore.overwrite(list(self._parameters), [real(p.detach()) for p in self._parameters.values()])
+        self.kvstore.barrier()
+        self._pull()
+        self._tables.fetch_all()
 
     # --- hooks
 
     def _add_hooks(self) -> None:
         self._factorable = self._find_factorable() if self._push_factors else {}  # before the model has our hooks
-        sync, warn = ModelHook(self.model, lambda *_: self.sync()), ModelHook(self.model, self._warn_of_loading)
-        self._hooks.append(self.model.register_state_dict_pre_hook(sync))
-        self._hooks.append(self.model.register_load_state_dict_post_hook(warn))
         names = {id(self._parameters[name]): name for name in self._names}
-        for module in self.model.modules():
-            own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
-            if own:
-                self._step_hooks.append(module.register_forward_pre_hook(self._make_wait_hook(module, own)))
+        self._lazy = LazyPull(self.model, names, self._bucket_of, self._wait_if_in_flight) if self._lazy_pull else None
+        if self._lazy is not None:
+            sync = ModelHook(self.model, lambda *_: self.sync())
+            self._hooks.append(self.model.register_state_dict_pre_hook(sync))
+            self._step_hooks += self._lazy.hooks
         for name in self._names:
             hook = self._parameters[name].register_post_accumulate_grad_hook(self._make_grad_hook(name))
             self._step_hooks.append(hook)
         for name, module in self._factorable.items():
             self._step_hooks.append(self._make_factored(name, module))
         self._hooks += self._step_hooks
-
-    def _warn_of_loading(self, *_: object) -> None:
-        if not self._loading:
-            log.warning(
-                "weights were loaded into a model that has a Trainer; the servers keep their own weights, which "
-                "replace these after the next step. To continue from the loaded weights, call "
-                "trainer.load_weights(weights) on all workers"
-            )
 
     def _find_factorable(self) -> dict[str, nn.Linear]:
         """Return the layers that may push factors, by the names of their weights. Each is a bucket by itself.
@@ -283,38 +297,30 @@ class ServerTrainer(Trainer, store=ServerStore):
         bucket = self._bucket_of[name]
 
         def may_take() -> bool:
-            sends = self._overlap and not self._accumulating and self._samples_seen is not None
+            sends = self._early.is_on and not self._accumulating and self._samples_seen is not None
             return sends and name not in bucket.arrived
 
         return FactoredLinear(module, may_take, partial(self._push_factors_of, bucket, name))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._before_forward(module, args, kwargs)
-        for bucket in self._buckets:
-            if bucket.read_early:
-                self._wait_if_in_flight(bucket)
-
-    def _make_wait_hook(self, module: nn.Module, names: list[str]) -> ModelHook:
-        indices = sorted({self._bucket_of[name].index for name in names})
-        buckets = [self._buckets[index] for index in indices]
-
-        def wait(*_: object) -> None:
-            self._called.update(names)
-            for bucket in buckets:
-                self._wait_if_in_flight(bucket)
-
-        return ModelHook(module, wait)
+        if self._lazy is not None:
+            self._lazy.before_forward()
 
     def _make_grad_hook(self, name: str) -> Any:
         bucket = self._bucket_of[name]
 
         def ready(parameter: Tensor) -> None:
-            if name not in self._called:  # for example nn.MultiheadAttention's out_proj: wait before all of forward
-                bucket.read_early = True
-            if self._accumulating or not self._overlap or self._samples_seen is None or parameter.grad is None:
+            if self._lazy is not None:
+                self._lazy.note_gradient(name)
+            if self._accumulating or parameter.grad is None:
                 return  # None: its factors were pushed, or it was frozen after the forward pass
+            if not self._early.is_on or self._samples_seen is None:
+                self._see_gradient(name, parameter)
+                return
             if name in bucket.arrived:
                 raise self._second_backward_error()
+            self._begin_sending()
             self._take_gradient(bucket, name, parameter)
             bucket.arrived.add(name)
             if bucket.is_complete:
@@ -322,7 +328,66 @@ class ServerTrainer(Trainer, store=ServerStore):
 
         return ready
 
-    # --- gradients and weights
+    # --- gradients
+
+    @property
+    def _gradients_sent(self) -> bool:
+        return any(bucket.is_pushed for bucket in self._buckets)
+
+    def _see_gradient(self, name: str, parameter: Tensor) -> None:
+        """Watch a gradient that is sent in `step`, and note what the loop does until then."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if self._settings_seen is None:
+            self._settings_seen = settings_of(self.optimizer)
+            self._versions_seen = self._weights.versions()
+        if gradient is self._seen.get(name):
+            self._early.rule_out("runs backward several times for one step")
+        elif (self._early.is_open or self._sums_with_others) and not (gradient.is_sparse or gradient.requires_grad):
+            watched = WatchedGradient.of(gradient, partial(self._allow_write, name))
+            self._seen[name] = parameter.grad = watched
+
+    @property
+    def _sums_with_others(self) -> bool:
+        """Whether servers sum this worker's gradients with those of others before they update."""
+        return len(self.kvstore.group) > 1
+
+    def _allow_write(self, name: str, write: Write) -> None:
+        """Raise UsageError if the loop may not change a gradient now."""
+        if self._gradients_sent and name in self._bucket_of[name].arrived:
+            raise UsageError(
+                f"{write.name} would change the gradient of {name!r}, which was sent during backward; to clip by norm, "
+                "pass Trainer(max_grad_norm=…); to change gradients in other ways, pass Trainer(overlap=False)"
+            )
+        if name not in self._seen or write.is_zeroing:
+            return
+        self._early.rule_out("changes gradients between backward() and step()")
+        if self._sums_with_others and not (write.is_scaling or self._local_gradient_edits):
+            raise UsageError(
+                f"{write.name} would change this worker's gradient of {name!r}, but not the sum over all "
+                f"{len(self.kvstore.group)} workers that {self.kvstore.type} updates with. To clip by norm, pass "
+                "Trainer(max_grad_norm=…) in place of clip_grad_norm_; to change each worker's own gradient, pass "
+                "Trainer(local_gradient_edits=True)"
+            )
+
+    def _observe(self, samples: int) -> None:
+        """Note what the loop did between backward and step."""
+        for name, watched in self._seen.items():
+            if (gradient := self._parameters[name].grad) is not watched and gradient is not None:
+                self._allow_write(name, Write("an assignment", ()))
+        if self._samples_seen not in (None, samples):
+            self._early.rule_out("passes another batch size to step() than the forward pass saw")
+        if self._settings_seen and (change := changed_setting(self._settings_seen, settings_of(self.optimizer))):
+            self._early.rule_out(f"changes settings between backward() and step() ({change})")
+        if self._settings_seen and self._versions_seen != self._weights.versions():
+            self._early.rule_out("changes weights between backward() and step()")
+
+    def _begin_sending(self) -> None:
+        """Prepare the first push of a step."""
+        if self._settings_seen is None:
+            self._settings_seen = settings_of(self.optimizer)
+            self._send_edits()
+            self._versions_seen = self._weights.versions()
 
     def _take_gradient(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
         """Copy a finished gradient to its place in the store's memory."""
@@ -334,13 +399,14 @@ class ServerTrainer(Trainer, store=ServerStore):
         self._wait_if_in_flight(bucket)
         place = bucket.gradients[name]
         if gradient.data_ptr() != place.data_ptr() or not place.numel():  # all empty tensors have the same address
-            place.copy_(gradient)
-            if gradient.device.type == "cpu":
-                parameter.grad = self._watched[name]
+            place.copy_(real(gradient.detach()))
+            on_store = gradient.device.type == "cpu" and not gradient.is_complex() and not gradient.requires_grad
+            parameter.grad = WatchedGradient.of(place if on_store else gradient, partial(self._allow_write, name))
         self._check_gradient(name, place)
 
     def _push_factors_of(self, bucket: Bucket, name: str, left: Tensor, right: Tensor) -> None:
         """Copy the factors of a gradient to its place and push them. The bucket has no other parameter."""
+        self._begin_sending()
         self._wait_if_in_flight(bucket)
         place = bucket.gradients[name].view(-1)
         place[: left.numel()].view_as(left).copy_(left)
@@ -357,10 +423,55 @@ class ServerTrainer(Trainer, store=ServerStore):
             self._take_gradient(bucket, name, bucket.parameters[name])
         bucket.push_incomplete(given, samples)
 
+    def _check_unchanged(self) -> None:
+        """Raise UsageError if the loop has changed something after gradients were sent with it."""
+        for name in self._names:
+            if self._replaced(name):
+                self._allow_write(name, Write("an assignment", ()))
+        assert self._settings_seen is not None
+        if change := changed_setting(self._settings_seen, settings_of(self.optimizer)):
+            raise UsageError(
+                f"the optimizer's {change} between backward() and step(), after gradients were sent; change it before "
+                "backward(), or pass Trainer(overlap=False)"
+            )
+        if self._versions_seen != self._weights.versions():
+            raise UsageError(
+                "weights were changed between backward() and step(), after gradients were sent; change them after "
+                "step(), or pass Trainer(overlap=False)"
+            )
+
+    def _replaced(self, name: str) -> bool:
+        bucket, gradient = self._bucket_of[name], self._parameters[name].grad
+        if name not in bucket.arrived:
+            return False
+        if gradient is None:
+            return name not in self._factorable and name not in bucket.cleared_late
+        return not isinstance(gradient, WatchedGradient)
+
+    # --- weights
+
+    def _send_edits(self) -> None:
+        """Send weights that the loop has edited since the last step, before gradients at these weights are applied."""
+        names = self._weights.edited()
+        if not names:
+            return
+        several = len(self.kvstore.workers) > 1
+        if several and not self.kvstore.kind.lock_step:
+            raise UsageError(
+                f"{names[0]!r} and {len(names) - 1} more were changed outside the optimizer; under {self.kvstore.type} "
+                "each worker has weights of its own; put the change into 'with trainer.edit_weights():' on all workers"
+            )
+        if several:
+            digest = self._weights.digest(names)
+            for bucket in self._buckets:
+                bucket.edits = digest
+        if self.kvstore.rank == self.kvstore.workers[0]:
+            self.kvstore.overwrite(names, [real(self._parameters[name].detach()) for name in names])
+
     def _wait_if_in_flight(self, bucket: Bucket) -> None:
         if bucket.is_in_flight:
             self._wait(bucket)
-            bucket.copy_weights_to_device()
+            self._weights.take(bucket.names)
 
     def _wait(self, bucket: Bucket) -> None:
         began = time.perf_counter()
@@ -378,35 +489,8 @@ class ServerTrainer(Trainer, store=ServerStore):
 
     def _read_answers(self, tickets: Sequence[Ticket]) -> None:
         """Note what the answers to a push say of the job: a request to stop, and how stale the weights were."""
-        if self.kvstore.requests_halt(tickets):  # some workers receive it only after the next step has begun
+        if self._halts_at is None and self.kvstore.requests_halt(tickets):  # with `lazy_pull`, one step later
             self._halts_at = self._pushed_step + 1
         answers = [ticket.response for ticket in tickets if isinstance(ticket.response, Done)]
         self.staleness[max(answer.staleness for answer in answers)] += 1
         self.rounds_ahead[max(answer.rounds_ahead for answer in answers)] += 1
-
-    # --- changes that would have no effect
-
-    def _check_unchanged(self) -> None:
-        """Raise UsageError if gradients were changed after they were pushed."""
-        self._check_frozen()
-        factors = any(
-            name in self._bucket_of[name].arrived and self._parameters[name].grad is None for name in self._factorable
-        )
-        for name in self._watched.names:
-            pushed = self._bucket_of[name].is_pushed
-            written = self._watched.was_written(name)
-            # If factors were pushed, a change of this gradient may have been meant for them, too.
-            if (pushed and self._replaced(name)) or (written and (pushed or factors)):
-                raise self._changed_gradient_error(name)
-
-    def _replaced(self, name: str) -> bool:
-        bucket, gradient = self._bucket_of[name], self._parameters[name].grad
-        if name not in bucket.arrived:
-            return False
-        if gradient is None:
-            return name not in self._factorable and name not in bucket.cleared_late
-        return gradient.is_cpu and gradient is not self._watched[name]
-
-    @property
-    def _gradients_sent(self) -> bool:
-        return any(bucket.is_pushed for bucket in self._buckets)

@@ -37,7 +37,7 @@ class Bucket:
         self.arrived: set[str] = set()  # whose gradients of the current step are in the store's memory
         self.cleared_late: set[str] = set()  # those of them that `zero_grad` was called for after they were pushed
         self.gated = False  # whether servers hold the update until `ServerStore.clip`
-        self.read_early = False  # whether a parameter is read without a call of its module
+        self.edits = 0  # identifies the edits of weights that the loop made before this step; 0: none
         self._pushed: list[Ticket] | None = None  # in the current step
         self._in_flight: list[Ticket] | None = None  # of the last step, not waited for yet
 
@@ -89,6 +89,7 @@ class Bucket:
             more=more,
             absent=float(absent),
             gated=self.gated,
+            edits=self.edits,
         )
 
     def discard(self) -> None:
@@ -101,6 +102,7 @@ class Bucket:
         """Keep the pushes as those in flight, and begin a new step."""
         assert self._pushed is not None
         self._in_flight, self._pushed = self._pushed, None
+        self.edits = 0
         self.arrived.clear()
         self.cleared_late.clear()
 
@@ -122,15 +124,3 @@ class Bucket:
         tickets, self._in_flight = self._in_flight, None
         self._store.wait(tickets)
         return tickets
-
-    def copy_weights_to_device(self) -> None:
-        """Copy the weights from the store's memory to the device. On the CPU the parameters are that memory."""
-        for name, parameter in self.parameters.items():
-            if parameter.device.type != "cpu":
-                parameter.data.copy_(self.weights[name], non_blocking=True)
-
-    def move_parameters(self) -> None:
-        """Let the parameters on the CPU use the store's memory, in which new weights arrive."""
-        for name, parameter in self.parameters.items():
-            if parameter.device.type == "cpu":
-                parameter.data = self.weights[name]

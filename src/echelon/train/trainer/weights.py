@@ -1,0 +1,144 @@
+"""The weights of a model and those that the store has sent: copies new ones in, and notices edits by the loop.
+
+The parameters keep their own memory. The store's memory holds what the servers sent last, so an edit is a difference
+between the two. Comparing everything in every step would cost a pass over the model. A parameter is compared if its
+version counter or its address has changed. For writes that bypass the counter (`p.data.clamp_()`), a few elements of
+each parameter are compared in the first steps, and later those of some parameters in turn.
+
+With `lazy` the parameters on the CPU use the store's memory itself, where weights arrive without a copy. Edits are then
+noticed by version counter and address only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from echelon.errors import UsageError
+
+_SAMPLED = 64  # elements of a parameter that are compared
+_FIRST_STEPS = 4  # in which all parameters are sampled
+_IN_TURN = 8  # parameters that are sampled in a later step
+
+
+class ModelWeights:
+    """The parameters of a model by name, and the store's memory of each."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], sent: Mapping[str, Tensor], *, lazy: bool) -> None:
+        self._parameters = parameters
+        self._sent = sent
+        self._lazy = lazy
+        self._names = list(parameters)
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._checks = 0
+
+    def take(self, names: Sequence[str]) -> None:
+        """Copy new weights from the store's memory to the parameters."""
+        copied = [name for name in names if not self._is_shared(name)]
+        with torch.no_grad():
+            for name in copied:
+                real(self._parameters[name]).copy_(self._sent[name], non_blocking=True)
+        self._see(names)
+
+    def move(self) -> None:
+        """Let the parameters use the store's memory, where that is possible and wanted."""
+        for name, parameter in self._parameters.items():
+            if self._lazy and parameter.device.type == "cpu" and not parameter.is_complex():
+                parameter.data = self._sent[name]
+        self._see(self._names)
+
+    def edited(self) -> list[str]:
+        """Return the parameters that differ from what the store sent, and whose difference was not returned before.
+
+        Call it when nothing is in flight.
+        """
+        suspects = {name for name in self._names if self._mark(name) != self._seen.get(name)}
+        if not self._lazy:
+            suspects.update(name for name in self._samples() if self._sample_differs(name))
+        found = [name for name in self._names if name in suspects and self._differs(name)]
+        self._see(suspects)
+        return found
+
+    def accept(self) -> None:
+        """Take the values that the parameters have now as those of the store."""
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if not self._is_shared(name):
+                    self._sent[name].copy_(real(parameter))
+        self._see(self._names)
+
+    def versions(self) -> int:
+        """Return a number that grows with every write to any parameter."""
+        return sum(parameter._version for parameter in self._parameters.values())
+
+    def digest(self, names: Sequence[str]) -> int:
+        """Return a number that identifies the values of some parameters. It is never 0."""
+        digest = hashlib.blake2b(digest_size=7)
+        for name in names:
+            values = real(self._parameters[name]).detach().cpu()
+            digest.update(name.encode())
+            digest.update(_as_bytes(values).numpy().data)
+        return int.from_bytes(digest.digest(), "big") or 1
+
+    def _see(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._seen[name] = self._mark(name)
+
+    def _mark(self, name: str) -> tuple[int, int]:
+        parameter = self._parameters[name]
+        return parameter._version, parameter.data_ptr()
+
+    def _is_shared(self, name: str) -> bool:
+        return self._lazy and self._parameters[name].data_ptr() == self._sent[name].data_ptr()
+
+    def _differs(self, name: str) -> bool:
+        parameter, sent = self._parameters[name], self._sent[name]
+        values = real(parameter).detach()
+        if values.shape != sent.shape or values.dtype != sent.dtype:
+            raise UsageError(
+                f"{name!r} is now {tuple(values.shape)} {values.dtype}, but its key in the store is "
+                f"{tuple(sent.shape)} {sent.dtype}; convert the model before the Trainer is created"
+            )
+        if self._is_shared(name):
+            return True  # the version counter has changed, and there is nothing to compare with
+        differs = not same_bits(values.cpu(), sent)
+        if self._lazy and parameter.device.type == "cpu":  # it got other memory
+            sent.copy_(values)
+            parameter.data = sent
+        return differs
+
+    def _samples(self) -> Sequence[str]:
+        self._checks += 1
+        if self._checks <= _FIRST_STEPS or len(self._names) <= _IN_TURN:
+            return self._names
+        first = self._checks * _IN_TURN % len(self._names)
+        return self._names[first : first + _IN_TURN]
+
+    def _sample_differs(self, name: str) -> bool:
+        values, sent = real(self._parameters[name]).detach(), self._sent[name]
+        if values.shape != sent.shape or values.dtype != sent.dtype:
+            return True
+        return not same_bits(_sample(values, values).cpu(), _sample(sent, values))
+
+
+def _sample(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return some elements, the same ones of all tensors of a shape, without a copy of a large tensor."""
+    flat = tensor.view(-1) if like.is_contiguous() else tensor[(0,) * (tensor.ndim - 1)]
+    return flat[:: max(1, flat.numel() // _SAMPLED)]
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype have the same bits; NaN is then equal to NaN."""
+    return torch.equal(_as_bytes(one), _as_bytes(other))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def real(value: Tensor) -> Tensor:
+    """Return complex numbers as pairs of real ones, which is what a store holds. Others are returned as they are."""
+    return torch.view_as_real(value) if value.is_complex() else value
