@@ -33,7 +33,7 @@ from echelon.train.trainer.optimizer_state import state_of
 from echelon.train.trainer.overlap import Overlap, Settings, changed_setting, settings_of
 from echelon.train.trainer.server_buckets import Bucket
 from echelon.train.trainer.sparse_rows import SparseTables, as_dense, check_optimizer, find_tables
-from echelon.train.trainer.weights import ModelWeights, real
+from echelon.train.trainer.weights import ModelWeights, Snapshot, real
 
 BUFFERS = "buffers"  # the name of the vectors of buffers
 
@@ -51,7 +51,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         self._halts_at: int | None = None  # the step after which all workers stop
         self._seen: dict[str, WatchedGradient] = {}  # gradients of the current step that were not sent yet
         self._settings_seen: Settings | None = None  # at the first gradient of the current step
-        self._versions_seen = 0  # of the weights, at that point
+        self._weights_seen: Snapshot | None = None  # at that point
         self._settings = StepSettings(self.optimizer)
         self._clips_on_servers = self.max_grad_norm is not None and self.kvstore.sums_with_others
         if self.clips_own_gradient:
@@ -94,7 +94,7 @@ class ServerTrainer(Trainer, store=ServerStore):
             self._clip_on_servers()
         for bucket in self._buckets:
             bucket.end_step()
-        self._settings_seen = None
+        self._settings_seen = self._weights_seen = None
         self._seen.clear()
         self._early.decide()
         self._wait_for_tables()
@@ -340,7 +340,8 @@ class ServerTrainer(Trainer, store=ServerStore):
         assert gradient is not None
         if self._settings_seen is None:
             self._settings_seen = settings_of(self.optimizer)
-            self._versions_seen = self._weights.versions()
+            if self._early.is_open:
+                self._weights_seen = self._weights.snapshot()
         if gradient is self._seen.get(name):
             self._early.rule_out("runs backward several times for one step")
         elif (self._early.is_open or self._sums_with_others) and not (gradient.is_sparse or gradient.requires_grad):
@@ -379,7 +380,7 @@ class ServerTrainer(Trainer, store=ServerStore):
             self._early.rule_out("passes another batch size to step() than the forward pass saw")
         if self._settings_seen and (change := changed_setting(self._settings_seen, settings_of(self.optimizer))):
             self._early.rule_out(f"changes settings between backward() and step() ({change})")
-        if self._settings_seen and self._versions_seen != self._weights.versions():
+        if self._weights_seen and not self._weights_seen.same_as(self._weights.snapshot()):
             self._early.rule_out("changes weights between backward() and step()")
 
     def _begin_sending(self) -> None:
@@ -387,7 +388,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         if self._settings_seen is None:
             self._settings_seen = settings_of(self.optimizer)
             self._send_edits()
-            self._versions_seen = self._weights.versions()
+            self._weights_seen = self._weights.snapshot()
 
     def _take_gradient(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
         """Copy a finished gradient to its place in the store's memory."""
@@ -434,7 +435,8 @@ class ServerTrainer(Trainer, store=ServerStore):
                 f"the optimizer's {change} between backward() and step(), after gradients were sent; change it before "
                 "backward(), or pass Trainer(overlap=False)"
             )
-        if self._versions_seen != self._weights.versions():
+        assert self._weights_seen is not None
+        if not self._weights_seen.same_as(self._weights.snapshot()):
             raise UsageError(
                 "weights were changed between backward() and step(), after gradients were sent; change them after "
                 "step(), or pass Trainer(overlap=False)"

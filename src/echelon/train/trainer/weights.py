@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,18 @@ from echelon.errors import UsageError
 _SAMPLED = 64  # elements of a parameter that are compared
 _FIRST_STEPS = 4  # in which all parameters are sampled
 _IN_TURN = 8  # parameters that are sampled in a later step
+
+
+class Snapshot(NamedTuple):
+    """The parameters at one point of a step: the sum of their version counters, and bytes of some of them."""
+
+    versions: int
+    samples: list[Tensor]
+
+    def same_as(self, other: Snapshot) -> bool:
+        """Return whether nothing was written between the two."""
+        same = map(torch.equal, self.samples, other.samples)
+        return self.versions == other.versions and all(same)
 
 
 class ModelWeights:
@@ -55,24 +68,17 @@ class ModelWeights:
 
         Call it when nothing is in flight.
         """
+        self._checks += 1
         suspects = {name for name in self._names if self._mark(name) != self._seen.get(name)}
-        if not self._lazy:
-            suspects.update(name for name in self._samples() if self._sample_differs(name))
+        suspects.update(name for name in self._sampled() if self._sample_differs(name))
         found = [name for name in self._names if name in suspects and self._differs(name)]
         self._see(suspects)
         return found
 
-    def accept(self) -> None:
-        """Take the values that the parameters have now as those of the store."""
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                if not self._is_shared(name):
-                    self._sent[name].copy_(real(parameter))
-        self._see(self._names)
-
-    def versions(self) -> int:
-        """Return a number that grows with every write to any parameter."""
-        return sum(parameter._version for parameter in self._parameters.values())
+    def snapshot(self) -> Snapshot:
+        """Return what shows later whether the parameters were written to."""
+        versions = sum(parameter._version for parameter in self._parameters.values())
+        return Snapshot(versions, [self._own_sample(name).clone() for name in self._sampled()])
 
     def digest(self, names: Sequence[str]) -> int:
         """Return a number that identifies the values of some parameters. It is never 0."""
@@ -110,12 +116,19 @@ class ModelWeights:
             parameter.data = sent
         return differs
 
-    def _samples(self) -> Sequence[str]:
-        self._checks += 1
+    def _sampled(self) -> Sequence[str]:
+        """Return the parameters that are sampled in this step."""
+        if self._lazy:
+            return ()
         if self._checks <= _FIRST_STEPS or len(self._names) <= _IN_TURN:
             return self._names
         first = self._checks * _IN_TURN % len(self._names)
         return self._names[first : first + _IN_TURN]
+
+    def _own_sample(self, name: str) -> Tensor:
+        """Return the bytes of some elements of a parameter."""
+        values = real(self._parameters[name]).detach()
+        return _as_bytes(_sample(values, values))
 
     def _sample_differs(self, name: str) -> bool:
         values, sent = real(self._parameters[name]).detach(), self._sent[name]
