@@ -110,7 +110,7 @@ def test_stores_without_servers_run_it_without_permission() -> None:
         (
             lambda p: NeedsMore(p, None),
             "own_optimizers:NeedsMore",
-            r"NeedsMore cannot be made on the servers with .*model",
+            r"NeedsMore cannot be made from its settings .*model",
         ),
     ],
 )

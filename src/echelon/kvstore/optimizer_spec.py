@@ -13,6 +13,7 @@ from echelon.errors import UsageError, unknown_name
 from echelon.optim import RULES, SGLD, create
 from echelon.optim.import_path import ANYWHERE, import_class, is_import_path, path_of
 from echelon.optim.torch_classes import TORCH
+from echelon.server.class_kernels import make_instance, with_tuples
 from echelon.server.kernels import kernel_for
 
 _CLASSES: dict[str, type[Optimizer]] = TORCH | RULES
@@ -85,6 +86,12 @@ class StepSettings:
     def _find_changes(self) -> list[dict[str, Setting]] | None:
         if _decoupled(self._optimizer) != self._is_decoupled:
             raise UsageError("decoupled_weight_decay cannot change after the Trainer was created")
+        groups = len(self._optimizer.param_groups)
+        if groups != len(self._known):
+            raise UsageError(
+                f"the optimizer has {groups} parameter groups, but {len(self._known)} when the Trainer was created; "
+                "create the Trainer after add_param_group"
+            )
         changes = []
         for group, known in zip(self._optimizer.param_groups, self._known, strict=True):
             options = _options(self._optimizer, group)
@@ -116,10 +123,8 @@ def spec_by_name(name: str, settings: Mapping[str, Any], style: str = "torch") -
 
 def make_optimizer(spec: OptimizerSpec, parameter: torch.nn.Parameter) -> Optimizer:
     """Return the torch optimizer that a spec describes, for one key."""
-    options: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in spec.groups[0].items()}
-    kind: Any = import_class(spec.name) if is_import_path(spec.name) else _CLASSES[spec.name]
-    optimizer: Optimizer = kind([parameter], **options)
-    return optimizer
+    kind = import_class(spec.name) if is_import_path(spec.name) else _CLASSES[spec.name]
+    return make_instance(kind, parameter, with_tuples(spec.groups[0]))
 
 
 def _not_an_optimizer(given: object) -> UsageError:

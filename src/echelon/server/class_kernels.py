@@ -121,14 +121,14 @@ class Runner:
 
     def __init__(self, kind: type[Optimizer], options: Options, *, is_guarded: bool = False) -> None:
         """`is_guarded`: the class is not known to leave its settings and attributes unchanged."""
-        self._options = _as_tuples(options)
-        self._optimizer = _instance(kind, self._options)
+        self._options = with_tuples(options)
+        self._optimizer = make_instance(kind, nn.Parameter(torch.zeros(1, 1)), self._options)
         self._is_guarded = is_guarded
 
     def with_options(self, options: Options) -> Runner:
         """Return a runner of the same instance with other settings, which are not checked, as in torch.optim."""
         other = copy(self)
-        other._options = _as_tuples(options)
+        other._options = with_tuples(options)
         return other
 
     def run(self, weights: Tensor, gradient: Tensor, state: State, lr: float) -> None:
@@ -179,7 +179,8 @@ class Runner:
             )
 
 
-def _as_tuples(options: Options) -> dict[str, Any]:
+def with_tuples(options: Options) -> dict[str, Any]:
+    """Return settings as an optimizer has them; messages have lists in place of tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
@@ -213,16 +214,16 @@ def _find_form(kind: type[Optimizer]) -> _Form:
     return _Form(tensors, scalars)
 
 
-def _instance(kind: type[Optimizer], options: Options) -> Optimizer:
+def make_instance(kind: type[Optimizer], parameter: nn.Parameter, options: Options) -> Optimizer:
     """Make an optimizer for one parameter. Settings that the constructor does not accept are set afterwards."""
     accepted = signature(kind).parameters
     takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in accepted.values())
     passed = {name: value for name, value in options.items() if takes_any or name in accepted}
     make: Any = kind
     try:
-        optimizer: Optimizer = make([nn.Parameter(torch.zeros(1, 1))], **passed)
+        optimizer: Optimizer = make([parameter], **passed)
     except Exception as error:
-        raise UsageError(f"{kind.__name__} cannot be made on the servers with {dict(options)}: {error!r}") from error
+        raise UsageError(f"{kind.__name__} cannot be made from its settings {dict(options)}: {error!r}") from error
     optimizer.param_groups[0].update(options)
     return optimizer
 

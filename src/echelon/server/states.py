@@ -59,7 +59,7 @@ class ServerStates:
         if len(entries) != len(frames) or any(entry.key not in lanes for entry in entries):
             raise UsageError(_UNFIT)
         tensors = [from_frame(entry, frame) for entry, frame in zip(entries, frames, strict=True)]
-        places = [self._place(entry) for entry in entries]  # checks all before anything changes
+        places = [self._place(entry) for entry in entries]  # like from_frame, checks before anything changes
         given: dict[int, dict[str, Tensor]] = {}
         updated = [key for key in lanes.all() if self._optimization.kernel(key) is not None]
         self._clear(updated)
@@ -96,6 +96,8 @@ class ServerStates:
         """Return where a piece of a state is stored, or None for what is not stored in pieces."""
         kernel = self._optimization.kernel(entry.key)
         if entry.start is None:
+            if kernel is None or (entry.shape and not isinstance(kernel, WholeClass)):
+                raise UsageError(_UNFIT)
             return None
         if kernel is not None and entry.name in kernel.possible_states:
             for start, place in self._stored(entry.key, entry.name):
@@ -176,7 +178,7 @@ def from_frame(entry: StateEntry, frame: memoryview) -> Tensor:
     """Return a received state."""
     dtype = _DTYPES.get(entry.dtype)
     count = torch.Size(entry.shape).numel()
-    if dtype is None or len(frame) != max(1, dtype.itemsize * count):
+    if dtype is None or min(entry.shape, default=0) < 0 or len(frame) != max(1, dtype.itemsize * count):
         raise UsageError(_UNFIT)
     if not count:
         return torch.empty(entry.shape, dtype=dtype)
