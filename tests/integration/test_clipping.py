@@ -263,6 +263,69 @@ def test_a_norm_that_is_not_finite_has_the_effect_that_it_has_in_torch(bad: floa
             assert torch.equal(value.isnan(), expected[1][name].isnan()), name
 
 
+# --- loops that end in the middle of a step, or at different steps
+
+
+@pytest.mark.parametrize("broken", [(0, 1), (1,)], ids=["all workers", "one worker"])
+def test_a_loop_may_end_after_backward(broken: tuple[int, ...]) -> None:
+    """Gradients that were sent during backward are not waited for if no step follows."""
+    model, parts = seeded(Net), parts_of((4, 2))
+
+    def program(kv: KVStore) -> int:
+        torch.set_num_threads(1)
+        mine = copy.deepcopy(model)
+        with echelon.Trainer(mine, momentum(mine), kv, max_grad_norm=LIMIT, overlap=True) as trainer:
+            for number, batch in enumerate(parts[kv.rank]):
+                loss_of(mine, batch).backward()
+                if number == 2 and kv.rank in broken:
+                    break
+                trainer.step()
+            return trainer.clock
+
+    assert run(program, "dist_sync", num_servers=2) == [2 if rank in broken else STEPS for rank in (0, 1)]
+
+
+def test_a_worker_with_fewer_batches_leaves_the_rounds_of_the_others() -> None:
+    model, parts = seeded(Net), parts_of((4, 2))
+    found = run(lambda kv: ends_early(kv, model, parts[kv.rank][: STEPS - 2 * kv.rank]), "dist_sync", num_servers=2)
+    data = [*joined([part[:2] for part in parts]), *parts[0][2:]]
+    expected = plain(model, data)
+    tolerance = tolerances.of_training(data)
+    assert found[0][0] == pytest.approx(expected[0], rel=tolerance)
+    assert_close(found[0][1], expected[1], tolerance)
+
+
+def ends_early(kv: KVStore, model: nn.Module, data: Sequence[Batch]) -> Found:
+    """Train without a barrier at the end, so that a worker with less data leaves first."""
+    torch.set_num_threads(1)
+    mine = copy.deepcopy(model)
+    with echelon.Trainer(mine, momentum(mine), kv, max_grad_norm=LIMIT) as trainer:
+        norms = []
+        for batch in data:
+            loss_of(mine, batch).backward()
+            norms.append(float(trainer.step()))  # type: ignore[arg-type]
+        trainer.sync()
+        return norms, snapshot(mine)
+
+
+def test_a_pull_in_the_middle_of_a_step_is_refused() -> None:
+    """It would wait for the end of the step that it is in."""
+    model, parts = seeded(Net), parts_of((4, 2))
+
+    def program(kv: KVStore) -> str:
+        mine = copy.deepcopy(model)
+        with echelon.Trainer(mine, momentum(mine), kv, max_grad_norm=LIMIT, overlap=True) as trainer:
+            trainer.kvstore.barrier()
+            for batch in parts[kv.rank]:
+                loss_of(mine, batch).backward()
+                text = usage_error(trainer.refresh) if trainer.clock else ""
+                trainer.step()
+            return text
+
+    for text in run(program, "dist_sync"):
+        assert "was pushed in a step that has not ended" in text
+
+
 # --- groups and workers that update on their own
 
 

@@ -96,7 +96,7 @@ class RowWire:
 
         Every server that stores rows of a key takes part in the round, even if no row is for it. `pull`: the answers
         bring the rows that changed since this worker's last read (`receive`). `gated`: the servers hold the update
-        until `Wire.clip`.
+        until `ClippedRounds.clip`.
         """
         slots = [self._wire.layout.slots[key] for key in gradients]
         parts: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # server -> key -> numbers and values
@@ -118,6 +118,8 @@ class RowWire:
             if pull:
                 self._asked[request] = keys
         self._wire.count_push(slots, sent)
+        if gated:
+            self._wire.gated.update(gradients)
         return sent
 
     def pull_changes(self, slots: Sequence[Slot]) -> list[Ticket]:

@@ -36,6 +36,7 @@ from echelon.errors import UsageError
 from echelon.kvstore import state_files
 from echelon.kvstore.servers import states
 from echelon.kvstore.servers.client import Client, Ticket
+from echelon.kvstore.servers.clipping import ClippedRounds
 from echelon.kvstore.servers.rows import RowWire, rows_of
 from echelon.kvstore.servers.store_session import StoreSession
 from echelon.kvstore.servers.wire import Wire
@@ -72,6 +73,7 @@ class ServerStore(KVStore):
         self._client = client
         self._wire = Wire(client, len(session.servers), transport, events)
         self.rows = RowWire(client, self._wire)
+        self._clipped = ClippedRounds(client, self._wire)
         self.on_missed_rounds: Callable[[], None] | None = None  # set by Trainers: `barrier` ends a worker's rounds
         self._retired = False
         self._halt_requested = False
@@ -305,7 +307,7 @@ class ServerStore(KVStore):
 
         It waits until all workers of the group have pushed. `slots` are all keys of the step.
         """
-        return self._wire.clip(slots, max_norm)
+        return self._clipped.clip(slots, max_norm)
 
     def wait(self, tickets: Sequence[Ticket]) -> None:
         """Wait until a bucket's push is answered. Log the servers' first notice."""

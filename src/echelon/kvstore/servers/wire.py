@@ -9,29 +9,24 @@ and the bytes that arrive are still in the cache when they are used.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from echelon.cluster.messages import (
-    ApplyScaled,
     Attach,
     Init,
-    MeasureNorm,
     Place,
     Placed,
     Pull,
     Push,
     Setting,
-    SquaredNorm,
 )
 from echelon.cluster.placement import ITEM_BYTES, KeySpec, Layout, Piece, Segment, Slot
 from echelon.errors import UsageError
 from echelon.kvstore.servers.client import Client, Ticket
 from echelon.observe.events import EventLog
-from echelon.schemes import scale_to_clip
 from echelon.server.factored import factors_length
 from echelon.server.memory import as_tensor, empty_frames, frame_pieces
 from echelon.system import BLOCK_BYTES, LARGEST_INT, keep_freed_memory
@@ -82,8 +77,7 @@ class Wire:
         self._framed = [False] * num_servers  # by server: whether bytes are sent because it cannot map our memory
         self._clocks: dict[int, int] = {}
         self._last_pushes: dict[int, list[Ticket]] = {}  # by key
-        self._stored: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}  # of `_servers_of`
-        self._scaled: list[Ticket] = []  # the requests that applied the last clipped round
+        self.gated: set[int] = set()  # keys whose last push waits for `ClippedRounds.clip`
         self._routes: dict[tuple[int, ...], list[_Route]] = {}
 
     @property
@@ -169,11 +163,18 @@ class Wire:
             keys = [slot.key for slot in chosen]
             self._clocks |= dict.fromkeys(keys, clock + 1)
             self._last_pushes |= dict.fromkeys(keys, sent)
+            if gated:
+                self.gated.update(keys)
             tickets += sent
         return tickets
 
     def pull(self, slots: Sequence[Slot]) -> list[Ticket]:
         """Ask for weights without waiting; they are in this worker's memory when the tickets are answered."""
+        if waiting := [slot for slot in slots if slot.key in self.gated]:
+            raise UsageError(
+                f"key {waiting[0].spec.name!r} was pushed in a step that has not ended; servers update it when they "
+                "know the norm of all gradients; end the step before you pull"
+            )
         tickets = []
         for clock, indices in self._messages(slots):
             for route in self._route([slots[i] for i in indices]):
@@ -182,29 +183,6 @@ class Wire:
                 places = self._weight_bytes(route) if framed else ()
                 tickets.append(self._client.send(route.server, message, places=places))
         return tickets
-
-    def clip(self, slots: Sequence[Slot], max_norm: float) -> float:
-        """Let the servers apply the last pushes of some keys, which were gated, clipped to a norm over all of them.
-
-        Wait until all workers of the group have pushed, and return the norm. Every worker of the group calls this with
-        the same keys and gets the same number, because the parts are added in the same order.
-        """
-        self._client.wait(self._scaled)  # of the last step; answered long ago
-        rounds = [(clock - 1, *part) for clock, keys in self._by_clock(slots) for part in self._servers_of(keys)]
-        alone = max_norm if len(rounds) == 1 else None  # one server has all keys: it need not know other parts
-        tickets = [
-            self._client.send(server, MeasureNorm(self._client.next_id(), clock, keys, alone))
-            for clock, server, keys in rounds
-        ]
-        self._client.wait(tickets)
-        square = sum(ticket.response.square for ticket in tickets if isinstance(ticket.response, SquaredNorm))
-        if alone is None:
-            scale = scale_to_clip(square, max_norm)
-            self._scaled = [
-                self._client.send(server, ApplyScaled(self._client.next_id(), clock, keys, scale))
-                for clock, server, keys in rounds
-            ]
-        return math.sqrt(square)
 
     def last_pushes(self, slots: Sequence[Slot]) -> list[Ticket]:
         """Return the tickets of the last pushes of some keys, answered or not."""
@@ -227,8 +205,8 @@ class Wire:
             self._last_pushes[slot.key] = sent
 
     def wait_for_pushes(self) -> None:
-        """Wait until every push is answered."""
-        self._client.wait(self.last_pushes(list(self.layout.slots.values())))
+        """Wait until every push is answered, except those that no `ClippedRounds.clip` has followed."""
+        self._client.wait(self.last_pushes([slot for slot in self.layout.slots.values() if slot.key not in self.gated]))
         self._last_pushes.clear()
 
     def _write(self, slots: Sequence[Slot], values: Sequence[Tensor]) -> bool:
@@ -240,23 +218,6 @@ class Wire:
             if place.data_ptr() != value.data_ptr() or not value.is_contiguous():
                 place.copy_(value)
         return True
-
-    def _by_clock(self, slots: Sequence[Slot]) -> list[tuple[int, list[Slot]]]:
-        """Return the slots of each clock, in the order of their keys. Keys that were added later have another clock."""
-        ordered = sorted(slots, key=lambda slot: slot.key)
-        clocks = sorted({self._clocks[slot.key] for slot in ordered})
-        return [(clock, [slot for slot in ordered if self._clocks[slot.key] == clock]) for clock in clocks]
-
-    def _servers_of(self, slots: Sequence[Slot]) -> list[tuple[int, list[int]]]:
-        """Return the servers that store parts of some keys, each with these keys."""
-        keys = tuple(slot.key for slot in slots)
-        found = self._stored.get(keys)
-        if found is None:
-            found = self._stored[keys] = []
-            for server in range(self.layout.num_servers):
-                if here := [slot.key for slot in slots if self.layout.pieces(slot, server)]:
-                    found.append((server, here))
-        return found
 
     def _messages(self, slots: Sequence[Slot]) -> Iterator[tuple[int, list[int]]]:
         """Yield a clock and the indices of the slots of each message: equal clocks, and not too many bytes if sent."""
