@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def test_invalid_arguments() -> None:
     model = seeded(Net)
     stranger = nn.Linear(2, 2)
     with create("local") as kv:
-        with pytest.raises(UsageError, match="2 of the optimizer's 2 parameters do not belong to the model; create"):
+        with pytest.raises(UsageError, match="2 parameters that do not belong to the model"):
             echelon.Trainer(model, momentum(stranger), kv)
         with pytest.raises(UsageError, match="are only valid with the name of a store"):
             echelon.Trainer(model, momentum(model), kv, staleness=3)
@@ -49,31 +48,6 @@ def test_invalid_arguments() -> None:
         echelon.Trainer(model, momentum(model), "dist_sink")
     with pytest.raises(UsageError, match="dist_ssync needs a scheduler"):
         echelon.Trainer(model, momentum(model), "dist_ssync", staleness=3)
-
-
-def test_a_wrong_model_or_optimizer_is_refused_with_what_to_pass() -> None:
-    model: Any = seeded(Net)
-    optimizer: Any = momentum(model)
-    wrapped = nn.DataParallel(model)
-    cases: dict[str, tuple[Any, Any]] = {
-        "must be an optimizer, not generator; write for example Trainer(model, torch.optim.SGD(": (
-            model,
-            model.parameters(),
-        ),
-        "the arguments are in the wrong order; write Trainer(model, optimizer, …)": (optimizer, model),
-        "must be the model, a torch.nn.Module, not generator": (model.parameters(), optimizer),
-        "is wrapped in DataParallel, and a Trainer averages gradients itself; pass": (wrapped, momentum(wrapped)),
-    }
-    for expected, (first, second) in cases.items():
-        with pytest.raises(UsageError, match=re.escape(expected)):
-            echelon.Trainer(first, second)
-
-
-def test_a_trainer_has_the_parameter_groups_of_its_optimizer() -> None:
-    model = seeded(Net)
-    with create("local") as kv:
-        trainer = echelon.Trainer(model, momentum(model), kv)
-        assert trainer.param_groups is trainer.optimizer.param_groups
 
 
 def test_a_gradient_of_a_parameter_that_was_frozen_at_the_start() -> None:
@@ -161,6 +135,6 @@ def test_check_finite_names_the_gradient_and_the_job_continues() -> None:
     (no_message, state), (message, other) = run(program, "dist_sync", num_workers=2)
     assert no_message == ""
     assert message.startswith("worker 1: the gradient of ")
-    assert "at clock 1 contains NaN or infinity; to skip such a batch, check its loss before backward()" in message
+    assert "at clock 1 contains NaN or infinity" in message
     assert_same_bits(state, other)
     assert all(value.isfinite().all() for value in state.values())

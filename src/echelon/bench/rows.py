@@ -74,7 +74,6 @@ def _step_cost(
     kv: KVStore, trainer: Trainer, table: nn.Embedding, count: int, steps: int, counted: CountedTransport
 ) -> Cost:
     generator = torch.Generator().manual_seed(kv.rank)
-    workers = kv.num_workers  # a worker that has finished is not counted any more
     seconds = []
     for step in range(WARMUP_STEPS + steps):
         if step == WARMUP_STEPS:
@@ -89,7 +88,7 @@ def _step_cost(
     kv.barrier()
     sent, answered = counted.sent - before[0], counted.answered - before[1]
     kv.barrier()
-    parts = steps * workers
+    parts = steps * kv.num_workers
     return Cost(count, sent / parts, answered / parts, statistics.median(seconds[WARMUP_STEPS:]) * 1e3)
 
 

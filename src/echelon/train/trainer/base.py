@@ -35,7 +35,6 @@ from echelon.kvstore.state_files import by_key
 from echelon.kvstore.values import is_finite
 from echelon.kvstore.worker import current_job
 from echelon.schemes.stores import StoreKind, store_kind
-from echelon.train.trainer.arguments import check_arguments, optimized_parameters
 from echelon.train.trainer.attached import AttachedOptimizer, Closure, StateInStore
 from echelon.train.trainer.clipping import check_max_norm, clip_gradients
 from echelon.train.trainer.model_hook import ModelHook
@@ -94,7 +93,6 @@ class Trainer:
         """Create the registered kind for the store, unless a kind is called by its own name."""
         if cls is not Trainer:
             return super().__new__(cls)
-        check_arguments(model, optimizer)
         wanted = _store_class(kvstore)
         kind = next((kind for store, kind in Trainer._kinds.items() if issubclass(wanted, store)), None)
         if kind is None:
@@ -131,7 +129,7 @@ class Trainer:
         `update_on_kvstore`: whether the store runs the optimizer. By default it does if it has servers. With False, the
         servers of `dist_sync` only sum, and each worker runs its optimizer, of any class.
         """
-        self._parameters, self._frozen = optimized_parameters(model, optimizer)
+        self._parameters, self._frozen = _optimized_parameters(model, optimizer)
         self._names = list(self._parameters)
         if isinstance(kvstore, str):
             device = self._parameters[self._names[0]].device
@@ -273,11 +271,6 @@ class Trainer:
         """
         return self.kvstore.gather(value)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of the optimizer, for code that reads or sets its learning rates."""
-        return self.optimizer.param_groups
-
     def remove_hooks(self) -> None:
         """Remove all hooks from the model."""
         for hook in self._hooks:
@@ -408,8 +401,7 @@ class Trainer:
         """Raise UsageError if `check_finite` is on and a gradient has NaN or infinity."""
         if self._check_finite and gradient is not None and not is_finite(gradient):
             raise UsageError(
-                f"worker {self.kvstore.rank}: the gradient of {name!r} at clock {self.clock} contains NaN or infinity; "
-                "to skip such a batch, check its loss before backward(), and continue with the next batch"
+                f"worker {self.kvstore.rank}: the gradient of {name!r} at clock {self.clock} contains NaN or infinity"
             )
 
     def _check_frozen(self) -> None:
@@ -424,8 +416,7 @@ class Trainer:
     def _second_backward_error(self) -> UsageError:
         return UsageError(
             f"worker {self.kvstore.rank}: a second backward pass before step(), but gradients are sent during "
-            "backward; use 'with trainer.accumulate():' for batches in parts, or Trainer(overlap=False); to skip a "
-            "batch, check its loss before backward()"
+            "backward; use 'with trainer.accumulate():' for batches in parts, or Trainer(overlap=False)"
         )
 
     def _changed_gradient_error(self, name: str) -> UsageError:
@@ -487,3 +478,21 @@ def _whole(samples: int) -> int:
     if count < 0:
         raise UsageError(f"step({samples}): the number of samples must be a whole number, 0 or more")
     return count
+
+
+def _optimized_parameters(
+    model: nn.Module, optimizer: Optimizer
+) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """Return the optimizer's parameters that require a gradient now, and those that do not.
+
+    Of the former, the last layer comes first: approximately the order in which backward finishes them.
+    """
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    named = {name: p for name, p in model.named_parameters() if id(p) in optimized}
+    strangers = len(optimized - {id(p) for p in model.parameters()})
+    if strangers:
+        raise UsageError(f"the optimizer has {strangers} parameters that do not belong to the model")
+    trained = {name: p for name, p in named.items() if p.requires_grad}
+    if not trained:
+        raise UsageError("the optimizer has no parameter of the model that requires a gradient")
+    return dict(reversed(trained.items())), {name: p for name, p in named.items() if name not in trained}
