@@ -39,6 +39,7 @@ from echelon.train.trainer.attached import AttachedOptimizer, Closure, StateInSt
 from echelon.train.trainer.clipping import check_max_norm, clip_gradients
 from echelon.train.trainer.model_hook import ModelHook
 from echelon.train.trainer.optimizer_state import load_state, state_of
+from echelon.train.trainer.ownership import Ownership, check_parameters
 
 REPORT_S = 0.25
 
@@ -119,6 +120,7 @@ class Trainer:
         check_finite: bool = False,
         push_factors: bool = False,
         max_grad_norm: float | None = None,
+        start_equal: bool = True,
         update_on_kvstore: bool | None = None,
     ) -> None:
         """`overlap`: whether gradients are sent during backward. By default the first step shows if it can.
@@ -126,11 +128,13 @@ class Trainer:
         `lazy_pull`: with servers, `step` does not wait for the new weights; each module waits when it is called.
         `local_gradient_edits`: with servers, this worker may change its gradients before they are summed.
         `max_grad_norm`: clip the gradient of every update by its global norm, which `step` returns.
+        `start_equal`: whether frozen parameters and buffers start with rank 0's values, as trained ones always do.
         `update_on_kvstore`: whether the store runs the optimizer. By default it does if it has servers. With False, the
         servers of `dist_sync` only sum, and each worker runs its optimizer, of any class.
         """
         self._parameters, self._frozen = _optimized_parameters(model, optimizer)
         self._names = list(self._parameters)
+        check_parameters(model, self._parameters)
         if isinstance(kvstore, str):
             device = self._parameters[self._names[0]].device
             kvstore = create(kvstore, staleness=staleness, groups=groups, lr_scale=lr_scale or "share", device=device)
@@ -163,7 +167,11 @@ class Trainer:
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if average_buffers else []
         # Kept to be removed: the garbage collector does not see a parameter's hooks, which hold the trainer.
         self._hooks: list[Hook] = []
+        self._start_equal = start_equal
         self._start()
+        if start_equal:
+            self._copy_untrained_from_first()
+        self._hooks.append(Ownership(self._parameters.values()))
         self._attached = AttachedOptimizer(optimizer, self._end_step, updates_here=self._updates_here)
         self._hooks.append(self._attached)
         self._state_in_store = None if self._updates_here else StateInStore(optimizer, self._parameters, self)
@@ -344,6 +352,9 @@ class Trainer:
 
     def _start(self) -> None:
         """Set up what a kind needs. The store is connected; the model has no hooks yet."""
+
+    def _copy_untrained_from_first(self) -> None:
+        """Give frozen parameters and buffers the values of the first worker, if the kind did not do it in `_start`."""
 
     def _step(self, samples: int) -> None:
         for name, parameter in self._parameters.items():

@@ -41,7 +41,7 @@ class CollectiveTrainer(MeanGradientTrainer, GroupTrainer, store=CollectiveStore
         self.shards_optimizer = self.kvstore.sharded
         if self._group.size > 1:
             self._agree_on_parameters()
-            self._broadcast_model()
+            self._broadcast_trained()
             tables = find_tables(self.model, self._parameters, self.optimizer)
             self._tables = SparseGradients({name: self._parameters[name] for name in tables}, self._group)
             dense = {name: p for name, p in self._parameters.items() if name not in tables}

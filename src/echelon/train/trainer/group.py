@@ -16,6 +16,7 @@ from echelon.kvstore.values import dtype_name
 from echelon.train.trainer.base import Trainer, flatten, unflatten
 from echelon.train.trainer.flat_buckets import FlatBucket
 from echelon.train.trainer.mean_gradients import step_vector
+from echelon.train.trainer.start_equal import untrained_tensors
 
 
 class GroupTrainer(Trainer, ABC):
@@ -46,6 +47,16 @@ class GroupTrainer(Trainer, ABC):
     def _check_same_parameters(self, what: str, parameters: Mapping[str, nn.Parameter]) -> None:
         shapes = ", ".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items())
         self._group.check_same(what, shapes)
+
+    def _broadcast_trained(self) -> None:
+        """Copy rank 0's weights of the parameters that are trained to the whole group."""
+        self._group.broadcast(list(self._parameters.values()))
+
+    def _copy_untrained_from_first(self) -> None:
+        rest = untrained_tensors(self.model, self._parameters.values())
+        forms = ", ".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in rest.items())
+        self._group.check_same("the model's frozen parameters and buffers", forms)
+        self._group.broadcast(list(rest.values()))
 
     def _broadcast_model(self) -> None:
         """Copy rank 0's weights (frozen ones, too) and buffers to the whole group."""

@@ -25,6 +25,7 @@ from echelon.train.trainer.clipping import check_same_limit
 from echelon.train.trainer.mean_gradients import MeanGradientTrainer, StepTotals, step_vector
 from echelon.train.trainer.server import BUFFERS, ServerTrainer
 from echelon.train.trainer.sparse_rows import as_dense, find_tables
+from echelon.train.trainer.start_equal import copy_from_first_worker, untrained_tensors
 
 _FLAGS = "flags of the step"  # the first words of the key of the step vectors
 
@@ -64,6 +65,9 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
         if self.kvstore.rank == self.kvstore.workers[0]:
             self.kvstore.overwrite(self._names, [parameter.detach() for parameter in self._parameters.values()])
         self._pull_weights()
+
+    def _copy_untrained_from_first(self) -> None:
+        copy_from_first_worker(self.kvstore, untrained_tensors(self.model, self._parameters.values()))
 
     def average_buffers(self) -> None:
         """Set floating-point buffers (BatchNorm's statistics) to their mean over the workers. All must call it."""

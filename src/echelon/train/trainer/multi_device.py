@@ -49,7 +49,7 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
                 "use sparse=False, one device per worker, or nccl_allreduce"
             )
         self._buckets = make_flat_buckets(self._parameters, self._group.size)
-        self._broadcast_model()
+        self._broadcast_trained()
         self.kvstore.on_retire = self._retire
         self.kvstore.before_barrier = self._take_part_without_data
         self.kvstore.after_barrier = self._broadcast_weights  # other workers may have made steps meanwhile
@@ -62,6 +62,7 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
             store,
             overlap=False,
             average_buffers=bool(self._buffers),
+            start_equal=self._start_equal,
             check_finite=self._check_finite,
             max_grad_norm=self.max_grad_norm,
         )

@@ -33,6 +33,7 @@ from echelon.train.trainer.optimizer_state import state_of
 from echelon.train.trainer.overlap import Overlap, Settings, changed_setting, settings_of
 from echelon.train.trainer.server_buckets import Bucket
 from echelon.train.trainer.sparse_rows import SparseTables, as_dense, check_optimizer, find_tables
+from echelon.train.trainer.start_equal import copy_from_first_worker, untrained_tensors
 from echelon.train.trainer.weights import ModelWeights, Snapshot, real
 
 BUFFERS = "buffers"  # the name of the vectors of buffers
@@ -146,6 +147,9 @@ class ServerTrainer(Trainer, store=ServerStore):
         if self.kvstore.rank == self.kvstore.workers[0]:
             self.kvstore.put_optimizer_states(dict(state), "the state")
         self.kvstore.barrier()
+
+    def _copy_untrained_from_first(self) -> None:
+        copy_from_first_worker(self.kvstore, untrained_tensors(self.model, self._parameters.values()))
 
     def average_buffers(self) -> None:
         """Set floating-point buffers (BatchNorm's statistics) to their mean over the workers. All must call it."""
