@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
 
 import echelon
 from echelon.bench.rows import measure
+from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
 from tolerances import reordering
@@ -279,6 +281,107 @@ def test_the_bytes_of_a_step_follow_the_rows_that_it_touches() -> None:
         rows = 3 * touched * (8 + 4 * 4)  # one's own go, those of both workers come
         assert one < rows + 1000
         assert other < rows + 1000
+
+
+def clamp_rows(model: nn.Module) -> None:
+    """Edit the tables as loops do that keep weights small."""
+    assert isinstance(model, Recommender)
+    with torch.no_grad():
+        model.users.weight.clamp_(-0.5, 0.5)
+    model.items.weight.data.mul_(0.9)  # no version counter changes
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("edit", ["on its own", "edit_weights"])
+def test_edits_of_tables_are_sent(num_workers: int, edit: str) -> None:
+    model = model_for("adagrad")
+    parts = [batches(8, seed) for seed in range(num_workers)]
+    joined = [tuple(torch.cat(tensors) for tensors in zip(*step, strict=True)) for step in zip(*parts, strict=True)]
+
+    def program(kv: KVStore) -> State:
+        torch.set_num_threads(1)
+        mine = copy.deepcopy(model)
+        optimizer = OPTIMIZERS["adagrad"](mine.parameters())
+        with echelon.Trainer(mine, optimizer, kv) as trainer:
+            for batch in parts[kv.rank]:
+                optimizer.zero_grad()
+                loss_of(mine, batch).backward()
+                optimizer.step()
+                with trainer.edit_weights() if edit == "edit_weights" else nullcontext():
+                    clamp_rows(mine)
+            return snapshot(mine)
+
+    expected = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["adagrad"](expected.parameters())
+    for batch in joined:
+        optimizer.zero_grad()
+        loss_of(expected, batch).backward()  # type: ignore[arg-type]
+        optimizer.step()
+        clamp_rows(expected)
+    results = run(program, "dist_sync", num_workers=num_workers)
+    if num_workers == 1:
+        assert_same_bits(results[0], snapshot(expected))
+    assert_close(results[-1], snapshot(expected), reordering(torch.float32, 48, STEPS, 100.0))
+
+
+def test_different_edits_of_tables_are_refused() -> None:
+    messages: list[str] = []
+
+    def program(kv: KVStore) -> None:
+        torch.set_num_threads(1)
+        model = Recommender(dense=False)
+        trainer = echelon.Trainer(model, OPTIMIZERS["adagrad"](model.parameters()), kv)
+        batch = batches(4)[0]
+        with torch.no_grad():
+            model.users.weight[3] = kv.rank
+        loss_of(model, batch).backward()
+        messages.append(usage_error(lambda: trainer.step(4)))
+
+    with pytest.raises(UsageError, match="changed weights outside the optimizer"):  # the other server refuses it, too
+        run(program, "dist_sync")
+    assert len(messages) == 2
+    assert all("workers 0, 1 changed weights outside the optimizer, but not to the" in text for text in messages)
+
+
+def test_the_optimizer_saves_and_loads_states_of_tables() -> None:
+    """`optimizer.state_dict()` has what plain PyTorch's has, and another run continues from it."""
+    model, data = model_for("sparse adam"), batches(8)
+
+    def train(model: nn.Module, optimizer: Optimizer, data: list[Batch]) -> None:
+        for batch in data:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+
+    def first(kv: KVStore) -> tuple[State, dict[str, Any]]:
+        torch.set_num_threads(1)
+        mine = copy.deepcopy(model)
+        optimizer = OPTIMIZERS["sparse adam"](mine.parameters())
+        with echelon.Trainer(mine, optimizer, kv):
+            train(mine, optimizer, data[:3])
+            return snapshot(mine), optimizer.state_dict()
+
+    def second(kv: KVStore, weights: State, state: dict[str, Any]) -> State:
+        torch.set_num_threads(1)
+        mine = copy.deepcopy(model)
+        optimizer = OPTIMIZERS["sparse adam"](mine.parameters())
+        with echelon.Trainer(mine, optimizer, kv):
+            mine.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+            train(mine, optimizer, data[3:])
+            return snapshot(mine)
+
+    expected = copy.deepcopy(model)
+    optimizer = OPTIMIZERS["sparse adam"](expected.parameters())
+    train(expected, optimizer, data[:3])
+    weights, state = on_one_worker(first, "dist_sync")
+    for number, wanted in optimizer.state_dict()["state"].items():
+        assert wanted.keys() == state["state"][number].keys()
+        assert all(
+            torch.equal(torch.as_tensor(v), torch.as_tensor(state["state"][number][k])) for k, v in wanted.items()
+        )
+    train(expected, optimizer, data[3:])
+    assert_same_bits(on_one_worker(lambda kv: second(kv, weights, state), "dist_sync"), snapshot(expected))
 
 
 def test_a_sparse_gradient_of_a_dense_key_is_made_dense(caplog: pytest.LogCaptureFixture) -> None:

@@ -91,6 +91,7 @@ class RowWire:
         absent: float = 0.0,
         settings: list[dict[str, Setting]] | None = None,
         gated: bool = False,
+        edits: int = 0,
     ) -> list[Ticket]:
         """Send the rows of the gradients of some keys, which have equal clocks, without waiting.
 
@@ -113,7 +114,7 @@ class RowWire:
             since = [self._versions.get((server, key), FROM_NOW) for key in keys] if pull else []
             request = self._client.next_id()
             rest = (list(lrs), pull, True, halt, 0, more, absent, settings, counts, since)
-            message = Push(request, clock, keys, samples, *rest, gated=gated)
+            message = Push(request, clock, keys, samples, *rest, gated=gated, edits=edits)
             sent.append(self._client.send(server, message, frames))
             if pull:
                 self._asked[request] = keys
@@ -145,6 +146,11 @@ class RowWire:
             keys = self._asked.pop(ticket.id, None)
             if keys is not None:
                 yield from self._parts(ticket, keys, note_versions=True)
+
+    def forget(self, slots: Sequence[Slot]) -> None:
+        """Forget what this worker has read of keys: the next request for changes brings none."""
+        keys = {slot.key for slot in slots}
+        self._versions = {place: version for place, version in self._versions.items() if place[1] not in keys}
 
     # --- internals
 

@@ -34,7 +34,7 @@ from echelon.train.trainer.overlap import Overlap, Settings, changed_setting, se
 from echelon.train.trainer.server_buckets import Bucket
 from echelon.train.trainer.sparse_rows import SparseTables, as_dense, check_optimizer, find_tables
 from echelon.train.trainer.start_equal import copy_from_first_worker, untrained_tensors
-from echelon.train.trainer.weights import ModelWeights, Snapshot, real
+from echelon.train.trainer.weights import ModelWeights, Snapshot, digest, real
 
 BUFFERS = "buffers"  # the name of the vectors of buffers
 
@@ -440,7 +440,7 @@ class ServerTrainer(Trainer, store=ServerStore):
                 "backward(), or pass Trainer(overlap=False)"
             )
         assert self._weights_seen is not None
-        if not self._weights_seen.same_as(self._weights.snapshot()):
+        if not self._weights_seen.same_as(self._weights.snapshot()) or self._tables.edited():
             raise UsageError(
                 "weights were changed between backward() and step(), after gradients were sent; change them after "
                 "step(), or pass Trainer(overlap=False)"
@@ -458,7 +458,7 @@ class ServerTrainer(Trainer, store=ServerStore):
 
     def _send_edits(self) -> None:
         """Send weights that the loop has edited since the last step, before gradients at these weights are applied."""
-        names = self._weights.edited()
+        names = [*self._weights.edited(), *self._tables.edited()]
         if not names:
             return
         several = len(self.kvstore.workers) > 1
@@ -468,9 +468,10 @@ class ServerTrainer(Trainer, store=ServerStore):
                 "each worker has weights of its own; put the change into 'with trainer.edit_weights():' on all workers"
             )
         if several:
-            digest = self._weights.digest(names)
+            edits = digest({name: self._parameters[name] for name in names})
+            self._tables.edits = edits
             for bucket in self._buckets:
-                bucket.edits = digest
+                bucket.edits = edits
         if self.kvstore.rank == self.kvstore.workers[0]:
             self.kvstore.overwrite(names, [real(self._parameters[name].detach()) for name in names])
 

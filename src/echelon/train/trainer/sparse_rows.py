@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from echelon.kvstore.servers.rows import Rows, rows_of, write_rows
 from echelon.kvstore.servers.store import ServerStore
 from echelon.server.kernels import kernel_for
 from echelon.server.row_kernels import row_kernel_for
+from echelon.train.trainer.weights import same_bits, sample
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,9 @@ class SparseTables:
         self.parameters = parameters
         self._store = store
         self._settings = settings
+        self.edits = 0  # identifies the edits of weights that the loop made before this step; 0: none
         self._in_flight: list[Ticket] = []
+        self._seen: dict[str, _Mark] = {}
         if parameters:
             store.init(list(parameters), [p.detach() for p in parameters.values()], row_sparse=True)
         self._slots = dict(zip(parameters, store.slots(list(parameters)), strict=True))
@@ -67,10 +71,12 @@ class SparseTables:
 
     def fetch_all(self) -> None:
         """Copy whole tables from the servers into the parameters."""
-        self.fetch_changes()  # from now on, servers keep for this worker what changes
+        self._store.rows.forget(list(self._slots.values()))
+        self.fetch_changes()  # there are none, but from now on servers keep for this worker what changes
         if self._store.rank != self._store.workers[0]:  # whose values the servers have
             for name, slot in self._slots.items():
                 self._store.rows.pull(slot, [self.parameters[name].data])
+        self._see()
 
     def fetch_changes(self) -> None:
         """Copy the rows that changed since the last read into the parameters."""
@@ -103,7 +109,9 @@ class SparseTables:
                     absent=missing,
                     settings=self._settings.changes(),
                     gated=gated,
+                    edits=self.edits,
                 )
+        self.edits = 0
 
     def wait(self) -> list[Ticket]:
         """Wait for the rows of the last push and copy them into the parameters. Return the answers."""
@@ -112,7 +120,39 @@ class SparseTables:
         with torch.no_grad():
             for key, rows in self._store.rows.receive(tickets):
                 write_rows(rows, [self.parameters[self._names[key]].data])
+        self._see()
         return tickets
+
+    def edited(self) -> list[str]:
+        """Return the tables that the loop has written to since their rows arrived, and that were not returned before.
+
+        There is no copy to compare with. Writes are noticed by version counter and address, and those that bypass the
+        counter by a sample of the elements.
+        """
+        found = [name for name in self.parameters if not self._mark(name).equals(self._seen[name])]
+        self._see()
+        return found
+
+    def _see(self) -> None:
+        self._seen = {name: self._mark(name) for name in self.parameters}
+
+    def _mark(self, name: str) -> _Mark:
+        parameter = self.parameters[name]
+        if (spec := self._slots[name].spec).shape != tuple(parameter.shape):
+            raise UsageError(f"{name!r} is now {tuple(parameter.shape)}, but its key in the store is {spec}")
+        values = parameter.detach()
+        return _Mark(parameter._version, parameter.data_ptr(), sample(values, values).cpu().clone())
+
+
+class _Mark(NamedTuple):
+    """What is remembered of a table: its version counter, its address, and some elements."""
+
+    version: int
+    address: int
+    elements: Tensor
+
+    def equals(self, other: _Mark) -> bool:
+        return self[:2] == other[:2] and same_bits(self.elements, other.elements)
 
 
 def _sparse(name: str, gradient: Tensor) -> Tensor:

@@ -80,15 +80,6 @@ class ModelWeights:
         versions = sum(parameter._version for parameter in self._parameters.values())
         return Snapshot(versions, [self._own_sample(name).clone() for name in self._sampled()])
 
-    def digest(self, names: Sequence[str]) -> int:
-        """Return a number that identifies the values of some parameters. It is never 0."""
-        digest = hashlib.blake2b(digest_size=7)
-        for name in names:
-            values = real(self._parameters[name]).detach().cpu()
-            digest.update(name.encode())
-            digest.update(_as_bytes(values).numpy().data)
-        return int.from_bytes(digest.digest(), "big") or 1
-
     def _see(self, names: Iterable[str]) -> None:
         for name in names:
             self._seen[name] = self._mark(name)
@@ -128,16 +119,25 @@ class ModelWeights:
     def _own_sample(self, name: str) -> Tensor:
         """Return the bytes of some elements of a parameter."""
         values = real(self._parameters[name]).detach()
-        return _as_bytes(_sample(values, values))
+        return _as_bytes(sample(values, values))
 
     def _sample_differs(self, name: str) -> bool:
         values, sent = real(self._parameters[name]).detach(), self._sent[name]
         if values.shape != sent.shape or values.dtype != sent.dtype:
             return True
-        return not same_bits(_sample(values, values).cpu(), _sample(sent, values))
+        return not same_bits(sample(values, values).cpu(), sample(sent, values))
 
 
-def _sample(tensor: Tensor, like: Tensor) -> Tensor:
+def digest(weights: Mapping[str, Tensor]) -> int:
+    """Return a number that identifies the values of some parameters. It is never 0."""
+    found = hashlib.blake2b(digest_size=7)
+    for name, weight in weights.items():
+        found.update(name.encode())
+        found.update(_as_bytes(real(weight).detach().cpu()).numpy().data)
+    return int.from_bytes(found.digest(), "big") or 1
+
+
+def sample(tensor: Tensor, like: Tensor) -> Tensor:
     """Return some elements, the same ones of all tensors of a shape, without a copy of a large tensor."""
     flat = tensor.view(-1) if like.is_contiguous() else tensor[(0,) * (tensor.ndim - 1)]
     return flat[:: max(1, flat.numel() // _SAMPLED)]
