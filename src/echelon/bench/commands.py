@@ -19,7 +19,10 @@ from echelon.bench.train.workloads import WORKLOADS
 Benchmarks: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 TRANSPORTS = ("auto", "shm", "tcp")
-PEERS_OF_TRAIN = " (gradients: Echelon without --push-factors; clipped, ddp_clipped: with clipping by the global norm)"
+PEERS_OF_TRAIN = (
+    " (gradients: Echelon without --push-factors; lazy: Echelon with lazy_pull; clipped, ddp_clipped: with clipping by "
+    "the global norm)"
+)
 TRAIN_STORES = ("dist_sync", "dist_async", "dist_ssync")
 
 

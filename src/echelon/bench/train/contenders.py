@@ -78,6 +78,11 @@ def gradients(plan: TrainPlan) -> TrainContender:
     return _echelon("gradients", plan, "--push-factors", "0")
 
 
+def lazy(plan: TrainPlan) -> TrainContender:
+    """Return Echelon with lazy_pull: a step does not wait for the new weights, the next forward pass does."""
+    return _echelon("lazy", plan, "--lazy-pull", "1")
+
+
 def clipped(plan: TrainPlan) -> TrainContender:
     """Return Echelon with clipping by the global norm: the servers agree on the norm before they update."""
     return _echelon("clipped", plan, *CLIPPED)
@@ -121,6 +126,7 @@ PEERS: dict[str, Callable[[TrainPlan], TrainContender]] = {
     "ddp_tuned": ddp_tuned,
     "mxnet": mxnet,
     "gradients": gradients,
+    "lazy": lazy,
     "clipped": clipped,
     "ddp_clipped": ddp_clipped,
 }

@@ -30,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
     fill_in(args)
     if args.batch_size < 1 or args.threads < 1:
         raise UsageError(f"--batch-size and --threads must be at least 1; got {args.batch_size} and {args.threads}")
+    if args.model == "gpt" and "mxnet" in (args.peer or ()):
+        raise UsageError("--peer mxnet does not have the model gpt; use --model resnet20 or mlp25m")
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
         compare(make_contenders(args, Path(folder)), args)
     return 0

@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True, help="threads of this worker")
     parser.add_argument("--kv-store", default="dist_sync")
     parser.add_argument("--push-factors", type=int, default=1, help="as in the training scripts")
+    parser.add_argument("--lazy-pull", type=int, default=0, help="as in the training scripts")
     parser.add_argument("--max-grad-norm", type=float, help="clip by the global norm")
     args = parser.parse_args()
     staleness = STALENESS if store_kind(args.kv_store).staleness is Use.REQUIRED else None
@@ -34,8 +35,12 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     model = make_model(args.model)
     optimizer = make_optimizer(args.model, model)
-    factors, limit = bool(args.push_factors), args.max_grad_norm
-    with Trainer(model, optimizer, store, push_factors=factors, max_grad_norm=limit) as trainer:
+    options = {
+        "push_factors": bool(args.push_factors),
+        "lazy_pull": bool(args.lazy_pull),
+        "max_grad_norm": args.max_grad_norm,
+    }
+    with Trainer(model, optimizer, store, **options) as trainer:
         step = make_step(model, make_batch(args.model, args.batch_size, store.rank), trainer.step)
         serve(Loop(step, store.barrier, trainer.sync).run_round)
 

@@ -1,8 +1,10 @@
-"""The two workloads of `echelon bench train`, and the loop that times their steps.
+"""The workloads of `echelon bench train`, and the loop that times their steps.
 
 Computation limits `resnet20`: 0.27 million weights and a batch of 128 images. Memory traffic and the exchange of
-gradients limit `mlp25m`: 25 million weights and a batch of 32. Every contender has the same networks, batch sizes and
-optimizer settings: `networks` builds them in torch, `worker_mxnet` in MXNet. This module imports neither of the two.
+gradients limit `mlp25m`: 25 million weights and a batch of 32. `gpt` is a small language model: 0.8 million weights in
+many small tensors, and a batch of 12 texts of 64 characters. Every contender has the same networks, batch sizes and
+optimizer settings: `networks` builds them in torch, `worker_mxnet` in MXNet, which has no `gpt`. This module imports
+neither of the two.
 """
 
 from __future__ import annotations
@@ -22,6 +24,20 @@ WEIGHT_DECAY = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
+class Gpt:
+    """The sizes of the language model."""
+
+    vocabulary: int = 65
+    context: int = 64
+    width: int = 128
+    heads: int = 4
+    layers: int = 4
+
+
+GPT = Gpt()
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """The input of a network, and the batch size and learning rate it is trained with."""
 
@@ -33,6 +49,7 @@ class Workload:
 WORKLOADS = {
     "resnet20": Workload(IMAGE_SHAPE, 128, 0.05),
     "mlp25m": Workload(MLP_WIDTHS[:1], 32, 0.001),
+    "gpt": Workload((GPT.context,), 12, 0.01),
 }
 
 
