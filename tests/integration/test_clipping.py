@@ -118,6 +118,45 @@ def test_infinity_measures_without_clipping() -> None:
     assert_same_bits(weights, plain(model, data, limit=math.inf)[1])
 
 
+def fused(model: nn.Module) -> Optimizer:
+    """Return an optimizer that divides by the loss scale itself, if GradScaler lets it."""
+    return SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+
+
+@pytest.mark.parametrize("optimizer", [momentum, fused])
+@pytest.mark.parametrize("store", ["local", "dist_sync"])
+def test_gradients_are_unscaled_before_they_are_clipped(store: str, optimizer: MakeOptimizer) -> None:
+    model, data = seeded(Net), batches(STEPS)
+
+    def scaled(mine: nn.Module, made: Optimizer, trainer: echelon.Trainer | None) -> Found:
+        torch.set_num_threads(1)
+        scaler, norms = torch.amp.GradScaler("cpu"), []
+        for batch in data:
+            made.zero_grad()
+            scaler.scale(loss_of(mine, batch)).backward()
+            if trainer is None:
+                scaler.unscale_(made)
+                norms.append(float(nn.utils.clip_grad_norm_(mine.parameters(), LIMIT)))
+            scaler.step(made)
+            if trainer is not None:
+                assert trainer.grad_norm is not None
+                norms.append(float(trainer.grad_norm))
+            scaler.update()
+        return norms, snapshot(mine)
+
+    def with_trainer(kv: KVStore) -> Found:
+        mine = copy.deepcopy(model)
+        made = optimizer(mine)
+        with echelon.Trainer(mine, made, kv, max_grad_norm=LIMIT) as trainer:
+            return scaled(mine, made, trainer)
+
+    norms, weights = on_one_worker(with_trainer, store)
+    alone = copy.deepcopy(model)
+    expected = scaled(alone, optimizer(alone), None)
+    assert norms == expected[0]
+    assert_same_bits(weights, expected[1])
+
+
 # --- several workers whose gradients are summed
 
 

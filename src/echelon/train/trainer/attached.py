@@ -31,10 +31,13 @@ class AttachedOptimizer:
 
     `end_step(closure)` is the Trainer's step, and returns what `optimizer.step` returns. With `updates_here` the
     Trainer runs the optimizer inside its step (`run`), and torch's step hooks run there. Otherwise they run around the
-    Trainer's step.
+    Trainer's step. `needs_unscaled`: the Trainer reads the gradients before the optimizer runs, so GradScaler must
+    divide them by the loss scale even if the optimizer could.
     """
 
-    def __init__(self, optimizer: Optimizer, end_step: EndStep, *, updates_here: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, end_step: EndStep, *, updates_here: bool, needs_unscaled: bool = False
+    ) -> None:
         earlier = getattr(optimizer, _ATTACHED, None)
         if earlier is not None:
             earlier.remove()
@@ -56,8 +59,9 @@ class AttachedOptimizer:
         self._step = MethodType(function, optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
         setattr(optimizer, _ATTACHED, self)
-        self._unscales = not updates_here and bool(getattr(optimizer, _UNSCALES, False))
-        if self._unscales:  # a fused optimizer, which does not run here: GradScaler must unscale
+        scaler_must_unscale = needs_unscaled or not updates_here
+        self._unscales = scaler_must_unscale and bool(getattr(optimizer, _UNSCALES, False))
+        if self._unscales:  # a fused optimizer
             setattr(optimizer, _UNSCALES, False)
 
     def run(self, closure: Closure | None = None) -> Any:

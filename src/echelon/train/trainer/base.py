@@ -172,7 +172,12 @@ class Trainer:
         if start_equal:
             self._copy_untrained_from_first()
         self._hooks.append(Ownership(self._parameters.values()))
-        self._attached = AttachedOptimizer(optimizer, self._end_step, updates_here=self._updates_here)
+        self._attached = AttachedOptimizer(
+            optimizer,
+            self._end_step,
+            updates_here=self._updates_here,
+            needs_unscaled=self.max_grad_norm is not None,
+        )
         self._hooks.append(self._attached)
         self._state_in_store = None if self._updates_here else StateInStore(optimizer, self._parameters, self)
         if self._state_in_store is not None:
