@@ -48,6 +48,7 @@ def train(kv: KVStore, start: nn.Module) -> list[dict[str, Tensor]]:
             trainer.step(len(batch[0]))
         trainer.average_buffers()
         kv.barrier()
+        assert trainer.gather(kv.rank) == [0, 1, 2]
         trainer.refresh()
         after.append({name: value for name, value in snapshot(model).items() if value.is_floating_point()})
         kv.barrier()
@@ -93,6 +94,26 @@ def test_without_servers_workers_with_fewer_batches_wait_for_the_others(store: s
     for epoch in range(EPOCHS):
         for other in found[1:]:
             assert_same_bits(other[epoch], found[0][epoch])
+
+
+@pytest.mark.parametrize(("runs", "store"), [(run, "dist_sync"), (forked.run, "dist_sync"), (forked.run, "nccl")])
+def test_nobody_waits_for_a_worker_that_closes_its_trainer_epochs_before_the_others(runs: Any, store: str) -> None:
+    start = seeded(Normed)
+
+    def worker(kv: KVStore) -> list[list[int]]:
+        model = copy.deepcopy(start)
+        ranks = []
+        with echelon.Trainer(model, momentum(model), kv, average_buffers=True) as trainer:
+            for epoch in range(EPOCHS if kv.rank == 0 else 1):
+                for batch in data_of(0, epoch):
+                    loss_of(model, batch).backward()
+                    trainer.step()
+                trainer.average_buffers()
+                kv.barrier()
+                ranks.append(trainer.gather(kv.rank))
+        return ranks
+
+    assert runs(worker, store) == [[[0, 1], [0], [0]], [[0, 1]]]
 
 
 @pytest.mark.parametrize("store", ["dist_sync", "nccl"])

@@ -243,7 +243,9 @@ class KVStore(ABC):
     def _gather(self, value: Any) -> dict[int, Any]:
         self._check_open()
         device = value.device if isinstance(value, Tensor) else "cpu"
+        self.before_barrier()
         parts = self.gather_bytes(exchange.pack(value))
+        self.after_barrier()
         return {rank: exchange.unpack(part, device) for rank, part in sorted(parts.items())}
 
     def halt(self, reason: str) -> None:

@@ -143,6 +143,11 @@ class Engine:
         """The active workers."""
         return set().union(*self._members.values())
 
+    @property
+    def present(self) -> set[int]:
+        """The active workers and the paused ones."""
+        return self.workers | self._paused
+
     def is_active(self, worker: int) -> bool:
         """Return whether a worker takes part."""
         return worker in self._members.get(self.rules.group_of(worker), ())

@@ -89,7 +89,7 @@ class Shard:
         self._workers = {worker: _Worker() for worker in workers}
         self._config: Configure | None = None
         self._requests: PendingRequests | None = None
-        self._gathering = Gathering(lambda: self._configured().engine.workers, answer)
+        self._gathering = Gathering(lambda: self._configured().engine.present, answer)
 
     def handle(self, worker: int, request: Request, frames: Sequence[memoryview]) -> None:
         """Carry out a request, or answer why it is rejected. A rejected request changes nothing."""

@@ -55,6 +55,7 @@ class CollectiveStore(KVStore):
         super().__init__(name, events, check_finite=check_finite)
         self.group = group
         self.sharded = self.kind.sharded
+        self.some_have_retired = False  # set by a Trainer
         self._values: dict[Key, _Value] = {}
         self._requested_halt: str | None = None
         self._updater: Updater | None = None
@@ -133,7 +134,11 @@ class CollectiveStore(KVStore):
         """Stop pushing. Until all workers have retired, the Trainer takes part in their collectives (`on_retire`)."""
 
     def _barrier(self) -> None:
-        self.receive_flags(self.group.barrier(self.halt_flag))
+        if self.some_have_retired:  # and are in the steps of the others
+            parts = self.group.gather_bytes(str(self.halt_flag).encode())
+            self.receive_flags(sum(float(bytes(part)) for part in parts.values()))
+        else:
+            self.receive_flags(self.group.barrier(self.halt_flag))
 
     def _halt(self, reason: str) -> None:
         """Ask all workers to stop training. `halted` is set in the next barrier or step."""

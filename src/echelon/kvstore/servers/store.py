@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,7 @@ from echelon.server.memory import TORCH_DTYPES
 from echelon.transport.interface import Transport
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class ServerStore(KVStore):
@@ -151,6 +152,11 @@ class ServerStore(KVStore):
 
     def gather_bytes(self, part: bytes) -> dict[int, bytes | memoryview]:
         """Return the parts of all workers that take part, by rank."""
+        if self.on_missed_rounds is None or self._retired:
+            return self._exchange(part)
+        return self._meet(lambda: self._exchange(part), lambda: self._exchange(b""))
+
+    def _exchange(self, part: bytes) -> dict[int, bytes | memoryview]:
         ticket = self._client.send(0, Gather(self._client.next_id()), [part])
         self._client.wait([ticket])
         assert isinstance(ticket.response, Gathered)
@@ -162,21 +168,26 @@ class ServerStore(KVStore):
         self._retired = True
 
     def _barrier(self) -> None:
-        """Wait for all workers. With a Trainer, some may still be in rounds, which then do not wait for this worker.
-
-        Between the two barriers of that case no worker is in a round, so all resume at the same clock.
-        """
         if self.on_missed_rounds is None:
             self._wait_for_workers()
-            return
-        if not self._retired:
+        else:
+            self._meet(self._wait_for_workers, self._wait_for_workers)
+
+    def _meet(self, wait: Callable[[], T], wait_again: Callable[[], object]) -> T:
+        """Wait for all workers, of which some may still be in rounds. Those do not wait for this worker.
+
+        Between the two waits no worker is in a round, so all resume at the same clock.
+        """
+        active = not self._retired
+        if active:
             self._wire.wait_for_pushes()
             self._to_all(Pause)
-        self._wait_for_workers()
-        missed = not self._retired and self._resume()
-        self._wait_for_workers()
-        if missed:
+        result = wait()
+        missed = active and self._resume()
+        wait_again()
+        if missed and self.on_missed_rounds is not None:
             self.on_missed_rounds()
+        return result
 
     def _resume(self) -> bool:
         """Take part in rounds again. Return whether other workers have made rounds meanwhile."""

@@ -146,6 +146,7 @@ class Trainer:
         self.model = model
         self.optimizer = optimizer
         self.clock = 0
+        self._has_retired = False  # whether this worker only takes part in the steps of others
         self._clock_at_barrier = 0  # the clock when all workers last waited for each other
         self.samples = 0
         self.wait_s = 0.0

@@ -128,6 +128,14 @@ class CollectiveTrainer(MeanGradientTrainer, GroupTrainer, store=CollectiveStore
         if not flags.clocks_are_equal:
             raise self._clocks_error()
 
+    def _retire(self) -> None:
+        self._group.stop_gathering()
+        super()._retire()
+
+    def _are_all_here(self, totals: StepTotals) -> bool:
+        self.kvstore.some_have_retired = bool(totals.retired)
+        return super()._are_all_here(totals)
+
     def _make_equal(self, sources: Sequence[int]) -> None:
         """Copy the weights and the optimizer's state of a rank that made more steps."""
         source = sources[0]

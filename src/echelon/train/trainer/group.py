@@ -32,8 +32,13 @@ class GroupTrainer(Trainer, ABC):
         """Set floating-point buffers (BatchNorm's statistics) to their mean over the group. All must call it."""
         if self._buffers and self._group.size > 1:
             self.kvstore.before_barrier()
-            mean = self._group.all_reduce(flatten(self._buffers)).result() / self._group.size
-            unflatten(mean, self._buffers)
+            unflatten(self._mean(flatten(self._buffers)), self._buffers)
+
+    def _mean(self, flat: Tensor) -> Tensor:
+        if isinstance(self.kvstore, CollectiveStore) and self.kvstore.some_have_retired:
+            mean: Tensor = self.kvstore.all_reduce(flat)
+            return mean
+        return self._group.all_reduce(flat).result() / self._group.size
 
     def sum_over_devices(self, sums: Tensor) -> Tensor:
         """Return the sums over all devices of the group, on the CPU. All call it after the same step."""
@@ -70,7 +75,8 @@ class GroupTrainer(Trainer, ABC):
         rank, size = self._group.rank, self._group.size
         halt = self.kvstore.halt_flag
         clock = self.clock - self._clock_at_barrier
-        vector = step_vector(samples, halt, clock, used, rank=rank, size=size, active=active)
+        retired = self._has_retired
+        vector = step_vector(samples, halt, clock, used, rank=rank, size=size, active=active, retired=retired)
         if self._group.device.type == "cpu":
             return self._group.all_reduce(torch.tensor(vector))
         # From pinned memory, so that the host does not wait until the device has finished its earlier work.

@@ -34,6 +34,7 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
     """Keeps the models of all workers equal, with servers that only sum."""
 
     kvstore: ServerStore
+    _is_needed_to_the_end = False
     _lacks_steps = False  # whether other workers made steps while this one waited for them
 
     def _start(self) -> None:

@@ -35,13 +35,14 @@ class StepTotals(NamedTuple):
     samples: Tensor  # in the batches of all workers
     halt: Tensor  # not 0 if a worker asks all to stop
     clocks: Tensor  # the sums of the active workers' clocks, and of the squares of these
+    retired: Tensor  # the number of workers that only take part to the end
     active: Tensor  # for each rank, 1 if it still has data
     used: Tensor  # for each parameter, the number of workers that have a gradient
 
     @classmethod
     def of(cls, vector: Tensor, size: int) -> StepTotals:
         """Return the parts of a sum of `step_vector`s."""
-        return cls(vector[0], vector[1], vector[2:4], vector[4 : 4 + size], vector[4 + size :])
+        return cls(vector[0], vector[1], vector[2:4], vector[4], vector[5 : 5 + size], vector[5 + size :])
 
     @property
     def clocks_are_equal(self) -> bool:
@@ -51,18 +52,27 @@ class StepTotals(NamedTuple):
 
 
 def step_vector(
-    samples: float, halt: float, clock: int, used: Iterable[bool], *, rank: int, size: int, active: bool
+    samples: float,
+    halt: float,
+    clock: int,
+    used: Iterable[bool],
+    *,
+    rank: int,
+    size: int,
+    active: bool,
+    retired: bool = False,
 ) -> list[float]:
     """Return what a worker adds to the sums of a step."""
     position = float(clock % _PERIOD) if active else 0.0
     ranks = [float(active and one == rank) for one in range(size)]
-    return [samples, halt, position, position * position, *ranks, *map(float, used)]
+    return [samples, halt, position, position * position, float(retired), *ranks, *map(float, used)]
 
 
 class MeanGradientTrainer(Trainer, ABC):
     """Replaces the gradients by their mean over the workers when a backward pass ends."""
 
     _reduces = False  # a process that trains alone does not
+    _is_needed_to_the_end = True  # because the others' reductions do not work without this worker
 
     def _start_reducing(self, num_workers: int) -> None:
         self._reduces = True
@@ -232,7 +242,14 @@ class MeanGradientTrainer(Trainer, ABC):
 
     def _retire(self) -> None:
         self.kvstore.on_retire = self.kvstore.before_barrier = lambda: None
+        self._has_retired = self._is_needed_to_the_end
         self._take_part_without_data()
+
+    def _are_all_here(self, totals: StepTotals) -> bool:
+        """Return whether no worker is in a step. A worker that has retired waits until all have retired."""
+        if totals.active.any():
+            return False
+        return not self._has_retired or int(totals.retired) == len(totals.active)
 
     def _take_part_without_data(self) -> None:
         """Take part in the reductions of the others until all workers are here, then make the weights equal."""
@@ -249,10 +266,9 @@ class MeanGradientTrainer(Trainer, ABC):
             last = self._last_totals
             totals = self._exchange(0, active=False)
             self._clear_gradients()
-            if not totals.active.any():
-                break
-        if last is None:
-            return
-        ranks = [rank for rank, active in enumerate(last.active.tolist()) if active]
-        if 0 < len(ranks) < self._num_workers:
-            self._make_equal(ranks)
+            if last is not None and not totals.active.any():
+                ranks = [rank for rank, active in enumerate(last.active.tolist()) if active]
+                if 0 < len(ranks) < self._num_workers:
+                    self._make_equal(ranks)
+            if self._are_all_here(totals):
+                return

@@ -117,5 +117,5 @@ class ShardedTrainer(CollectiveTrainer, sharded_of=CollectiveTrainer):
     def _take_part_without_data(self) -> None:
         """Make steps without samples until all ranks are here. A rank's shard is needed to the end."""
         self._clock_at_barrier = self.clock
-        while self._take_part(0, active=False).active.any():
+        while not self._are_all_here(self._take_part(0, active=False)):
             pass
