@@ -55,13 +55,13 @@ class ElementwiseClass(_ClassKernel):
     def scalar_names(self) -> tuple[str, ...]:
         return tuple(self._form.scalars)
 
-    def progress(self, before: Progress, lr: float, divisor: float) -> Progress:
+    def progress(self, before: Progress, lr: float) -> Progress:
         """Return the progress after an update, with the numbers that the class computes for an empty tensor."""
-        after = super().progress(before, lr, divisor)
+        after = super().progress(before, lr)
         if self.scalar_names == ("step",):
             return after
         state = self._state([torch.empty(0)] * len(self.state_names), before)
-        self._runner.run(torch.empty(0), torch.empty(0), state, self._rate(lr, divisor))
+        self._runner.run(torch.empty(0), torch.empty(0), state, lr)
         numbers = tuple((name, float(state[name])) for name in self.scalar_names if name != "step")
         return after._replace(numbers=numbers)
 
@@ -77,15 +77,14 @@ class ElementwiseClass(_ClassKernel):
     ) -> None:
         start = weights.clone() if self._divides_change and divisor != 1 else None
         state = self._state(states, before)
-        self._runner.run(weights, gradient, state, self._rate(lr, divisor))
+        if "eta" in state:  # ASGD computed it from the rate in the step before
+            state["eta"] /= divisor
+        self._runner.run(weights, gradient, state, lr if self._divides_change else lr / divisor)
         for name, stored in zip(self.state_names, states, strict=True):
             if state[name].data_ptr() != stored.data_ptr():  # the class created it in its first step
                 stored.copy_(state[name])
         if start is not None:
             divide_change(weights, start, divisor)
-
-    def _rate(self, lr: float, divisor: float) -> float:
-        return lr if self._divides_change else lr / divisor
 
     def _state(self, states: States, before: Progress) -> State:
         """Return the state of a piece as the class keeps it; an empty one before the first step."""

@@ -52,7 +52,7 @@ class Kernel:
         """The names of the states that are one number per key."""
         return ("step",) if self.counts else ()
 
-    def progress(self, before: Progress, lr: float, divisor: float) -> Progress:
+    def progress(self, before: Progress, lr: float) -> Progress:
         """Return the progress after an update."""
         return Progress(before.step + 1, before.states.union(self.state_names))
 

@@ -162,7 +162,7 @@ class Optimization:
             progress = before.get(group, Progress())
             lr = self._rate(kernel, group, lrs)
             if kernel is not None:
-                self._progress[action.key][group] = kernel.progress(progress, lr, action.divisor)
+                self._progress[action.key][group] = kernel.progress(progress, lr)
             make = self._row_update if isinstance(pushes[0].window, PushedRows) else _update
             tasks.append(Task(members, make(kernel, pushes, shares, progress, lr, action.divisor), ()))
         return tasks

@@ -88,7 +88,10 @@ def test_loading_replaces_all_states() -> None:
     steps, frames = server.ask(GetStates(7))
     assert isinstance(steps, States)
     numbers = [float(torch.frombuffer(bytearray(f), dtype=torch.float32)[0]) for f in frames]
-    assert [number for number, entry in zip(numbers, steps.entries, strict=True) if entry.name == "step"] == [1, 2]
+    found = {(entry.key, entry.name): number for entry, number in zip(steps.entries, numbers, strict=True)}
+    assert (found[0, "step"], found[1, "step"]) == (1, 2)
+    assert found[0, "exp_avg"] == pytest.approx(0.1), "the old average of the key is gone"
+    assert found[1, "exp_avg"] == pytest.approx(0.1 + 0.9 * 0.1)
 
 
 @pytest.mark.parametrize(
