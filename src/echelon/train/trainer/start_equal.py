@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
+from echelon.train.trainer.weights import same_bits
 
 CHUNK_BYTES = 32 << 20
 
@@ -33,8 +34,10 @@ def copy_from_first_worker(kvstore: KVStore, tensors: Mapping[str, Tensor]) -> N
     for chunk in _chunks(flat):
         _copy_chunk(kvstore, chunk)
     for tensor, values in zip(tensors.values(), flat, strict=True):
-        with torch.no_grad():
-            tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
+        first = values.view(tensor.dtype).view(tensor.shape)
+        if not same_bits(tensor.detach().cpu(), first):  # a write would look like an edit to another Trainer
+            with torch.no_grad():
+                tensor.copy_(first)
 
 
 def _check_same_forms(kvstore: KVStore, tensors: Mapping[str, Tensor]) -> None:
