@@ -26,6 +26,7 @@ from echelon.cluster.messages import (
     Register,
     ServersUnused,
     StoreClosed,
+    StoreEnding,
     StoreOpened,
     View,
     WorkerExited,
@@ -138,6 +139,8 @@ class _Scheduler:
             case StoreOpened(store):
                 sends = membership.store_opened(number, store)
                 self._write_stores("store_opened", number, store)
+            case StoreEnding(store):
+                sends = membership.store_ending(number, store)
             case StoreClosed(store):
                 sends = membership.store_closed(number, store)
                 self._write_stores("store_closed", number, store)

@@ -10,6 +10,7 @@ class Barriers:
 
     def __init__(self) -> None:
         self.closed: set[int] = set()  # the ranks of the workers that have closed the store
+        self._ending: set[int] = set()  # the ranks of the workers that wait until all others are ending, too
         self._reached: dict[int, int] = {}  # rank -> the last barrier that it reached
         self._done = 0
 
@@ -21,9 +22,18 @@ class Barriers:
         """Record that a worker has closed the store: no barrier waits for it."""
         self.closed.add(rank)
 
+    def end(self, rank: int) -> None:
+        """Record that a worker waits for the end of all others: no barrier waits for it."""
+        self._ending.add(rank)
+
+    def has_ended(self, members: Sequence[int]) -> bool:
+        """Return whether all of these workers wait for the end."""
+        return self._ending.issuperset(members)
+
     def complete(self, members: Sequence[int]) -> list[int]:
         """Return the barriers that these workers have all reached and that were not returned before."""
         before = self._done
-        while members and all(self._reached.get(rank, 0) > self._done for rank in members):
+        expected = [rank for rank in members if rank not in self._ending]
+        while expected and all(self._reached.get(rank, 0) > self._done for rank in expected):
             self._done += 1
         return list(range(before + 1, self._done + 1))

@@ -31,6 +31,7 @@ from echelon.cluster.messages import (
     Roster,
     ServersUnused,
     StoreClosed,
+    StoreEnded,
     View,
     WorkerExited,
 )
@@ -127,6 +128,14 @@ class Membership:
             self._open.setdefault(member.rank, set()).add(store)
         return []
 
+    def store_ending(self, connection: int, store: int) -> list[Send]:
+        """Record that a worker waits until all others have no more pushes to a store."""
+        member = self._members.get(connection)
+        if member is None or member.role != WORKER:
+            return []
+        self._barriers[store].end(member.rank)
+        return self._barriers_done()
+
     def store_closed(self, connection: int, store: int) -> list[Send]:
         """Record that a worker has closed a store, and tell everybody."""
         member = self._members.get(connection)
@@ -222,6 +231,8 @@ class Membership:
                 members = [rank for rank in workers if rank not in barriers.closed]
                 for sequence in barriers.complete(members):
                     sends += [Send(workers[rank], BarrierDone(sequence, store)) for rank in members]
+                if barriers.has_ended(members):
+                    sends += [Send(workers[rank], StoreEnded(store)) for rank in members]
                 if not members:
                     del self._barriers[store]
         return sends

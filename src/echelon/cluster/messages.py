@@ -113,6 +113,12 @@ class ServersUnused(_Message, frozen=True):
     store: str
 
 
+class StoreEnding(_Message, frozen=True):
+    """This worker makes no more pushes to a store, and waits for `StoreEnded`. No barrier of the store waits for it."""
+
+    store: int
+
+
 # --- control: scheduler -> process
 
 
@@ -148,6 +154,12 @@ class BarrierDone(_Message, frozen=True):
 
     sequence: int
     store: int = 0
+
+
+class StoreEnded(_Message, frozen=True):
+    """All workers of the view have sent `StoreEnding` or have closed the store: its values do not change any more."""
+
+    store: int
 
 
 class Finish(_Message, frozen=True):
@@ -456,8 +468,19 @@ class Status(_Message, frozen=True):
     waiting: str
 
 
-FromProcess = Register | Heartbeat | Barrier | Leave | Halt | StoreOpened | StoreClosed | WorkerExited | ServersUnused
-FromScheduler = Registered | Refused | Roster | View | BarrierDone | Finish | Abort
+FromProcess = (
+    Register
+    | Heartbeat
+    | Barrier
+    | Leave
+    | Halt
+    | StoreOpened
+    | StoreEnding
+    | StoreClosed
+    | WorkerExited
+    | ServersUnused
+)
+FromScheduler = Registered | Refused | Roster | View | BarrierDone | StoreEnded | Finish | Abort
 ControlMessage = FromProcess | FromScheduler
 Setup = Configure | Place | Attach | Init | SetOptimizer | GetStates | PutStates
 Rows = PullRows | PullChanges | PutRows

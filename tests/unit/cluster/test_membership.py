@@ -22,6 +22,7 @@ from echelon.cluster.messages import (
     Roster,
     ServersUnused,
     StoreClosed,
+    StoreEnded,
     View,
     WorkerExited,
 )
@@ -445,9 +446,25 @@ def test_a_lost_worker_has_died_unless_its_stores_were_closed(closed: bool, depa
     assert sent(membership.lost(100, "its connection closed"), View)[101].departure is departure
 
 
+def test_a_worker_that_ends_is_not_waited_for_and_is_told_when_all_have_ended() -> None:
+    membership = gathered(3, 1)
+    assert membership.store_ending(100, 2) == []
+    membership.barrier(101, 1, store=2)
+    assert sent(membership.barrier(102, 1, store=2), BarrierDone).keys() == {100, 101, 102}
+    assert sent(membership.store_ending(101, 2), StoreEnded) == {}
+    assert sent(membership.store_closed(102, 2), StoreEnded) == dict.fromkeys((100, 101), StoreEnded(2))
+
+
+def test_a_dead_worker_ends_the_wait_for_it() -> None:
+    membership = gathered(2, 0)
+    membership.store_ending(100, 0)
+    assert sent(membership.lost(101, "x"), StoreEnded) == {100: StoreEnded(0)}
+
+
 def test_a_server_or_a_stranger_has_no_stores() -> None:
     membership = gathered(1, 1)
-    assert membership.store_closed(200, 0) == membership.store_closed(999, 0) == membership.store_opened(999, 0) == []
+    assert membership.store_closed(200, 0) == membership.store_closed(999, 0) == []
+    assert membership.store_opened(999, 0) == membership.store_ending(999, 0) == membership.store_ending(200, 0) == []
     assert membership.num_open_stores(999) == 0
 
 

@@ -63,7 +63,7 @@ class Client:
         self._endpoint = endpoint
         self._session = session
         self._events = events
-        self._stall_seconds = stall_seconds
+        self.stall_seconds = stall_seconds
         self._timeout_s = timeout_s
         self._ids = itertools.count(1)
         self._open: dict[int, Ticket] = {}
@@ -187,7 +187,7 @@ class Client:
         waited = now - stall.began_at
         servers = sorted({ticket.server for ticket in stall.tickets if ticket.response is None})
         text = "; ".join(self._status[server] for server in servers if server in self._status)
-        if waited > self._stall_seconds and text and now - stall.reported_at >= self._stall_seconds:
+        if waited > self.stall_seconds and text and now - stall.reported_at >= self.stall_seconds:
             stall.reported_at = now
             print(f"worker {self._session.rank} has waited {waited:.1f} s: {text}", file=sys.stderr, flush=True)
             self._events.write("stall", seconds=round(waited, 3), waiting=text)

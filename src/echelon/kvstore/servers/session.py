@@ -20,6 +20,7 @@ from echelon.cluster.messages import (
     Leave,
     Member,
     StoreClosed,
+    StoreEnded,
     StoreOpened,
     View,
 )
@@ -129,7 +130,7 @@ class Session:
                         self.broken = f"view {number} does not include this worker: {reason}"
                 case Abort(reason):
                     self.broken = reason
-                case BarrierDone() | Halt() | StoreClosed():
+                case BarrierDone() | Halt() | StoreClosed() | StoreEnded():
                     if (store := self._store(message.store)) is not None:
                         store.receive(message)
             self.changed.notify_all()

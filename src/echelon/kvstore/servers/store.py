@@ -167,6 +167,17 @@ class ServerStore(KVStore):
         self._to_all(Retire)
         self._retired = True
 
+    def wait_for_others(self) -> bool:
+        """Stop pushing, and wait until no worker pushes any more. The values are final then.
+
+        Return False without waiting if this worker has retired before: its caller waits for the others, if at all.
+        """
+        if self._retired:
+            return False
+        self._retire()
+        self._session.wait_for_end(self._client.stall_seconds)
+        return True
+
     def _barrier(self) -> None:
         if self.on_missed_rounds is None:
             self._wait_for_workers()

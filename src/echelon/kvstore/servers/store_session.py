@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from echelon.cluster.messages import Barrier, BarrierDone, Halt, Member, StoreClosed
+from echelon.cluster.messages import Barrier, BarrierDone, Halt, Member, StoreClosed, StoreEnded, StoreEnding
 from echelon.errors import JobError, UsageError
 from echelon.kvstore.store import CLOSED
 
@@ -30,6 +31,7 @@ class StoreSession:
         self._closed_by: set[int] = set()  # ranks
         self._barriers = 0
         self._barriers_done = 0
+        self._ended = False
         self._halted_at_barrier: str | None = None  # the value of `halted` when the last barrier completed
 
     @property
@@ -90,6 +92,26 @@ class StoreSession:
                     )
             return self._halted_at_barrier
 
+    def wait_for_end(self, stall_seconds: float) -> None:
+        """Wait until all other workers wait for the end, too, have closed the store or have left. No deadline.
+
+        Barriers do not wait for this worker meanwhile. Every `stall_seconds` a line says what it waits for.
+        """
+        with self._changed:
+            self._session.send(StoreEnding(self.number))
+            began = time.monotonic()
+            while not self._ended:
+                self.check_job()
+                if not self._changed.wait(stall_seconds):
+                    waited = time.monotonic() - began
+                    others = ", ".join(str(rank) for rank in self.workers if rank != self.rank)
+                    print(
+                        f"worker {self.rank} has closed its Trainer, and waited {waited:.0f} s for the last updates of "
+                        f"worker {others}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+
     def halt(self, reason: str) -> None:
         """Ask all workers to stop training; `halted` is set when the scheduler has sent the request to everybody."""
         self._session.send(Halt(reason, self.number))
@@ -111,7 +133,7 @@ class StoreSession:
         """Leave the job because of an error."""
         self._session.leave(reason, failed=True)
 
-    def receive(self, message: BarrierDone | Halt | StoreClosed) -> None:
+    def receive(self, message: BarrierDone | Halt | StoreClosed | StoreEnded) -> None:
         """Take a message of the scheduler. The caller holds the session's lock, and wakes the waiting threads."""
         match message:
             case BarrierDone(sequence):
@@ -121,3 +143,5 @@ class StoreSession:
                 self.halted = self.halted or reason
             case StoreClosed(_, rank):
                 self._closed_by.add(rank)
+            case StoreEnded():
+                self._ended = True

@@ -260,11 +260,11 @@ class Trainer:
     def close(self) -> None:
         """Wait for the last step, remove the hooks and close the store. The model keeps its weights.
 
-        Workers that need each other in every step return when the last of them closes its Trainer.
+        It returns when all workers have closed their Trainers or left, and the weights then have everybody's updates.
         """
         self.sync()
         if not self.kvstore.is_closed:
-            self.kvstore.on_retire()
+            self._wait_for_others()
             if self._state_in_store is not None:
                 self._state_in_store.bring_home()
         self.remove_hooks()
@@ -358,6 +358,10 @@ class Trainer:
 
     def _start(self) -> None:
         """Set up what a kind needs. The store is connected; the model has no hooks yet."""
+
+    def _wait_for_others(self) -> None:
+        """Wait until no worker makes steps any more, and fetch the weights that this leaves."""
+        self.kvstore.on_retire()
 
     def _copy_untrained_from_first(self) -> None:
         """Give frozen parameters and buffers the values of the first worker, if the kind did not do it in `_start`."""

@@ -148,6 +148,10 @@ class ServerTrainer(Trainer, store=ServerStore):
             self.kvstore.put_optimizer_states(dict(state), "the state")
         self.kvstore.barrier()
 
+    def _wait_for_others(self) -> None:
+        if self.kvstore.wait_for_others():
+            self.refresh()
+
     def _copy_untrained_from_first(self) -> None:
         copy_from_first_worker(self.kvstore, untrained_tensors(self.model, self._parameters.values()))
 
