@@ -175,6 +175,31 @@ def test_workers_equal_one_process_on_the_joined_batch(sizes: tuple[int, ...], n
     check(results, plain(model, data, two_groups), tolerances.of_training(data))
 
 
+def test_two_trainers_clip_apart_and_weights_may_come_back_later() -> None:
+    firsts, parts, limits = [seeded(Net), seeded(Net, seed=5)], parts_of((4, 2)), (LIMIT, LIMIT / 10)
+
+    def program(kv: KVStore) -> list[Found]:
+        torch.set_num_threads(1)
+        models = [copy.deepcopy(model) for model in firsts]
+        trainers = [
+            echelon.Trainer(model, momentum(model), "dist_sync", max_grad_norm=limit, lazy_pull=True)
+            for model, limit in zip(models, limits, strict=True)
+        ]
+        norms: list[list[float]] = [[], []]
+        for batch in parts[kv.rank]:
+            for model, trainer, found in zip(models, trainers, norms, strict=True):
+                loss_of(model, batch).backward()
+                found.append(float(trainer.step()))  # type: ignore[arg-type]
+        for trainer in trainers:
+            trainer.close()
+        return [(found, snapshot(model)) for found, model in zip(norms, models, strict=True)]
+
+    results, data = run(program, "dist_sync", num_servers=2), joined(parts)
+    for number, (model, limit) in enumerate(zip(firsts, limits, strict=True)):
+        expected = plain(model, data, limit=limit)
+        check([found[number] for found in results], expected, tolerances.of_training(data))
+
+
 def test_servers_that_only_sum() -> None:
     model, parts = seeded(Net), parts_of((4, 2))
     results = run(lambda kv: worker(kv, model, parts[kv.rank], update_on_kvstore=False), "dist_sync")

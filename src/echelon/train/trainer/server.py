@@ -62,8 +62,6 @@ class ServerTrainer(Trainer, store=ServerStore):
         self._tables = self._make_tables()
         self._send_optimizer()  # first, because it decides how keys are placed
         self._buckets = self._make_buckets()
-        for bucket in self._buckets:
-            bucket.gated = self._clips_on_servers
         self._names = [name for bucket in self._buckets for name in bucket.names]
         self._parameters = {name: self._parameters[name] for name in (*self._names, *self._tables.parameters)}
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
@@ -226,9 +224,10 @@ class ServerTrainer(Trainer, store=ServerStore):
         groups = names_by_bucket(self.model, dense, self.optimizer)
         names = [name for group in groups for name in group]
         self.kvstore.init(names, [real(self._parameters[name].detach()) for name in names])
+        of_group = ({name: self._parameters[name] for name in group} for group in groups)
         return [
-            Bucket(index, {name: self._parameters[name] for name in group}, self.kvstore, self._settings)
-            for index, group in enumerate(groups)
+            Bucket(index, parameters, self.kvstore, self._settings, gated=self._clips_on_servers)
+            for index, parameters in enumerate(of_group)
         ]
 
     def _send_optimizer(self) -> None:

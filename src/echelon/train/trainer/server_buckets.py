@@ -20,14 +20,21 @@ class Bucket:
     """Parameters that are pushed together, and what is known of them in the current step."""
 
     def __init__(
-        self, index: int, parameters: Mapping[str, nn.Parameter], store: ServerStore, settings: StepSettings
+        self,
+        index: int,
+        parameters: Mapping[str, nn.Parameter],
+        store: ServerStore,
+        settings: StepSettings,
+        *,
+        gated: bool,
     ) -> None:
-        """`store` has keys of the parameters' names."""
+        """`store` has keys of the parameters' names. `gated`: servers hold updates until `ServerStore.clip`."""
         self.index = index
         self.parameters = parameters
         self.names = list(parameters)
         self._store = store
         self._settings = settings
+        self._gated = gated
         self._slots = dict(zip(self.names, store.slots(self.names), strict=True))
         self._all = list(self._slots.values())
         self._used, self._unused = self._all, list[Slot]()  # with and without gradients in captured steps
@@ -36,7 +43,6 @@ class Bucket:
         self.gradients: dict[str, Tensor] = {name: gradients for name, (_, gradients) in views.items()}
         self.arrived: set[str] = set()  # whose gradients of the current step are in the store's memory
         self.cleared_late: set[str] = set()  # those of them that `zero_grad` was called for after they were pushed
-        self.gated = False  # whether servers hold the update until `ServerStore.clip`
         self.edits = 0  # identifies the edits of weights that the loop made before this step; 0: none
         self._pushed: list[Ticket] | None = None  # in the current step
         self._in_flight: list[Ticket] | None = None  # of the last step, not waited for yet
@@ -88,7 +94,7 @@ class Bucket:
             factor_rank=factor_rank,
             more=more,
             absent=float(absent),
-            gated=self.gated,
+            gated=self._gated,
             edits=self.edits,
         )
 
