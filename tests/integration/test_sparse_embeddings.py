@@ -18,6 +18,7 @@ import echelon
 from echelon.bench.rows import measure
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
+from echelon.kvstore.servers.store import ServerStore
 from echelon.launch.in_process import run
 from tolerances import reordering
 
@@ -443,3 +444,35 @@ def test_max_norm_is_refused() -> None:
         return usage_error(lambda: echelon.Trainer(model, SGD(model.parameters(), lr=0.1), kv))
 
     assert "has max_norm=1.0" in on_one_worker(program, "dist_sync")
+
+
+def test_embeddings_of_other_classes_are_tables_too() -> None:
+    """DLRM's QREmbeddingBag, for example, has two tables and calls `F.embedding_bag(sparse=True)`."""
+
+    class SplitEmbedding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sparse = True
+            self.quotients = nn.Parameter(torch.ones(40, 3))
+            self.remainders = nn.Parameter(torch.ones(7, 3))
+
+        def forward(self, rows: Tensor) -> Tensor:
+            quotients = nn.functional.embedding(rows // 7, self.quotients, sparse=True)
+            return quotients * nn.functional.embedding(rows % 7, self.remainders, sparse=True)
+
+    def program(kv: KVStore | None) -> State:
+        torch.set_num_threads(1)
+        model = SplitEmbedding()
+        optimizer = Adagrad(model.parameters(), lr=0.1)
+        trainer = echelon.Trainer(model, optimizer, kv) if kv is not None else None
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.tensor([step, 100, 100])).sum().backward()
+            optimizer.step()
+        if trainer is not None:
+            assert isinstance(trainer.kvstore, ServerStore)
+            assert all(slot.spec.row_sparse for slot in trainer.kvstore.slots(["quotients", "remainders"]))
+            trainer.close()
+        return snapshot(model)
+
+    assert_same_bits(on_one_worker(program, "dist_sync"), program(None))

@@ -30,18 +30,25 @@ log = logging.getLogger(__name__)
 
 def find_tables(model: nn.Module, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> list[str]:
     """Return the names of the parameters that get sparse gradients."""
-    modules = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    sparse = {id(module.weight): module for module in modules if module.sparse}
     names = {id(parameter): name for name, parameter in parameters.items()}
-    for number, module in sparse.items():
-        if module.max_norm is not None and number in names:
+    sparse: set[int] = set()
+    for module in filter(_is_sparse_embedding, model.modules()):
+        tables = [p for p in module.parameters(recurse=False) if id(p) in names and p.ndim > 1]
+        if tables and getattr(module, "max_norm", None) is not None:
             raise UsageError(
-                f"the table of {names[number]!r} has max_norm={module.max_norm}, which changes rows in the forward "
-                "pass of one worker only; use sparse=False"
+                f"the table of {names[id(tables[0])]!r} has max_norm={module.max_norm}, which changes rows in the "
+                "forward pass of one worker only; use sparse=False"
             )
+        sparse.update(map(id, tables))
     if isinstance(optimizer, SparseAdam):
         return list(parameters)
     return [name for number, name in names.items() if number in sparse]
+
+
+def _is_sparse_embedding(module: nn.Module) -> bool:
+    """Return whether a module gives its parameters sparse gradients: torch's embeddings, and classes made like them."""
+    is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag) or "Embedding" in type(module).__name__
+    return is_embedding and getattr(module, "sparse", None) is True
 
 
 def check_optimizer(names: Sequence[str], spec: OptimizerSpec) -> None:
