@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from plain_loops import Batch, Net, State, assert_close, assert_same_bits, batches, joined, seeded, snapshot
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -124,7 +125,24 @@ def keeps_two_sets_of_gradients(worker: Worker, data: Sequence[Batch]) -> None:
         worker.step()
 
 
+def skips_overflow(worker: Worker, data: Sequence[Batch]) -> None:
+    """In the second step the loss of one worker overflows: all skip the step and lower their scale."""
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    for number, batch in enumerate(data):
+        worker.optimizer.zero_grad()
+        loss = worker.loss(batch)
+        if number == 1 and worker.rank == 1:
+            loss = loss * float("inf")
+        worker.backward(scaler.scale(loss))
+        scaler.unscale_(worker.optimizer)
+        nn.utils.clip_grad_norm_(worker.net.parameters(), 0.2)
+        scaler.step(worker.optimizer)
+        scaler.update()
+        worker.noted.append(scaler.get_scale())
+
+
 LOOPS: list[Loop] = [
+    skips_overflow,
     clips_by_norm,
     clips_by_value_in_place,
     reads_gradients,
@@ -166,7 +184,7 @@ def with_trainer(
         model = copy.deepcopy(net)
         optimizer = make_optimizer(model)
         with echelon.Trainer(model, optimizer, kv, update_on_kvstore=False, **options) as trainer:
-            worker = Worker(kv.rank, model, model, optimizer, trainer.step, trainer.accumulate)
+            worker = Worker(kv.rank, model, model, optimizer, optimizer.step, trainer.accumulate)
             loop(worker, data[kv.rank])
             found = snapshot(model), worker.noted
             kv.barrier()

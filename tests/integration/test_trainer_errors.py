@@ -40,8 +40,6 @@ def test_invalid_arguments() -> None:
             echelon.Trainer(model, momentum(stranger), kv)
         with pytest.raises(UsageError, match="are only valid with the name of a store"):
             echelon.Trainer(model, momentum(model), kv, staleness=3)
-        with pytest.raises(UsageError, match="LBFGS needs a closure"):
-            echelon.Trainer(model, torch.optim.LBFGS(model.parameters()), kv)
     with pytest.raises(UsageError, match="kvstore must be the name of a store or a KVStore, not 3"):
         echelon.Trainer(model, momentum(model), 3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="did you mean 'dist_sync'"):

@@ -60,7 +60,7 @@ class Trainer:
     shards_optimizer = False  # whether each process holds a part of the optimizer's state
 
     _kinds: ClassVar[dict[type[KVStore], type[Trainer]]] = {}
-    _updates_here: ClassVar[bool] = True  # whether the optimizer runs in this process
+    _updates_here: bool = True  # whether the optimizer runs in this process
     _with_local_update: ClassVar[type[Trainer] | None] = None  # the kind for the same store whose optimizer does
     _with_shards: ClassVar[type[Trainer] | None] = None  # the kind whose optimizer is divided among the processes
 

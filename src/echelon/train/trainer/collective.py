@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS
 
 from echelon.errors import UsageError
 from echelon.kvstore.collective.store import CollectiveStore
@@ -33,13 +32,12 @@ class CollectiveTrainer(MeanGradientTrainer, GroupTrainer, store=CollectiveStore
     kvstore: CollectiveStore
 
     def _start(self) -> None:
-        if isinstance(self.optimizer, LBFGS):
-            raise UsageError("LBFGS needs a closure that computes the loss again; a Trainer does not have one")
         super()._start()
         self._flags_in_flight: tuple[StepTotals, torch.cuda.Event] | None = None  # being copied to the host
         self.capturable = self._group.size == 1
         self.shards_optimizer = self.kvstore.sharded
         if self._group.size > 1:
+            self._refuse_lbfgs()
             self._agree_on_parameters()
             self._broadcast_trained()
             tables = find_tables(self.model, self._parameters, self.optimizer)
@@ -49,6 +47,7 @@ class CollectiveTrainer(MeanGradientTrainer, GroupTrainer, store=CollectiveStore
             self._join()
 
     def _join(self) -> None:
+        self._copy_optimizer_state(0)
         self._reductions = BucketReductions(self._buckets, self._group.all_reduce)
         self._start_reducing(self._group.size)
 
@@ -138,8 +137,11 @@ class CollectiveTrainer(MeanGradientTrainer, GroupTrainer, store=CollectiveStore
 
     def _make_equal(self, sources: Sequence[int]) -> None:
         """Copy the weights and the optimizer's state of a rank that made more steps."""
-        source = sources[0]
-        self._group.broadcast(list(self._parameters.values()), source)
+        self._group.broadcast(list(self._parameters.values()), sources[0])
+        self._copy_optimizer_state(sources[0])
+
+    def _copy_optimizer_state(self, source: int) -> None:
         state = self._share_state(Trainer.optimizer_state(self), source)
-        if self._group.rank != source:
+        if self._group.rank != source and (state or self.optimizer.state):
+            self.optimizer.state.clear()
             Trainer.load_optimizer_state(self, state)

@@ -29,10 +29,12 @@ class FlatBucket:
     parameters: dict[str, nn.Parameter]
     starts: dict[str, int]
     gradients: Tensor
+    strides: dict[str, tuple[int, ...] | None] = field(init=False)  # None: the elements are not dense
     places: dict[str, Tensor] = field(init=False)
     arrived: set[str] = field(default_factory=set)  # parameters that backward has finished in the current step
 
     def __post_init__(self) -> None:
+        self.strides = {name: p.stride() if is_dense(p) else None for name, p in self.parameters.items()}
         self.places = {name: self.place(self.gradients, name) for name in self.parameters}
 
     @property
@@ -46,11 +48,14 @@ class FlatBucket:
         return self.gradients.numel()
 
     def place(self, flat: Tensor, name: str) -> Tensor:
-        """Return a parameter's part of a tensor of this bucket's length, in the parameter's shape and strides."""
-        parameter = self.parameters[name]
+        """Return a parameter's part of a tensor of this bucket's length, in the parameter's shape and strides.
+
+        The strides are those at the start, because the parameter may get other memory later.
+        """
+        parameter, strides = self.parameters[name], self.strides[name]
         start = flat.storage_offset() + self.starts[name]
-        if is_dense(parameter):
-            return flat.as_strided(parameter.shape, parameter.stride(), start)
+        if strides is not None:
+            return flat.as_strided(parameter.shape, strides, start)
         return flat[self.starts[name] : self.starts[name] + parameter.numel()].view(parameter.shape)
 
     def collect(self, given: Collection[str]) -> None:

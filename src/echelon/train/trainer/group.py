@@ -50,7 +50,7 @@ class GroupTrainer(Trainer, ABC):
         self._check_same_parameters("the model's parameters", self._parameters)
 
     def _check_same_parameters(self, what: str, parameters: Mapping[str, nn.Parameter]) -> None:
-        shapes = ", ".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items())
+        shapes = ", ".join(f"{name} {tuple(p.shape)} {p.dtype}{_layout(p)}" for name, p in parameters.items())
         self._group.check_same(what, shapes)
 
     def _broadcast_trained(self) -> None:
@@ -66,6 +66,9 @@ class GroupTrainer(Trainer, ABC):
     def _broadcast_model(self) -> None:
         """Copy rank 0's weights (frozen ones, too) and buffers to the whole group."""
         self._group.broadcast([*self.model.parameters(), *self.model.buffers()])
+
+    def _begin_edit(self) -> None:
+        self.kvstore.barrier()
 
     def _publish_weights(self) -> None:
         self._broadcast_model()
@@ -91,3 +94,8 @@ class GroupTrainer(Trainer, ABC):
             state.setdefault(name, torch.empty(shape, dtype=getattr(torch, dtype)))
         self._group.broadcast(list(state.values()), source)
         return state
+
+
+def _layout(parameter: nn.Parameter) -> str:
+    """Return the order of a parameter's elements in memory, unless it is torch's usual one."""
+    return "" if parameter.is_contiguous() else f" with strides {parameter.stride()}"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from echelon.errors import UsageError
 from echelon.kvstore.servers.client import Ticket
@@ -38,8 +38,8 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
     _lacks_steps = False  # whether other workers made steps while this one waited for them
 
     def _start(self) -> None:
-        if isinstance(self.optimizer, LBFGS):
-            raise UsageError("LBFGS needs a closure that computes the loss again; a Trainer does not have one")
+        super()._start()
+        self._refuse_lbfgs()
         self._densified: set[str] = set()  # parameters whose sparse gradients are sent as dense ones
         if self.kvstore.optimizer_spec is not None:
             raise UsageError(
@@ -63,6 +63,12 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load weights and buffers into the model; those of rank 0 count. All workers call it."""
         super().load_weights(weights)
+        self._publish_weights()
+
+    def _begin_edit(self) -> None:
+        self.kvstore.barrier()
+
+    def _publish_weights(self) -> None:
         if self.kvstore.rank == self.kvstore.workers[0]:
             self.kvstore.overwrite(self._names, [parameter.detach() for parameter in self._parameters.values()])
         self._pull_weights()

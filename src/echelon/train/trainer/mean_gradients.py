@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.optim import LBFGS
 
 from echelon.errors import UsageError
+from echelon.train.trainer.attached import Closure
 from echelon.train.trainer.base import Trainer
 
 _PERIOD = 97  # clocks are compared modulo this number, so that sums of their squares are exact in float32
@@ -73,6 +75,11 @@ class MeanGradientTrainer(Trainer, ABC):
 
     _reduces = False  # a process that trains alone does not
     _is_needed_to_the_end = True  # because the others' reductions do not work without this worker
+    _types: dict[str, tuple[torch.dtype, torch.device]]  # of the parameters, at the start
+
+    def _start(self) -> None:
+        super()._start()
+        self._types = {}
 
     def _start_reducing(self, num_workers: int) -> None:
         self._reduces = True
@@ -82,6 +89,7 @@ class MeanGradientTrainer(Trainer, ABC):
         self._has_reduced = False  # whether there was a reduction since the last step
         self._samples_reduced = 0  # in the backward passes of this step
         self._last_totals: StepTotals | None = None
+        self._check_unchanged_types()
         self._meets = False  # whether this worker waits for all others
         self.kvstore.on_retire = self._retire
         self.kvstore.before_barrier = self._take_part_without_data
@@ -153,6 +161,7 @@ class MeanGradientTrainer(Trainer, ABC):
         """Do what must happen between two backward passes."""
         if self._reduces:
             self._check_backward_has_ended()
+            self._check_unchanged_types()
         if late := self._late_parameters():
             if self._reduces:
                 self._add_to_store(late)
@@ -161,6 +170,17 @@ class MeanGradientTrainer(Trainer, ABC):
             self._parameters = {**self._parameters, **late}
             self._names = list(self._parameters)
             self._frozen = {name: p for name, p in self._frozen.items() if name not in late}
+
+    def _check_unchanged_types(self) -> None:
+        """Raise UsageError if a parameter has another dtype or device, in which the store cannot sum its gradient."""
+        for name, parameter in self._parameters.items():
+            before = self._types.setdefault(name, (parameter.dtype, parameter.device))
+            if before != (parameter.dtype, parameter.device):
+                was, now = (" on ".join(map(str, one)) for one in (before, (parameter.dtype, parameter.device)))
+                raise UsageError(
+                    f"{name!r} was {was} when the Trainer was created, and is {now} now; convert the model before the "
+                    "Trainer is created, or create another Trainer"
+                )
 
     def _late_parameters(self) -> dict[str, nn.Parameter]:
         """Return parameters that the optimizer got, or that were made trainable, after the Trainer was created."""
@@ -190,11 +210,11 @@ class MeanGradientTrainer(Trainer, ABC):
     # --- step
 
     def _samples(self, batch_size: int | None) -> int:
-        if not self._reduces:
-            return super()._samples(batch_size)
         if batch_size is None:
             return self._weight
         samples = super()._samples(batch_size)
+        if not self._reduces:
+            return samples
         reduced = {self._samples_seen, self._samples_reduced}
         if self._has_reduced and self._samples_seen is not None and samples not in reduced:
             raise UsageError(
@@ -208,17 +228,42 @@ class MeanGradientTrainer(Trainer, ABC):
         if not self._reduces:
             super()._step(samples)
             return
+        self._complete_gradients(samples)
+        self._clip()
+        self._attached.run()
+
+    def _end_step(self, closure: Closure | None) -> Any:
+        """Pass a closure to the optimizer, which may call it several times, as LBFGS does."""
+        if closure is None or self._accumulating:
+            return super()._end_step(closure)
+        self._prepare()
+
+        def evaluate() -> Any:
+            loss = closure()
+            if self._reduces:
+                self._complete_gradients(self._weight)
+            self._clip()
+            return loss
+
+        loss = self._attached.run(evaluate)
+        self.count(self._samples(self._batch_size))
+        return loss
+
+    def _refuse_lbfgs(self) -> None:
+        if isinstance(self.optimizer, LBFGS):
+            raise UsageError(
+                "LBFGS decides by a worker's own loss how often it computes gradients, so several workers would not "
+                "stay together: train in one process (kvstore='local') and call optimizer.step(closure)"
+            )
+
+    def _complete_gradients(self, samples: int) -> None:
+        """Reduce what backward did not reduce. All workers then have the gradients of the step."""
         self._check_frozen()
         if self._has_added or not self._has_reduced:
             for name, parameter in self._parameters.items():
                 self._check_gradient(name, parameter.grad)
             self._exchange(samples, active=True)
         self._has_reduced, self._samples_reduced = False, 0
-        self._run_optimizer()
-
-    def _run_optimizer(self) -> None:
-        self._clip()
-        self._attached.run()
 
     def zero_grad(self) -> None:
         """Discard the gradients."""

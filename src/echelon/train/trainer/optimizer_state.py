@@ -72,6 +72,15 @@ class ShardedOptimizer:
             pending.result()
         return norm
 
+    def adopt(self) -> None:
+        """Bring parameters that the caller gave other memory back to their places, with their present values."""
+        for bucket, weights in zip(self._buckets, self._weights, strict=True):
+            for name, parameter in bucket.parameters.items():
+                place = bucket.place(weights, name)
+                if parameter.data_ptr() != place.data_ptr():
+                    place.copy_(parameter.detach())
+                    parameter.data = place
+
     def state(self) -> State:
         """Gather the state from the shards of all ranks."""
         own = state_of(self._own, self._slices) if self._own is not None else {}

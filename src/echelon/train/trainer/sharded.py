@@ -32,7 +32,10 @@ class ShardedTrainer(CollectiveTrainer, sharded_of=CollectiveTrainer):
             raise UsageError(f"{name!r} has sparse gradients, which nccl cannot divide among ranks: use nccl_allreduce")
 
     def _join(self) -> None:
+        self._updates_here = False  # this process has a part of the state, and the optimizer's own step does not run
         self._sharded = ShardedOptimizer(self._group, self.optimizer, self._buckets)
+        self._sharded.load(self._share_state(super().optimizer_state(), 0))
+        self._check_unchanged_types()
         self._reductions = BucketReductions(self._buckets, self._group.reduce_scatter)
         self.kvstore.on_retire = self._retire
         self.kvstore.before_barrier = self._take_part_without_data
@@ -88,6 +91,8 @@ class ShardedTrainer(CollectiveTrainer, sharded_of=CollectiveTrainer):
                 f"the optimizer got {', '.join(late)} after the Trainer was created, but nccl has divided its state "
                 "among the ranks: close this Trainer and create another one, or use nccl_allreduce"
             )
+        self._check_unchanged_types()
+        self._sharded.adopt()
         if (name := self._reductions.changed()) is not None:
             raise UsageError(
                 f"the gradient of {name!r} was changed after nccl had sent it during backward; to clip, pass "
@@ -109,13 +114,13 @@ class ShardedTrainer(CollectiveTrainer, sharded_of=CollectiveTrainer):
         self.wait_s += time.perf_counter() - began
         used = {name for name, count in zip(self._names, totals.used.tolist(), strict=True) if count}
         self.grad_norm = self._sharded.update(sums, totals.samples.clamp_min(1), used, self.max_grad_norm)
-        self._clear_gradients()
         self._reductions.clear()
         self._receive(totals)
         return totals
 
     def _take_part_without_data(self) -> None:
         """Make steps without samples until all ranks are here. A rank's shard is needed to the end."""
+        self._clear_gradients()
         self._clock_at_barrier = self.clock
         while not self._are_all_here(self._take_part(0, active=False)):
             pass
