@@ -82,3 +82,39 @@ def test_a_metric_is_the_same_on_all_workers_and_leaves_the_training_alone(
     expected = [sum(plain(rank, step) for rank in range(2)) / 2 for step in range(3)]
     for found in runs(program, store):
         assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_key_beside_the_parameters_of_a_trainer_is_summed_and_not_updated(dtype: torch.dtype) -> None:
+    def program(kv: KVStore) -> list[float]:
+        model = nn.Linear(2, 1)
+        with echelon.Trainer(model, SGD(model.parameters(), lr=0.1), kv):
+            kv.init("correct", torch.zeros(2, dtype=dtype))
+            kv.pushpull("correct", torch.full([2], kv.rank + 1, dtype=dtype), out := torch.empty(2))
+            return out.tolist()
+
+    assert run(program, "dist_sync") == [[3.0, 3.0]] * 2
+
+
+def test_a_key_beside_the_parameters_of_a_trainer_is_refused_where_sums_mean_nothing() -> None:
+    def program(kv: KVStore) -> None:
+        model = nn.Linear(2, 1)
+        with echelon.Trainer(model, SGD(model.parameters(), lr=0.1), kv):
+            kv.init("correct", torch.zeros(2))
+            kv.push("correct", torch.ones(2))
+
+    with pytest.raises(UsageError, match=r"key 'correct' is not a parameter of the optimizer, .* use all_reduce"):
+        run(program, "dist_async")
+
+
+def test_a_store_has_one_trainer() -> None:
+    def program(kv: KVStore) -> None:
+        first, second = nn.Linear(2, 1), nn.Linear(2, 1)
+        trainer = echelon.Trainer(first, SGD(first.parameters(), lr=0.1), kv)
+        try:
+            echelon.Trainer(second, SGD(second.parameters(), lr=0.1), kv)
+        finally:
+            trainer.close()
+
+    with pytest.raises(UsageError, match=r"the store already has an optimizer \(sgd\).*\(kvstore='dist_sync'\)"):
+        run(program, "dist_sync")

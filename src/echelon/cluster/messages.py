@@ -220,6 +220,9 @@ class Init(_Message, frozen=True):
 Setting = float | int | bool | str | list[float | int | bool | str | None] | None
 
 
+NO_OPTIMIZER = -1  # the group of keys with plain values: the sum of pushes replaces the value
+
+
 class OptimizerSpec(msgspec.Struct, frozen=True):
     """An optimizer as a name and numbers: the options of each parameter group, and the group of each key.
 
@@ -230,6 +233,13 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     groups: list[dict[str, Setting]]
     members: dict[str, int] = {}
     max_grad_norm: float | None = None
+
+    def group_of(self, key: str) -> int:
+        """Return the parameter group of a key. Without `members`, all keys are in group 0.
+
+        With them, as a Trainer's optimizer has, a key that is not listed is not a parameter: it has no optimizer.
+        """
+        return self.members.get(key, NO_OPTIMIZER) if self.members else 0
 
 
 class SetOptimizer(_Message, frozen=True):

@@ -44,7 +44,7 @@ def spec_of(optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerSpec:
     members: dict[str, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if id(parameter) in names and index:
+            if id(parameter) in names:
                 members[names[id(parameter)]] = index
     return OptimizerSpec(name, [_options(optimizer, group) for group in optimizer.param_groups], members)
 

@@ -14,13 +14,12 @@ from safetensors.torch import save as serialize
 from torch import Tensor
 
 from echelon.atomic_file import AtomicFile
-from echelon.cluster.messages import OptimizerSpec
+from echelon.cluster.messages import NO_OPTIMIZER, OptimizerSpec
 from echelon.cluster.placement import KeySpec
 from echelon.errors import DataError, UsageError
 from echelon.server.class_kernels import WholeClass
 from echelon.server.kernel import Kernel
 from echelon.server.kernels import kernel_for
-from echelon.server.optimization import NO_OPTIMIZER
 
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})  # one number per key; all other states have the key's shape
 
@@ -62,7 +61,7 @@ def by_key(states: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def kernel_of(spec: OptimizerSpec, key: str) -> Kernel | None:
     """Return the servers' kernel for a key, or None if the optimizer does not update it."""
-    group = spec.members.get(key, 0)
+    group = spec.group_of(key)
     return None if group == NO_OPTIMIZER else kernel_for(spec.name, spec.groups[group], allowed=(spec.name,))
 
 

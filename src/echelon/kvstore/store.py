@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 from torch.optim import Optimizer
 
-from echelon.cluster.messages import OptimizerSpec
+from echelon.cluster.messages import NO_OPTIMIZER, OptimizerSpec
 from echelon.cluster.placement import KeySpec
 from echelon.errors import UsageError
 from echelon.kvstore import exchange
@@ -322,7 +322,7 @@ class KVStore(ABC):
         values: dict[Key, Tensor] = {}
         for spec, tensors in self._fitting(key, value, "pushed"):
             dtype = TORCH_DTYPES[spec.dtype]
-            if self.optimizer_spec is not None and not dtype.is_floating_point:
+            if self._is_updated(spec) and not dtype.is_floating_point:
                 raise UsageError(f"worker {self.rank}: key {spec.name!r} is {spec}: {INTEGER_KEY}")
             total = sum_over_devices(tensors, dtype)
             if total.is_sparse and not self._takes_sparse(spec):
@@ -331,6 +331,19 @@ class KVStore(ABC):
                 raise UsageError(f"worker {self.rank}: the value pushed for key {spec.name!r} contains NaN or infinity")
             values[spec.name] = total
         return values
+
+    def _is_updated(self, spec: KeySpec) -> bool:
+        """Return whether the optimizer updates a key. Raise UsageError if nothing does, where sums mean nothing."""
+        if self.optimizer_spec is None:
+            return False
+        if self.optimizer_spec.group_of(str(spec.name)) != NO_OPTIMIZER:
+            return True
+        if not self.kind.lock_step:
+            raise UsageError(
+                f"worker {self.rank}: key {spec.name!r} is not a parameter of the optimizer, and {self.type} cannot "
+                "sum values of workers that do not wait for each other; use all_reduce or gather"
+            )
+        return False
 
     def _takes_sparse(self, spec: KeySpec) -> bool:
         """Return whether a sparse value of a key is pushed as it is. Otherwise it is made dense first."""

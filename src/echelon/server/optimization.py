@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from echelon.cluster.messages import OptimizerSpec, Setting
+from echelon.cluster.messages import NO_OPTIMIZER, OptimizerSpec, Setting
 from echelon.cluster.placement import KeySpec, Layout
 from echelon.errors import UsageError
 from echelon.schemes import Apply, Gathered
@@ -24,7 +24,6 @@ from echelon.server.rows import PushedRows
 from echelon.server.tables import RowUpdate, WeightedRows
 
 INTEGER_KEY = "an optimizer cannot update integers"
-NO_OPTIMIZER = -1  # the group of keys with plain values: the sum of pushes replaces the value
 _MAX_CACHED = 256  # kernels: a schedule of the momentum needs a new one in every step
 Settings = Sequence[Mapping[str, Setting]]
 
@@ -91,7 +90,7 @@ class Optimization:
     def _check_whole(self, spec: OptimizerSpec, kernels: Sequence[Kernel]) -> None:
         """Raise UsageError if the optimizer needs whole keys that were cut before it was set."""
         for slot in self._layout.slots.values() if self._layout.num_servers > 1 else ():
-            group = spec.members.get(str(slot.spec.name), 0)
+            group = spec.group_of(str(slot.spec.name))
             if group != NO_OPTIMIZER and kernels[group].whole and slot.server is None and not slot.spec.row_sparse:
                 raise UsageError(
                     f"{spec.name} needs whole parameters, but key {slot.spec.name!r} was spread over "
@@ -255,7 +254,7 @@ class Optimization:
         return self._group_of(self._layout.slots[key].spec)
 
     def _group_of(self, spec: KeySpec) -> int:
-        return NO_OPTIMIZER if self._spec is None else self._spec.members.get(str(spec.name), 0)
+        return NO_OPTIMIZER if self._spec is None else self._spec.group_of(str(spec.name))
 
 
 def _update(

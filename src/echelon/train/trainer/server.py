@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from echelon.cluster.messages import Done, OptimizerSpec
+from echelon.cluster.messages import NO_OPTIMIZER, Done, OptimizerSpec
 from echelon.errors import UsageError
 from echelon.kvstore.optimizer_spec import StepSettings, spec_of
 from echelon.kvstore.servers.client import Ticket
 from echelon.kvstore.servers.store import ServerStore
-from echelon.server.optimization import NO_OPTIMIZER
 from echelon.train.trainer.base import Hook, Trainer, flatten, unflatten
 from echelon.train.trainer.buckets import names_by_bucket
 from echelon.train.trainer.factors import FactoredLinear, factorable_layers
@@ -46,6 +45,12 @@ class ServerTrainer(Trainer, store=ServerStore):
     _updates_here = False
 
     def _start(self) -> None:
+        if self.kvstore.optimizer_spec is not None:
+            raise UsageError(
+                f"the store already has an optimizer ({self.kvstore.optimizer_spec.name}), of another Trainer or of "
+                "set_optimizer; give each Trainer a store of its own: pass the name of the store "
+                f"(kvstore={self.kvstore.type!r}), or what another call of echelon.kvstore.create returns"
+            )
         self._step_hooks: list[Hook] = []
         self._captured = False  # whether the caller moves gradients and weights, in place of the hooks
         self._pushed_step = 0  # the step that pushes in flight belong to
