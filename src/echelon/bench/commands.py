@@ -6,7 +6,7 @@ A benchmark's own module is imported only when the benchmark starts, because it 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import TypeAlias
@@ -130,11 +130,13 @@ def _add_job(parser: argparse.ArgumentParser, stores: Iterable[str] | None, tran
 
 
 def _add_turns(
-    parser: argparse.ArgumentParser, peers: Iterable[str], rounds: int, steps: int, warmup: int, note: str = ""
+    parser: argparse.ArgumentParser, peers: Collection[str], rounds: int, steps: int, warmup: int, note: str = ""
 ) -> None:
     """Add the flags of a benchmark whose contenders take turns."""
     add = parser.add_argument
-    add("--peer", action="append", choices=peers, default=[], help=f"also measure this contender; repeatable{note}")
+    listed = ", ".join(peers)
+    text = f"also measure this contender; repeatable: {listed}{note}"
+    add("--peer", action="append", choices=peers, default=[], metavar="NAME", help=text)
     add("--rounds", type=int, default=rounds, help="turns per contender")
     add("--steps", type=int, default=steps, help="timed steps per turn")
     add("--warmup", type=int, default=warmup, help="untimed steps at the start of each turn")

@@ -46,8 +46,8 @@ class GroupTrainer(Trainer, ABC):
 
     def _agree_on_parameters(self) -> None:
         """Raise UsageError if another process of the group has other parameters, or clips to another norm."""
-        self._group.check_same("max_grad_norm", str(self.max_grad_norm))
         self._check_same_parameters("the model's parameters", self._parameters)
+        self._group.check_same("max_grad_norm", str(self.max_grad_norm))
 
     def _check_same_parameters(self, what: str, parameters: Mapping[str, nn.Parameter]) -> None:
         shapes = ", ".join(f"{name} {tuple(p.shape)} {p.dtype}{_layout(p)}" for name, p in parameters.items())

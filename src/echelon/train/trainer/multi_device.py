@@ -40,9 +40,6 @@ class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):
         self._server_trainer: ServerTrainer | None = None  # on device 0
         if self.kvstore.server_store is not None:
             self._server_trainer = self._make_server_trainer(self.kvstore.server_store)
-        elif self._group.device.type == "cpu":
-            for parameter in self._parameters.values():  # as in the store's memory, where device 0's are
-                parameter.data = parameter.data.contiguous()
         if tables := find_tables(self.model, self._parameters, self.optimizer):
             raise UsageError(
                 f"{tables[0]!r} has sparse gradients, which the devices of a worker in front of servers cannot add: "
