@@ -131,9 +131,12 @@ def test_a_lazy_module_is_refused() -> None:
 
 
 def test_a_parameter_can_be_in_one_trainer_at_a_time() -> None:
-    model = nn.Linear(2, 2)
-    trainer = echelon.Trainer(model, SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match="'bias' is already trained by another Trainer; close that one first"):
-        echelon.Trainer(model, SGD([model.bias], lr=0.1))
-    trainer.close()
-    echelon.Trainer(model, SGD([model.bias], lr=0.1)).close()
+    def program(kv: KVStore) -> None:
+        model = nn.Linear(2, 2)
+        trainer = echelon.Trainer(model, SGD(model.parameters(), lr=0.1), kv)
+        with pytest.raises(UsageError, match="'bias' is already trained by another Trainer; close that one first"):
+            echelon.Trainer(model, SGD([model.bias], lr=0.1), "dist_sync")
+        trainer.close()
+        echelon.Trainer(model, SGD([model.bias], lr=0.1), "dist_sync").close()
+
+    run(program, "dist_sync", num_workers=1)

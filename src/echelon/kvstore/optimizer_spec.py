@@ -90,7 +90,7 @@ class StepSettings:
         if groups != len(self._known):
             raise UsageError(
                 f"the optimizer has {groups} parameter groups, but {len(self._known)} when the Trainer was created; "
-                "create the Trainer after add_param_group"
+                "close it (trainer.close()), and create another one after add_param_group"
             )
         changes = []
         for group, known in zip(self._optimizer.param_groups, self._known, strict=True):

@@ -172,7 +172,8 @@ class Trainer:
         self._start()
         if start_equal:
             self._copy_untrained_from_first()
-        self._hooks.append(Ownership(self._parameters.values()))
+        shared = kvstore.num_workers > 1 or not self._updates_here
+        self._hooks.append(Ownership(self._parameters.values(), shared=shared))
         self._attached = AttachedOptimizer(
             optimizer,
             self._end_step,
@@ -431,7 +432,7 @@ class Trainer:
             if parameter.grad is not None:
                 raise UsageError(
                     f"{name!r} did not require a gradient when the Trainer was created, and now has one that would be "
-                    "ignored; create the Trainer when all parameters to train require a gradient"
+                    "ignored; close this Trainer (trainer.close()), and create another one after requires_grad_(True)"
                 )
 
     def _second_backward_error(self) -> UsageError:

@@ -14,9 +14,13 @@ _OWNED = WeakIdKeyDictionary()  # the parameters that a Trainer has, as long as 
 
 
 class Ownership:
-    """The parameters of a Trainer, until `remove`."""
+    """The parameters of a Trainer, until `remove`.
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    `shared`: other processes train them, too, so that a second Trainer would send the same gradients once more.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], *, shared: bool) -> None:
+        self.shared = shared
         self._parameters = list(parameters)
         for parameter in self._parameters:
             _OWNED[parameter] = self
@@ -37,7 +41,8 @@ def check_parameters(model: nn.Module, parameters: Mapping[str, Tensor]) -> None
             "optimizer and the Trainer"
         )
     for name, parameter in parameters.items():
-        if parameter in _OWNED:
+        owner = _OWNED.get(parameter)
+        if owner is not None and owner.shared:
             raise UsageError(
                 f"{name!r} is already trained by another Trainer; close that one first (trainer.close()), or give the "
                 "two optimizers different parameters"
