@@ -90,8 +90,9 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
     def _make_flags_key(self, num_parameters: int, num_workers: int) -> None:
         """Create a key for the step vectors, whose length depends on the number of parameters."""
         vector = step_vector(0, 0, 0, [False] * num_parameters, rank=0, size=num_workers, active=True)
-        self._flags_key = f"{_FLAGS} of {num_parameters} parameters"
-        self.kvstore.init(self._flags_key, torch.zeros(len(vector)))
+        key = f"{_FLAGS} of {num_parameters} parameters"
+        self.kvstore.init(key, torch.zeros(len(vector)))  # may reduce, with the old key
+        self._flags_key = key
 
     def _add_to_store(self, parameters: Mapping[str, nn.Parameter]) -> None:
         names, values = list(parameters), [parameter.detach() for parameter in parameters.values()]
