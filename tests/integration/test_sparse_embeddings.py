@@ -12,7 +12,7 @@ import pytest
 import torch
 from plain_loops import State, assert_close, assert_same_bits, on_one_worker, snapshot, usage_error
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, Optimizer, SparseAdam
+from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop, SparseAdam
 
 import echelon
 from echelon.bench.rows import measure
@@ -413,6 +413,7 @@ def test_a_sparse_gradient_of_a_dense_key_is_made_dense(caplog: pytest.LogCaptur
     ("make", "text"),
     [
         (lambda p: Adam(p), "'users.weight' has sparse gradients: adam does not support sparse gradients, please"),
+        (lambda p: RMSprop(p), "servers update rows with SGD, Adagrad and SparseAdam, not with rmsprop"),
         (lambda p: SGD(p, lr=0.1, momentum=0.9), "SGD with momentum=0.9 would change all rows that had a gradient"),
         (lambda p: SGD(p, lr=0.1, weight_decay=0.1), "weight_decay option is not compatible with sparse gradients"),
         (lambda p: Adagrad(p, weight_decay=0.1), "weight_decay option is not compatible with sparse gradients"),

@@ -88,9 +88,18 @@ class SparseAdam(RowKernel):
 ROW_KERNELS: dict[str, type[RowKernel]] = {"sgd": Sgd, "adagrad": Adagrad, "sparse_adam": SparseAdam}
 
 
+def check_updates_rows(name: str) -> None:
+    """Raise UsageError if servers cannot update rows with an optimizer."""
+    if name in ("adam", "adamw"):
+        raise UsageError(f"{name} does not support sparse gradients, please consider SparseAdam instead; or {_DENSE}")
+    if name not in ROW_KERNELS:
+        raise UsageError(
+            f"servers update rows with SGD, Adagrad and SparseAdam, not with {name}; use one of these, a store without "
+            "servers, or nn.Embedding(sparse=False)"
+        )
+
+
 def row_kernel_for(name: str, kernel: Kernel) -> RowKernel:
     """Return the update of rows by an optimizer. Raise UsageError if it does not support sparse gradients."""
-    if name not in ROW_KERNELS:
-        advice = ", please consider SparseAdam instead" if name in ("adam", "adamw") else ""
-        raise UsageError(f"{name} does not support sparse gradients{advice}; or {_DENSE}")
+    check_updates_rows(name)
     return ROW_KERNELS[name](kernel)

@@ -22,7 +22,7 @@ from echelon.kvstore.servers.client import Ticket
 from echelon.kvstore.servers.rows import Rows, rows_of, write_rows
 from echelon.kvstore.servers.store import ServerStore
 from echelon.server.kernels import kernel_for
-from echelon.server.row_kernels import row_kernel_for
+from echelon.server.row_kernels import check_updates_rows, row_kernel_for
 from echelon.train.trainer.weights import same_bits, sample
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ def check_optimizer(names: Sequence[str], spec: OptimizerSpec) -> None:
     """Raise UsageError if the optimizer does not support sparse gradients with its settings."""
     for name in names:
         try:
+            check_updates_rows(spec.name)
             row_kernel_for(spec.name, kernel_for(spec.name, spec.groups[spec.members.get(name, 0)]))
         except UsageError as error:
             raise UsageError(f"{name!r} has sparse gradients: {error}") from error
