@@ -146,4 +146,5 @@ class Accelerator(accelerate.Accelerator):
     def end_training(self) -> None:
         """Wait for the other workers, let the models have the updates of all, and end the trackers."""
         finish(self.trainers)
-        super().end_training()
+        for tracker in self.trackers:
+            tracker.finish()

@@ -86,9 +86,4 @@ def meet(trainers: Iterable[Trainer], workers: Workers) -> None:
 def finish(trainers: list[Trainer]) -> None:
     """End a training: wait for the other workers, and leave the models with the updates of all of them."""
     while trainers:
-        trainer = trainers.pop()
-        trainer.sync()
-        trainer.kvstore.retire()
-        trainer.kvstore.barrier()
-        trainer.refresh()
-        trainer.close()
+        trainers.pop().close()
