@@ -192,7 +192,7 @@ class ProcessGroup:
         """Leave the group. `failed`: this process ends with an error, so it waits for nobody."""
         if self._store is not None:
             assert self._world is not None
-            self._store = None
+            self._store = self._torch_group = None
             self._world.close_group(failed=failed)
 
     def _start(self, what: str, start: Callable[[], Any], finish: Callable[[], Tensor]) -> Reduction:

@@ -61,8 +61,12 @@ class World:
         if self._open:
             return
         dist.destroy_process_group()
-        if failed or self.broken:
-            return
+        if not (failed or self.broken):
+            self._wait_for_members()
+        # A host that is kept would go on to accept connections, which then are missing in the next world's store.
+        del self._store
+
+    def _wait_for_members(self) -> None:
         rank, size = self._rendezvous.rank, self._rendezvous.size
         try:
             self._store.set(f"left/{rank}", "")
