@@ -75,6 +75,12 @@ class Session:
         self.send(StoreOpened(store.number))
         return store
 
+    @property
+    def num_stores(self) -> int:
+        """The number of stores that this worker has open."""
+        with self.changed:
+            return sum(number < self._num_opened for number in self._stores)
+
     def close_store(self, store: StoreSession) -> None:
         """Tell the scheduler that this worker has closed a store."""
         with self.changed:

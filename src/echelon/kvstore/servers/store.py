@@ -103,6 +103,11 @@ class ServerStore(KVStore):
         return self._session.number
 
     @property
+    def has_siblings(self) -> bool:
+        """Whether this worker has other stores open, which may belong to other Trainers."""
+        return self._session.has_siblings
+
+    @property
     def halted(self) -> str | None:
         return self._halted if self.kind.lock_step else self._session.halted
 

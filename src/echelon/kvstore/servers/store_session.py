@@ -50,6 +50,11 @@ class StoreSession:
         return self._session.hosts
 
     @property
+    def has_siblings(self) -> bool:
+        """Whether this worker has other stores open."""
+        return self._session.num_stores > 1
+
+    @property
     def servers(self) -> list[Member]:
         """The servers of the job."""
         return self._session.servers

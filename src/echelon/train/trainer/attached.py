@@ -7,6 +7,7 @@ torch's step hooks run once per step, `optimizer.state_dict()` has the state tha
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from echelon.errors import UsageError
 from echelon.kvstore.state_files import SCALARS, by_key
 from echelon.train.trainer.optimizer_state import state_of
 
@@ -99,7 +101,7 @@ class StateHolder(Protocol):
 class StateInStore:
     """Makes an optimizer's `state_dict` and `load_state_dict` work on the state in a store.
 
-    The optimizer's own `state` stays empty, so that nobody reads old values from it.
+    The optimizer's own `state` is empty. Reading an entry of it is an error that says what to call instead.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], holder: StateHolder) -> None:
@@ -110,12 +112,13 @@ class StateInStore:
             optimizer.register_state_dict_post_hook(self._fill),
             optimizer.register_load_state_dict_post_hook(self._send),
         ]
-        optimizer.state.clear()
+        optimizer.state = _Elsewhere()
 
     def remove(self) -> None:
         """Let the optimizer save and load its own state again."""
         for hook in self._hooks:
             hook.remove()
+        self._optimizer.state = defaultdict(dict, self._optimizer.state)
 
     def bring_home(self) -> None:
         """Give the optimizer the state in the store, as its own."""
@@ -138,4 +141,14 @@ class StateInStore:
 
     def _send(self, optimizer: Optimizer) -> None:
         self._holder.load_optimizer_state(state_of(optimizer, self._parameters))
-        optimizer.state.clear()
+        optimizer.state = _Elsewhere()
+
+
+class _Elsewhere(defaultdict[Tensor, Any]):
+    """The `state` of an optimizer that does not run in this process."""
+
+    def __missing__(self, key: Tensor) -> Any:
+        raise UsageError(
+            "optimizer.state is empty because the servers hold the optimizer's state; optimizer.state_dict()['state'] "
+            "has it, by the number of the parameter"
+        )

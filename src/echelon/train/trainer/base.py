@@ -184,9 +184,18 @@ class Trainer:
         self._state_in_store = None if self._updates_here else StateInStore(optimizer, self._parameters, self)
         if self._state_in_store is not None:
             self._hooks.append(self._state_in_store)
-        before_forward = ModelHook(model, self._before_forward)
-        self._batch_size_hook: Hook = model.register_forward_pre_hook(before_forward, with_kwargs=True)
+        self._batch_size_hook = self._add_batch_size_hook()
         self._hooks.append(self._batch_size_hook)
+
+    def _add_batch_size_hook(self) -> Hook:
+        before_forward = ModelHook(self.model, self._before_forward)
+        try:
+            return self.model.register_forward_pre_hook(before_forward, with_kwargs=True)
+        except RuntimeError as error:  # torch.jit.ScriptModule takes no hooks
+            raise UsageError(
+                f"{type(self.model).__name__} takes no hooks, but a Trainer needs one on its model; give the Trainer a "
+                "module that calls it (torch.nn.Sequential(model)), or script the model after training"
+            ) from error
 
     @classmethod
     def _kind_with_local_update(cls, kvstore: str | KVStore) -> type[Trainer]:

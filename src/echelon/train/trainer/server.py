@@ -100,6 +100,8 @@ class ServerTrainer(Trainer, store=ServerStore):
             bucket.end_step()
         self._settings_seen = self._weights_seen = None
         self._seen.clear()
+        if self.kvstore.has_siblings:  # a GAN: the generator's backward pass also gives the discriminator gradients
+            self._early.rule_out("has several Trainers, and one's backward pass may give the other's model gradients")
         self._early.decide()
         self._wait_for_tables()
         if self._lazy is None:
@@ -354,9 +356,11 @@ class ServerTrainer(Trainer, store=ServerStore):
             self._settings_seen = settings_of(self.optimizer)
             if self._early.is_open:
                 self._weights_seen = self._weights.snapshot()
-        if gradient is self._seen.get(name):
+        if name in self._seen:
             self._early.rule_out("runs backward several times for one step")
-        elif (self._early.is_open or self._sums_with_others) and not (gradient.is_sparse or gradient.requires_grad):
+        if gradient is self._seen.get(name):
+            return
+        if (self._early.is_open or self._sums_with_others) and not (gradient.is_sparse or gradient.requires_grad):
             watched = WatchedGradient.of(gradient, partial(self._allow_write, name))
             self._seen[name] = parameter.grad = watched
 
