@@ -38,9 +38,9 @@ class Plain:
         """Return the model."""
         return model
 
-    def batches(self, steps: int | None = None, size: int = 8) -> Iterator[Batch]:
+    def batches(self, steps: int | None = None, sizes: tuple[int, int] = (8, 8)) -> Iterator[Batch]:
         """Yield batches of random vectors and what a fixed network makes of them."""
-        epoch = [[_batch(rank, number, size) for rank in self._ranks] for number in range(EPOCH)]
+        epoch = [[_batch(rank, number, sizes[rank]) for rank in self._ranks] for number in range(EPOCH)]
         for step in range(self.steps if steps is None else steps):
             inputs, targets = zip(*epoch[step % EPOCH], strict=True)
             yield torch.cat(inputs), torch.cat(targets)
@@ -99,12 +99,13 @@ class WithTrainer(Plain):
 
     def edit_weights(self) -> AbstractContextManager[None]:
         """Let the Trainer send the edits."""
-        block: AbstractContextManager[None] = self.trainer.edit_weights()  # type: ignore[union-attr]
-        return block
+        assert self.trainer is not None
+        return self.trainer.edit_weights()
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """Return the mean over the workers."""
-        mean: Tensor = self.trainer.all_reduce(value)  # type: ignore[union-attr]
+        assert self.trainer is not None
+        mean: Tensor = self.trainer.all_reduce(value)
         return mean
 
     def close(self) -> None:
@@ -118,11 +119,13 @@ class WithDdp(Plain):
 
     def __init__(self, steps: int, rank: int, size: int) -> None:
         super().__init__(steps, [rank], size)
+        self._model = nn.Module()  # the newest
 
     def attach(
         self, model: nn.Module, optimizer: Optimizer, *, ddp: Mapping[str, Any] | None = None, **options: Any
     ) -> nn.Module:
         """Return the model in DDP. Each worker has its own buffers, as with a Trainer."""
+        self._model = model
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch have another name for it
             return DistributedDataParallel(model, **{"broadcast_buffers": False, **(ddp or {})})
@@ -133,6 +136,13 @@ class WithDdp(Plain):
         assert isinstance(net, DistributedDataParallel)
         with net.no_sync():
             yield
+
+    @contextmanager
+    def edit_weights(self) -> Iterator[None]:
+        """Give all processes the weights of rank 0."""
+        yield
+        for parameter in self._model.parameters():
+            distributed.broadcast(parameter.data, 0)
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """Return the mean over the processes."""

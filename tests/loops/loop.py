@@ -60,8 +60,8 @@ class Run(Protocol):
         """Return the module to call in the loop. `options` are those of Trainer, `ddp` those of DDP."""
         ...
 
-    def batches(self, steps: int | None = None, size: int = 8) -> Iterator[Batch]:
-        """Yield batches of this worker: vectors, and the numbers to predict."""
+    def batches(self, steps: int | None = None, sizes: tuple[int, int] = (8, 8)) -> Iterator[Batch]:
+        """Yield batches of this worker: vectors, and the numbers to predict. `sizes` has one number per worker."""
         ...
 
     def losses(self, net: nn.Module, loss: Loss = ..., steps: int | None = None) -> Iterator[Tensor]:
@@ -114,6 +114,7 @@ class Way(Enum):
 RELAXED = (Way.ASYNC, Way.SSYNC, Way.GSYNC)
 ALONE = "alone"  # one process of plain PyTorch on the batches of both workers
 DDP = "ddp"
+ENDS = "ends"  # nothing: DDP cannot run the loop, or hangs; with a Trainer it must end
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,10 @@ class Case:
     """A loop and its outcome for each way to run it.
 
     `reference` is what two workers are compared to. `magnification` is by how much the loop magnifies a rounding error.
+    `exact`: whether one worker gives the same bits; otherwise it is equal within rounding of the dtype.
     `reads_weights`: it reads or writes weights between steps, and is run with delayed pushes, too. `learns`: whether
-    the recorded losses must fall. `skip` says for some ways why the loop has no meaning there.
+    the recorded losses must fall. `workers_agree`: whether all workers end with the same result. `differs` says for
+    some ways why the result is another one there; the loop must end.
     """
 
     name: str
@@ -131,9 +134,15 @@ class Case:
     outcomes: Mapping[Way, Outcome]
     reference: str = DDP
     magnification: float = 1.0
+    exact: bool = True
     reads_weights: bool = False
     learns: bool = True
-    skip: Mapping[Way, str] = field(default_factory=dict)
+    workers_agree: bool = False
+    differs: Mapping[Way, str] = field(default_factory=dict)
+
+    def is_compared(self, way: Way) -> bool:
+        """Return whether the result has a reference. Otherwise the loop must end, and learn."""
+        return way is Way.ONE or (way not in RELAXED and self.reference != ENDS and way not in self.differs)
 
 
 CASES: dict[str, Case] = {}
@@ -146,16 +155,19 @@ def loop(
     sync: Outcome = SAME,
     collective: Outcome = SAME,
     relaxed: Outcome = SAME,
+    theme: str = "",
     **details: Any,
 ) -> Callable[[Callable[[Run], Result]], Callable[[Run], Result]]:
-    """Put a loop into the table, with its outcomes: `relaxed` is that of dist_async, dist_ssync and dist_gsync."""
+    """Put a loop into the table, with its outcomes: `relaxed` is that of dist_async, dist_ssync and dist_gsync.
+
+    `theme` defaults to the module of the loop. `details` are other fields of `Case`.
+    """
     outcomes = {Way.ONE: one, Way.SYNC: sync, Way.COLLECTIVE: collective} | dict.fromkeys(RELAXED, relaxed)
 
     def register(function: Callable[[Run], Result]) -> Callable[[Run], Result]:
         if name in CASES:
             raise ValueError(f"two loops are named {name!r}")
-        theme = function.__module__.rpartition(".")[2]
-        CASES[name] = Case(name, theme, function, outcomes, **details)
+        CASES[name] = Case(name, theme or function.__module__.rpartition(".")[2], function, outcomes, **details)
         return function
 
     return register

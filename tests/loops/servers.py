@@ -20,6 +20,7 @@ from echelon.transport.shared_memory import SharedMemoryTransport
 NUM_SERVERS = 2
 TIMEOUT_S = 30.0  # after which a loop that hangs ends with an error
 DELAY_S = 0.02
+ALLOWED = "loops.cases.optimizers:SignSGD"  # a class of the loops that the servers may run
 
 
 class RunningJob:
@@ -33,6 +34,7 @@ class RunningJob:
             num_servers=NUM_SERVERS,
             timeout_s=TIMEOUT_S,
             stall_seconds=TIMEOUT_S / 2,
+            allow_optimizers=ALLOWED,
         )
         transport: Transport = SharedMemoryTransport()
         if delay_s:

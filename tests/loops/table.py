@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 
 from loops.cases import THEMES
-from loops.loop import SAME, Case, Way, all_cases
+from loops.loop import ALONE, RELAXED, SAME, Case, Way, all_cases
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "use-your-own-loop.md"
 BEGIN, END = "<!-- loops: begin -->", "<!-- loops: end -->"
@@ -35,9 +35,15 @@ def _line(case: Case) -> str:
 
 def _cell(case: Case, way: Way, success: str) -> str:
     outcome = case.outcomes[way]
-    if way in case.skip:
-        return f"({case.skip[way]})"
-    return success if outcome == SAME else f"refused: “{outcome.refused}”"
+    if outcome != SAME:
+        return f"refused: “{outcome.refused}”"
+    if way in case.differs:
+        return case.differs[way]
+    if way not in RELAXED and not case.exact:
+        return "same within bfloat16"
+    if way in (Way.SYNC, Way.COLLECTIVE) and case.reference == ALONE:
+        return "as one process"
+    return success if case.is_compared(way) or (way in RELAXED and case.learns) else "ends"
 
 
 def _row(cells: list[str]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from loops.loop import Way, all_cases
-from loops.pending import PENDING
+from loops.loop import SAME, Way, all_cases
 from loops.table import COMMAND, DOCUMENT, with_table
 
 
@@ -12,12 +11,11 @@ def test_the_documentation_has_the_newest_table() -> None:
     assert with_table(text) == text, f"run: {COMMAND}"
 
 
-def test_pending_loops_exist() -> None:
-    assert set(PENDING) <= set(all_cases())
+def test_there_are_many_loops() -> None:
+    assert len(all_cases()) >= 120
 
 
-def test_a_skipped_way_has_no_outcome_of_its_own() -> None:
+def test_a_way_that_differs_is_not_refused() -> None:
     for case in all_cases().values():
-        for way in case.skip:
-            assert case.outcomes[way].refused is None, f"{case.name}: {way.value} is skipped"
+        assert all(case.outcomes[way] == SAME for way in case.differs), case.name
         assert set(case.outcomes) == set(Way)

@@ -30,6 +30,7 @@ import forked
 import leaks
 from echelon.environment import Job, variable
 from echelon.errors import EchelonError
+from echelon.kvstore.servers.session import SESSIONS
 from echelon.launch.processes import listen_on_loopback
 from loops.kinds import Plain, WithDdp, WithTrainer
 from loops.loop import all_cases
@@ -37,7 +38,8 @@ from loops.results import Flat, flatten
 from loops.servers import TIMEOUT_S, RunningJob
 
 WORKERS = 2
-STUCK_S = 2 * TIMEOUT_S  # then a process prints where it hangs, and ends
+STUCK_S = 2 * TIMEOUT_S  # after which a worker that hangs prints where, and ends
+END_S = 10.0  # which a job may take to end after its workers have left
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,9 @@ class Pool:
             assert self._servers is not None
             self._servers.send((num_workers, task.delay_s))
             yield self._servers.receive()
-            if self._servers is not None:
-                self._servers.receive()  # the end of the job
+            if self._servers is not None and isinstance(self._servers.receive(END_S), Error):
+                self._stop()
+                raise AssertionError(f"the workers have left, but the job did not end within {END_S:g} s")
         else:
             with listen_on_loopback() as listener:
                 port = listener.getsockname()[1]
@@ -130,11 +133,14 @@ class _Process:
     def send(self, message: Any, files: Sequence[int] = ()) -> None:
         _send(self._connection, message, files)
 
-    def receive(self) -> Any:
+    def receive(self, timeout_s: float = STUCK_S) -> Any:
+        self._connection.settimeout(timeout_s)
         try:
             return _receive(self._connection)[0]
+        except TimeoutError:
+            return Error("no answer", f"the process did not answer within {timeout_s:g} s", refused=False)
         except EOFError:
-            return Error("the process ended without a result", f"{self._fork.result()}", refused=False)
+            return Error("no answer", f"the process ended: {self._fork.result()}", refused=False)
 
     def stop(self) -> None:
         with suppress(ProcessLookupError):
@@ -221,6 +227,7 @@ def _run(task: Task, job: Job) -> Iterator[Plain]:
         run = WithTrainer(task.steps, rank, task.size, task.store, task.options)
         yield run
         run.close()
+        SESSIONS.finish(Job.from_environment())  # otherwise a process leaves its job when it exits
     elif task.kind == "ddp":
         with _process_group(job, rank):
             yield WithDdp(task.steps, rank, task.size)
