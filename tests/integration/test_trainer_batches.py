@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 import echelon
 from echelon.errors import UsageError
-from echelon.kvstore import KVStore, create
+from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
 
 pytestmark = pytest.mark.numeric
@@ -220,12 +220,15 @@ def test_step_without_any_forward_pass_of_the_model_counts_one_sample() -> None:
 
 
 def test_a_step_whose_batch_size_is_missing_after_others_had_one() -> None:
-    model = seeded(Net)
-    with create("local") as kv, echelon.Trainer(model, momentum(model), kv) as trainer:
-        loss_of(model, batches(1)[0]).backward()
-        trainer.step()
-        with torch.no_grad():
-            model(batches(1)[0][0])
-        with pytest.raises(UsageError, match="step\\(\\) could not infer the batch size"):
+    def program(kv: KVStore) -> tuple[str, int]:
+        model = seeded(Net)
+        with echelon.Trainer(model, momentum(model), kv) as trainer:
+            loss_of(model, batches(1)[0]).backward()
             trainer.step()
-        assert trainer.clock == 1
+            with torch.no_grad():
+                model(batches(1)[0][0])
+            return usage_error(trainer.step), trainer.clock
+
+    message, clock = on_one_worker(program, "dist_sync")
+    assert "step() could not infer the batch size" in message
+    assert clock == 1

@@ -25,15 +25,16 @@ from echelon.kvstore.servers.store import ServerStore
 from echelon.train.trainer.base import Hook, Trainer, flatten, unflatten
 from echelon.train.trainer.buckets import names_by_bucket
 from echelon.train.trainer.factors import FactoredLinear, factorable_layers
-from echelon.train.trainer.gradients import WatchedGradient, Write
+from echelon.train.trainer.gradients import WatchedGradient
 from echelon.train.trainer.lazy_pull import LazyPull
+from echelon.train.trainer.loop_watch import LoopWatch
 from echelon.train.trainer.model_hook import ModelHook
 from echelon.train.trainer.optimizer_state import state_of
-from echelon.train.trainer.overlap import Overlap, Settings, changed_setting, settings_of
+from echelon.train.trainer.overlap import Overlap
 from echelon.train.trainer.server_buckets import Bucket
 from echelon.train.trainer.sparse_rows import SparseTables, as_dense, check_optimizer, find_tables
 from echelon.train.trainer.start_equal import copy_from_first_worker, untrained_tensors
-from echelon.train.trainer.weights import ModelWeights, Snapshot, digest, real
+from echelon.train.trainer.weights import ModelWeights, digest, real
 
 BUFFERS = "buffers"  # the name of the vectors of buffers
 
@@ -55,14 +56,11 @@ class ServerTrainer(Trainer, store=ServerStore):
         self._captured = False  # whether the caller moves gradients and weights, in place of the hooks
         self._pushed_step = 0  # the step that pushes in flight belong to
         self._halts_at: int | None = None  # the step after which all workers stop
-        self._seen: dict[str, WatchedGradient] = {}  # gradients of the current step that were not sent yet
-        self._settings_seen: Settings | None = None  # at the first gradient of the current step
-        self._weights_seen: Snapshot | None = None  # at that point
         self._settings = StepSettings(self.optimizer)
         self._clips_on_servers = self.max_grad_norm is not None and self.kvstore.sums_with_others
         if self.clips_own_gradient:
             self._overlap = False  # the norm is known when all gradients are
-        self._early = Overlap(self._wanted_overlap())
+        self._early = Overlap(self._wanted_overlap())  # whether gradients are sent during backward
         self._densified: set[str] = set()  # dense parameters that had a sparse gradient
         self._tables = self._make_tables()
         self._send_optimizer()  # first, because it decides how keys are placed
@@ -72,6 +70,14 @@ class ServerTrainer(Trainer, store=ServerStore):
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.names}
         sent = {name: self._bucket_of[name].weights[name] for name in self._names}
         self._weights = ModelWeights({name: self._parameters[name] for name in self._names}, sent, lazy=self._lazy_pull)
+        self._watch = LoopWatch(
+            self.optimizer,
+            self._weights,
+            self._early,
+            lambda: len(self.kvstore.group),
+            self.kvstore.type,
+            allow_edits=self._local_gradient_edits,
+        )
         self._initialise_servers()
         self._add_hooks()
         self.kvstore.on_missed_rounds = self.refresh
@@ -81,9 +87,10 @@ class ServerTrainer(Trainer, store=ServerStore):
     def _step(self, samples: int) -> None:
         self._check_frozen()
         if self._gradients_sent:
-            self._check_unchanged()
+            replaced = [name for name in self._names if self._replaced(name)]
+            self._watch.check_unchanged(replaced, tables_edited=bool(self._tables.edited()))
         else:
-            self._observe(samples)
+            self._watch.observe(self._parameters, self._samples_seen, samples)
             self._send_edits()
         if self.clips_own_gradient:
             self._clip()
@@ -98,11 +105,9 @@ class ServerTrainer(Trainer, store=ServerStore):
             self._clip_on_servers()
         for bucket in self._buckets:
             bucket.end_step()
-        self._settings_seen = self._weights_seen = None
-        self._seen.clear()
         if self.kvstore.has_siblings:  # a GAN: the generator's backward pass also gives the discriminator gradients
             self._early.rule_out("has several Trainers, and one's backward pass may give the other's model gradients")
-        self._early.decide()
+        self._watch.end_step()
         self._wait_for_tables()
         if self._lazy is None:
             self.sync()
@@ -125,9 +130,11 @@ class ServerTrainer(Trainer, store=ServerStore):
     def zero_grad(self) -> None:
         """Discard gradients that were not pushed yet."""
         super().zero_grad()
-        self._seen.clear()
         for bucket in self._buckets:
             bucket.discard()
+            if not bucket.is_pushed:
+                for name in bucket.names:
+                    self._watch.discard(name)
 
     def refresh(self) -> None:
         """Fetch the weights that the servers have now, with the last pushes of all workers."""
@@ -330,13 +337,13 @@ class ServerTrainer(Trainer, store=ServerStore):
             if self._accumulating or parameter.grad is None:
                 return  # None: its factors were pushed, or it was frozen after the forward pass
             if not self._early.is_on or self._samples_seen is None:
-                self._see_gradient(name, parameter)
+                self._watch.see(name, parameter)
                 return
             if name in bucket.arrived:
                 raise self._second_backward_error()
             self._begin_sending()
             self._take_gradient(bucket, name, parameter)
-            bucket.arrived.add(name)
+            self._mark_as_sent(bucket, name, parameter)
             if bucket.is_complete:
                 bucket.push(self._samples_seen)
 
@@ -348,63 +355,11 @@ class ServerTrainer(Trainer, store=ServerStore):
     def _gradients_sent(self) -> bool:
         return any(bucket.is_pushed for bucket in self._buckets)
 
-    def _see_gradient(self, name: str, parameter: Tensor) -> None:
-        """Watch a gradient that is sent in `step`, and note what the loop does until then."""
-        gradient = parameter.grad
-        assert gradient is not None
-        if self._settings_seen is None:
-            self._settings_seen = settings_of(self.optimizer)
-            if self._early.is_open:
-                self._weights_seen = self._weights.snapshot()
-        if name in self._seen:
-            self._early.rule_out("runs backward several times for one step")
-        if gradient is self._seen.get(name):
-            return
-        if (self._early.is_open or self._sums_with_others) and not (gradient.is_sparse or gradient.requires_grad):
-            watched = WatchedGradient.of(gradient, partial(self._allow_write, name))
-            self._seen[name] = parameter.grad = watched
-
-    @property
-    def _sums_with_others(self) -> bool:
-        """Whether servers sum this worker's gradients with those of others before they update."""
-        return len(self.kvstore.group) > 1
-
-    def _allow_write(self, name: str, write: Write) -> None:
-        """Raise UsageError if the loop may not change a gradient now."""
-        if self._gradients_sent and name in self._bucket_of[name].arrived:
-            raise UsageError(
-                f"{write.name} would change the gradient of {name!r}, which was sent during backward; to clip by norm, "
-                "pass Trainer(max_grad_norm=…); to change gradients in other ways, pass Trainer(overlap=False)"
-            )
-        if name not in self._seen or write.is_zeroing:
-            return
-        self._early.rule_out("changes gradients between backward() and step()")
-        if self._sums_with_others and not (write.is_scaling or self._local_gradient_edits):
-            raise UsageError(
-                f"{write.name} would change this worker's gradient of {name!r}, but not the sum over all "
-                f"{len(self.kvstore.group)} workers that {self.kvstore.type} updates with. To clip by norm, pass "
-                "Trainer(max_grad_norm=…) in place of clip_grad_norm_; to change each worker's own gradient, pass "
-                "Trainer(local_gradient_edits=True)"
-            )
-
-    def _observe(self, samples: int) -> None:
-        """Note what the loop did between backward and step."""
-        for name, watched in self._seen.items():
-            if (gradient := self._parameters[name].grad) is not watched and gradient is not None:
-                self._allow_write(name, Write("an assignment", ()))
-        if self._samples_seen not in (None, samples):
-            self._early.rule_out("passes another batch size to step() than the forward pass saw")
-        if self._settings_seen and (change := changed_setting(self._settings_seen, settings_of(self.optimizer))):
-            self._early.rule_out(f"changes settings between backward() and step() ({change})")
-        if self._weights_seen and not self._weights_seen.same_as(self._weights.snapshot()):
-            self._early.rule_out("changes weights between backward() and step()")
-
     def _begin_sending(self) -> None:
         """Prepare the first push of a step."""
-        if self._settings_seen is None:
-            self._settings_seen = settings_of(self.optimizer)
+        if self._watch.begin_sending():
             self._send_edits()
-            self._weights_seen = self._weights.snapshot()
+            self._watch.note_weights()
 
     def _take_gradient(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
         """Copy a finished gradient to its place in the store's memory."""
@@ -417,9 +372,15 @@ class ServerTrainer(Trainer, store=ServerStore):
         place = bucket.gradients[name]
         if gradient.data_ptr() != place.data_ptr() or not place.numel():  # all empty tensors have the same address
             place.copy_(real(gradient.detach()))
-            on_store = gradient.device.type == "cpu" and not gradient.is_complex() and not gradient.requires_grad
-            parameter.grad = WatchedGradient.of(place if on_store else gradient, partial(self._allow_write, name))
         self._check_gradient(name, place)
+
+    def _mark_as_sent(self, bucket: Bucket, name: str, parameter: Tensor) -> None:
+        """Let the loop read a gradient that is being sent: on the CPU in the store's memory, which frees its own."""
+        gradient = parameter.grad
+        assert gradient is not None
+        on_store = gradient.device.type == "cpu" and not gradient.is_complex() and not gradient.requires_grad
+        parameter.grad = self._watch.send(name, bucket.gradients[name] if on_store else gradient)
+        bucket.arrived.add(name)
 
     def _push_factors_of(self, bucket: Bucket, name: str, left: Tensor, right: Tensor) -> None:
         """Copy the factors of a gradient to its place and push them. The bucket has no other parameter."""
@@ -439,24 +400,6 @@ class ServerTrainer(Trainer, store=ServerStore):
         for name in given:
             self._take_gradient(bucket, name, bucket.parameters[name])
         bucket.push_incomplete(given, samples)
-
-    def _check_unchanged(self) -> None:
-        """Raise UsageError if the loop has changed something after gradients were sent with it."""
-        for name in self._names:
-            if self._replaced(name):
-                self._allow_write(name, Write("an assignment", ()))
-        assert self._settings_seen is not None
-        if change := changed_setting(self._settings_seen, settings_of(self.optimizer)):
-            raise UsageError(
-                f"the optimizer's {change} between backward() and step(), after gradients were sent; change it before "
-                "backward(), or pass Trainer(overlap=False)"
-            )
-        assert self._weights_seen is not None
-        if not self._weights_seen.same_as(self._weights.snapshot()) or self._tables.edited():
-            raise UsageError(
-                "weights were changed between backward() and step(), after gradients were sent; change them after "
-                "step(), or pass Trainer(overlap=False)"
-            )
 
     def _replaced(self, name: str) -> bool:
         bucket, gradient = self._bucket_of[name], self._parameters[name].grad
