@@ -38,6 +38,7 @@ from loops.results import Flat, flatten
 from loops.servers import TIMEOUT_S, RunningJob
 
 WORKERS = 2
+DEVICE = "ECHELON_LOOPS_DEVICE"  # a variable: the device to run the loops on, for example cuda
 STUCK_S = 2 * TIMEOUT_S  # after which a worker that hangs prints where, and ends
 END_S = 10.0  # which a job may take to end after its workers have left
 
@@ -207,7 +208,7 @@ def _work(connection: socket.socket) -> None:
 def _perform(task: Task, job: Job) -> Flat | Error:
     torch.set_num_threads(1)
     torch.set_default_dtype(task.dtype)
-    if device := variable("ECHELON_LOOPS_DEVICE"):
+    if device := variable(DEVICE):
         torch.set_default_device(device)
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

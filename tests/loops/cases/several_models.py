@@ -208,7 +208,7 @@ def part_of_model(run: Run) -> Result:
     return head
 
 
-@loop("k-fold: a model, an optimizer and a Trainer after another")
+@loop("k-fold: a model, an optimizer and a Trainer after another", learns=False)
 def k_fold(run: Run) -> Result:
     results = []
     for fold in range(3):
