@@ -33,8 +33,11 @@ class Classifier(lightning.LightningModule):
         self.net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, CLASSES))
         self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
         self.learning_rate, self.adam = learning_rate, adam
+        self.fails_at: int | None = None  # the batch in which worker 1 fails
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor | None:
+        if index == self.fails_at and self.global_rank == 1:
+            raise RuntimeError("the third batch is broken")
         return cross_entropy(self.net(batch[0]), batch[1])
 
     def validation_step(self, batch: list[Tensor], index: int) -> None:
@@ -130,6 +133,12 @@ class Case:
         trainer = self.trainer(use_distributed_sampler=False)
         trainer.fit(Classifier(), data(samples=12 + 6 * trainer.global_rank))
         return trainer
+
+    def broken(self) -> lightning.Trainer:
+        """Worker 1 fails in its third step."""
+        module = Classifier()
+        module.fails_at = 2
+        return self.fitted(module)
 
     def fitted(self, module: lightning.LightningModule, **options: Any) -> lightning.Trainer:
         trainer = self.trainer(**options)

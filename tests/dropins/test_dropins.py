@@ -105,6 +105,19 @@ def test_lightning_refuses_unequal_numbers_of_batches_where_workers_wait(tmp_pat
         assert "the workers have [4, 6] batches per epoch, but those of dist_sync wait for each other" in job.out
 
 
+def test_a_worker_of_lightning_that_fails_ends_the_job_with_its_error(tmp_path: Path) -> None:
+    with Program("lightning", ["broken"]).started_job(tmp_path, "dist_sync") as job:
+        assert job.wait(LIMIT_S) != 0
+        assert job.out.count("RuntimeError: the third batch is broken") == 1
+
+
+def test_accelerate_equals_its_ddp_without_servers(tmp_path: Path, run: Run) -> None:
+    tolerance = tolerances.reordering(torch.float32, TERMS, STEPS, ADAM)
+    for worker, ddp in zip(ACCELERATE.job(tmp_path, "dist_sync", num_servers=0), run(ACCELERATE, "ddp"), strict=True):
+        for case in ACCELERATE.cases:
+            assert_close(worker[case]["weights"], ddp[case]["weights"], tolerance)
+
+
 def test_accelerate_refuses_to_clip_the_gradient_of_one_worker(tmp_path: Path) -> None:
     with Program("accelerate", ["clipped_by_hand"]).started_job(tmp_path, "dist_sync") as job:
         assert job.wait(LIMIT_S) != 0

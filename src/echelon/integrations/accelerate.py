@@ -5,8 +5,7 @@
     accelerator = Accelerator(kvstore="dist_sync")
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-Accelerate itself divides the data and steps the schedules, because its state says how many workers there are. It does
-not use torch.distributed: steps, reductions and barriers go through the stores.
+Accelerate divides the data and steps the schedules by the number of workers. Steps and reductions go through stores.
 """
 
 from __future__ import annotations
