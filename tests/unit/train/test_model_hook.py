@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,10 +27,17 @@ assert calls == [1] * 50 and not [name for name in sys.modules if name.startswit
 """
 
 
-def hooked() -> tuple[nn.Module, list[int]]:
+class WithOwnState(nn.Linear):
+    """A layer whose class defines what a file has."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+
+def hooked(kind: type[nn.Linear] = nn.Linear) -> tuple[nn.Module, list[int]]:
     """Return a model whose forward pass records its batch size, and the list of them."""
     sizes: list[int] = []
-    model = nn.Linear(2, 2)
+    model = kind(2, 2)
 
     def note(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
         sizes.append(len(args[0]))
@@ -37,8 +46,9 @@ def hooked() -> tuple[nn.Module, list[int]]:
     return model, sizes
 
 
-def test_only_the_module_itself_is_noticed() -> None:
-    model, sizes = hooked()
+@pytest.mark.parametrize("kind", [nn.Linear, WithOwnState])
+def test_only_the_module_itself_is_noticed(kind: type[nn.Linear]) -> None:
+    model, sizes = hooked(kind)
     for copied in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         copied(torch.zeros(5, 2))
     model(torch.zeros(3, 2))
@@ -50,3 +60,26 @@ def test_a_saved_model_is_loaded_without_echelon_and_takes_hooks(tmp_path: Path)
     path = tmp_path / "model"
     path.write_bytes(pickle.dumps(model))
     subprocess.run([sys.executable, "-c", LOAD, str(path)], check=True)
+
+
+def test_a_saved_model_is_loaded_with_weights_only() -> None:
+    """As PyTorch's word language model does: the file has no class or function but those of the model."""
+    model, _ = hooked()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([nn.Linear]):
+        loaded = torch.load(file)
+    assert vars(loaded).keys() == vars(nn.Linear(2, 2)).keys()
+    assert torch.equal(loaded.weight, model.get_parameter("weight"))
+
+
+def test_copies_keep_the_hooks_of_others() -> None:
+    model, _ = hooked()
+    calls: list[nn.Module] = []
+    model.register_forward_pre_hook(lambda module, args: calls.append(module))
+    copied = copy.deepcopy(copy.deepcopy(model))
+    copied(torch.zeros(1, 2))
+    assert calls == [copied]
+    assert len(copied._forward_pre_hooks) == 1
+    assert not copied._forward_pre_hooks_with_kwargs

@@ -49,16 +49,16 @@ class ModelHook:
 
 def _has_plain_state(module: nn.Module) -> bool:
     """Return whether copies and files of a module consist of its `__dict__`."""
-    kind = type(module)
-    own = [name for name in (_STATE, "__reduce__", "__reduce_ex__") if getattr(kind, name) is not getattr(object, name)]
-    return not own and not hasattr(kind, "__deepcopy__") and isinstance(object.__getstate__(module), dict)
+    kind, names = type(module), (_STATE, "__reduce__", "__reduce_ex__")
+    is_plain = all(getattr(kind, name) is getattr(nn.Module, name) for name in names)
+    return is_plain and not hasattr(kind, "__deepcopy__") and isinstance(nn.Module.__getstate__(module), dict)
 
 
 def _state_without_hooks(reference: weakref.ref[nn.Module]) -> dict[str, Any]:
     """Return the state of a module as if it had no hook of a Trainer."""
     module = reference()
     assert module is not None
-    state = {name: value for name, value in vars(module).items() if name != _STATE}
+    state = {name: value for name, value in nn.Module.__getstate__(module).items() if name != _STATE}
     tables = {name: state[name] for name in _TABLES if name in state}
     ours = {number for table in tables.values() for number, hook in table.items() if isinstance(hook, ModelHook)}
     for name, table in tables.items():
