@@ -141,13 +141,18 @@ class _Process:
         except TimeoutError:
             return Error("no answer", f"the process did not answer within {timeout_s:g} s", refused=False)
         except EOFError:
-            return Error("no answer", f"the process ended: {self._fork.result()}", refused=False)
+            return Error("no answer", f"the process ended: {self._end()}", refused=False)
 
     def stop(self) -> None:
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         self._connection.close()
-        self._fork.result()
+        self._end()
+
+    @functools.cache  # noqa: B019  (the processes of a session are few)
+    def _end(self) -> Any:
+        """Wait for the end of the process. Return its result or its exception."""
+        return self._fork.result()
 
 
 _kept: list[forked.Fork] = []  # until this process ends
@@ -206,19 +211,24 @@ def _work(connection: socket.socket) -> None:
 
 
 def _perform(task: Task, job: Job) -> Flat | Error:
+    try:
+        _start_equal(task.dtype)
+        with _run(task, job) as run:
+            return flatten(run.result(all_cases()[task.case].function(run)))
+    except BaseException as error:
+        return Error(str(error), traceback.format_exc(), isinstance(error, EchelonError))
+
+
+def _start_equal(dtype: torch.dtype) -> None:
+    """Undo what the last loop may have left, so that every loop starts in the same way."""
     torch.set_num_threads(1)
-    torch.set_default_dtype(task.dtype)
+    torch.set_default_dtype(dtype)
     if device := variable(DEVICE):
         torch.set_default_device(device)
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     torch.manual_seed(0)
     random.seed(0)
-    try:
-        with _run(task, job) as run:
-            return flatten(run.result(all_cases()[task.case].function(run)))
-    except BaseException as error:
-        return Error(str(error), traceback.format_exc(), isinstance(error, EchelonError))
 
 
 @contextmanager
