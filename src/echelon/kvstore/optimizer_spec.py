@@ -105,7 +105,7 @@ def spec_by_name(name: str, settings: Mapping[str, Any], style: str = "torch") -
         raise _not_an_optimizer(name)
     if style not in ("torch", "mxnet"):
         raise unknown_name("style of optimizers", style, ("torch", "mxnet"))
-    parameters = [torch.nn.Parameter(torch.zeros(1, 1))]  # Muon takes matrices only
+    parameters = [torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))]  # Muon takes matrices only
     if style == "mxnet":
         return spec_of(create(name, parameters, **settings), {})
     kind = import_class(name) if is_import_path(name) else _CLASSES.get(name.lower())

@@ -51,7 +51,7 @@ class RowMap(NamedTuple):
         for server in range(self.num_servers):
             if self.count(server):
                 if self.num_servers == 1:
-                    yield server, torch.arange(len(rows)), numbers
+                    yield server, torch.arange(len(rows), device=rows.device), numbers
                 else:
                     positions = (servers == server).nonzero().view(-1)
                     yield server, positions, numbers[positions]
@@ -63,7 +63,7 @@ class RowMap(NamedTuple):
 
     def all_rows_of(self, server: int) -> Tensor:
         """Return all rows of a server, in the order of its numbers."""
-        return self.rows_of(server, torch.arange(self.count(server)))
+        return self.rows_of(server, torch.arange(self.count(server), device="cpu"))
 
 
 class PushedRows:
@@ -97,7 +97,7 @@ def row_numbers(slot: Slot, num_rows: int, frame: memoryview) -> Tensor:
     if len(frame) % _NUMBER_BYTES:
         raise UsageError(f"key {slot.spec.name!r}: the numbers of rows have {len(frame)} bytes, not a multiple of 8")
     if not len(frame):
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     numbers = received(frame, "int64")
     if bool((numbers[1:] < numbers[:-1]).any()):
         raise UsageError(f"key {slot.spec.name!r}: the numbers of rows are not in ascending order")
@@ -119,7 +119,7 @@ def row_values(slot: Slot, count: int, frame: memoryview) -> Tensor:
             f"key {spec.name!r}: the values of {count} rows have {len(frame)} bytes; expected {expected} bytes"
         )
     if not count:
-        return torch.empty((0, row), dtype=TORCH_DTYPES[spec.dtype])
+        return torch.empty((0, row), dtype=TORCH_DTYPES[spec.dtype], device="cpu")
     return received(frame, spec.dtype).view(count, row)
 
 

@@ -143,9 +143,9 @@ def as_tensor(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, bool | int):
-        return torch.tensor(value)
+        return torch.tensor(value, device="cpu")
     if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     raise UsageError(f"{what} is a {type(value).__name__}; only tensors and numbers can be sent or saved")
 
 
@@ -181,5 +181,5 @@ def from_frame(entry: StateEntry, frame: memoryview) -> Tensor:
     if dtype is None or min(entry.shape, default=0) < 0 or len(frame) != max(1, dtype.itemsize * count):
         raise UsageError(_UNFIT)
     if not count:
-        return torch.empty(entry.shape, dtype=dtype)
+        return torch.empty(entry.shape, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(frame), dtype=dtype).view(entry.shape)

@@ -216,7 +216,7 @@ class CollectiveStore(KVStore):
         self.group.check_same("keys, their shapes and dtypes", ", ".join(f"{spec.name!r} {spec}" for spec in specs))
         for spec, tensor in zip(specs, values, strict=True):
             rows = self._rows(tensor.to(self.group.device, wide(tensor.dtype), copy=True))
-            value = _Value(spec, rows, nn.Parameter(torch.empty(0)))
+            value = _Value(spec, rows, nn.Parameter(torch.empty(0, device="cpu")))
             own = rows[self.rank] if self.sharded else value.whole
             value.own = nn.Parameter(own, requires_grad=own.is_floating_point())
             self._values[spec.name] = value

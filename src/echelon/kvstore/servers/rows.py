@@ -63,7 +63,7 @@ class RowWire:
 
     def pull(self, slot: Slot, out: Sequence[Tensor]) -> None:
         """Fetch a whole table."""
-        for part in torch.arange(slot.spec.shape[0]).split(self._rows_per_part(slot)):
+        for part in torch.arange(slot.spec.shape[0], device="cpu").split(self._rows_per_part(slot)):
             for rows in self.fetch(slot, part):
                 write_rows(rows, out)
 

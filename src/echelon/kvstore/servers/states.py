@@ -32,7 +32,7 @@ def gather(client: Client, layout: Layout) -> dict[str, Tensor]:
             if entry.start is None:
                 found[name] = tensor
                 continue
-            state = found.setdefault(name, torch.zeros(slot.spec.shape, dtype=tensor.dtype))
+            state = found.setdefault(name, torch.zeros(slot.spec.shape, dtype=tensor.dtype, device="cpu"))
             if slot.spec.row_sparse:
                 rows = RowMap.of(slot, layout).all_rows_of(ticket.server)
                 state[rows] = tensor.view(len(rows), *slot.spec.shape[1:])

@@ -367,7 +367,7 @@ class ServerStore(KVStore):
     def make_vectors(self, name: str, length: int) -> None:
         """Create one key per worker for vectors that all workers can read. All workers call it."""
         names = self.vector_names(name)
-        self.init(names, [torch.zeros(length)] * len(names))
+        self.init(names, [torch.zeros(length, device="cpu")] * len(names))
 
     def gather_vectors(self, name: str, vector: Tensor) -> Tensor:
         """Publish this worker's vector and return those of all living workers, one row per worker. All call it."""
@@ -381,7 +381,7 @@ class ServerStore(KVStore):
             tickets += self._wire.push([slot], None, pull=False, samples=float(own))
         self._client.wait(tickets)
         self._wait_for_workers()
-        rows = torch.empty(len(self.workers), vector.numel())
+        rows = torch.empty(len(self.workers), vector.numel(), device="cpu")
         self.pull([f"{name}@{rank}" for rank in self.workers], list(rows))
         self._wait_for_workers()
         return rows
@@ -443,7 +443,7 @@ class ServerStore(KVStore):
             return super()._pull_rows(spec, rows)
         slot = self._slot(spec.name)
         self._client.wait(self._wire.last_pushes([slot]))
-        values = torch.empty((len(rows), *spec.shape[1:]), dtype=TORCH_DTYPES[spec.dtype])
+        values = torch.empty((len(rows), *spec.shape[1:]), dtype=TORCH_DTYPES[spec.dtype], device="cpu")
         for part in self.rows.fetch(slot, rows):
             values[torch.searchsorted(rows, part.numbers)] = part.values.view(-1, *spec.shape[1:])
         return values

@@ -38,7 +38,7 @@ def check_max_norm(max_norm: float | None) -> float | None:
 
 def check_same_limit(store: ServerStore, max_norm: float | None) -> None:
     """Raise UsageError if another worker clips to another norm. All workers of a store call it once."""
-    own, first = torch.tensor(max_norm or 0.0), torch.empty(())
+    own, first = torch.tensor(max_norm or 0.0, device="cpu"), torch.empty((), device="cpu")
     store.broadcast(_LIMIT, own, first)
     if own != first:
         limit = float(first) or None

@@ -81,9 +81,9 @@ class GroupTrainer(Trainer, ABC):
         retired = self._has_retired
         vector = step_vector(samples, halt, clock, used, rank=rank, size=size, active=active, retired=retired)
         if self._group.device.type == "cpu":
-            return self._group.all_reduce(torch.tensor(vector))
+            return self._group.all_reduce(torch.tensor(vector, device="cpu"))
         # From pinned memory, so that the host does not wait until the device has finished its earlier work.
-        pinned = torch.tensor(vector, pin_memory=True)
+        pinned = torch.tensor(vector, device="cpu", pin_memory=True)
         return self._group.all_reduce(pinned.to(self._group.device, non_blocking=True))
 
     def _share_state(self, own: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
@@ -91,7 +91,7 @@ class GroupTrainer(Trainer, ABC):
         state = dict(own) if self._group.rank == source else {}
         described = [(name, list(tensor.shape), dtype_name(tensor)) for name, tensor in state.items()]
         for name, shape, dtype in json.loads(self._group.gather_texts(json.dumps(described))[source]):
-            state.setdefault(name, torch.empty(shape, dtype=getattr(torch, dtype)))
+            state.setdefault(name, torch.empty(shape, dtype=getattr(torch, dtype), device="cpu"))
         self._group.broadcast(list(state.values()), source)
         return state
 

@@ -91,7 +91,7 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
         """Create a key for the step vectors, whose length depends on the number of parameters."""
         vector = step_vector(0, 0, 0, [False] * num_parameters, rank=0, size=num_workers, active=True)
         key = f"{_FLAGS} of {num_parameters} parameters"
-        self.kvstore.init(key, torch.zeros(len(vector)))  # may reduce, with the old key
+        self.kvstore.init(key, torch.zeros(len(vector), device="cpu"))  # may reduce, with the old key
         self._flags_key = key
 
     def _add_to_store(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -117,7 +117,8 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
         used = [name in gradients for name in self._names]
         rank, size = self.kvstore.rank, self._num_workers
         clock = self.clock - self._clock_at_barrier
-        flags = torch.tensor(step_vector(samples, 0.0, clock, used, rank=rank, size=size, active=active))
+        vector = step_vector(samples, 0.0, clock, used, rank=rank, size=size, active=active)
+        flags = torch.tensor(vector, device="cpu")
         began = time.perf_counter()
         self.kvstore.pushpull(self._flags_key, flags)
         self.kvstore.wait(tickets)

@@ -87,9 +87,9 @@ class ShardedOptimizer:
         scalars = {name: float(tensor) for name, tensor in own.items() if name.rpartition("/")[2] in SCALARS}
         summaries = [json.loads(text) for text in self._group.gather_texts(json.dumps([sorted(own), scalars]))]
         known = {name for names, _ in summaries for name in names}
-        found = {name: torch.tensor(value) for _, values in summaries for name, value in values.items()}
+        found = {name: torch.tensor(value, device="cpu") for _, values in summaries for name, value in values.items()}
         for bucket, part in zip(self._buckets, self._shards, strict=True):
-            kinds = by_key(dict.fromkeys(known - found.keys(), torch.empty(0)))
+            kinds = by_key(dict.fromkeys(known - found.keys(), torch.empty(0, device="cpu")))
             for kind in sorted({kind for name in bucket.parameters for kind in kinds.get(name, {})}):
                 whole = self._gather(bucket, part, kind, own)
                 for name in bucket.parameters:
@@ -133,7 +133,7 @@ class ShardedOptimizer:
     def _own_shard(self, bucket: FlatBucket, name: str, kind: str, tensor: Tensor) -> Tensor:
         if kind in SCALARS:
             return tensor
-        flat = torch.zeros(bucket.length, dtype=tensor.dtype)
+        flat = torch.zeros(bucket.length, dtype=tensor.dtype, device="cpu")
         bucket.place(flat, name).copy_(tensor)
         chosen = self._ranges[name]
         return flat[chosen.start : chosen.stop].clone()

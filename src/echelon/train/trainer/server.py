@@ -183,7 +183,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         began = time.perf_counter()
         norm = self.kvstore.clip(self.kvstore.slots(list(self._parameters)), self.max_grad_norm)
         self.wait_s += time.perf_counter() - began
-        self.grad_norm = torch.tensor(norm)
+        self.grad_norm = torch.tensor(norm, device="cpu")
 
     # --- captured steps: no hook runs in a replay, so the caller moves gradients and weights
 

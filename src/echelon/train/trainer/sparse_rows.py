@@ -175,7 +175,8 @@ def _sparse(name: str, gradient: Tensor) -> Tensor:
 
 def _no_rows(parameter: nn.Parameter) -> Rows:
     row = parameter.numel() // len(parameter)
-    return Rows(torch.empty(0, dtype=torch.int64), torch.empty((0, row), dtype=parameter.dtype))
+    no_numbers = torch.empty(0, dtype=torch.int64, device="cpu")
+    return Rows(no_numbers, torch.empty((0, row), dtype=parameter.dtype, device="cpu"))
 
 
 def as_dense(name: str, gradient: Tensor, reported: set[str]) -> Tensor:
