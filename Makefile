@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NEEDED := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpus test-system check bench-gpu clean
+.PHONY: help demo test test-cpus test-dropins test-system loops-table check bench-gpu clean
 
 help:  ## list these commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -32,6 +32,17 @@ test-cpus: $(VENV)/.installed  ## the numeric tests again, with other instructio
 	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest -n logical --dist loadfile -m 'numeric and not long'
 	ATEN_CPU_CAPABILITY=default $(BIN)/pytest -n logical --dist loadfile -m 'numeric and not long'
 
+# The drop-ins against the real libraries, in an environment of their own.
+DROPINS := .peers/dropins
+$(DROPINS)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv --clear $(DROPINS)
+	@echo "installing Lightning, Transformers and Accelerate into $(DROPINS) …"
+	@$(DROPINS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,lightning,transformers]"
+	@touch $@
+
+test-dropins: $(DROPINS)/.installed  ## the drop-ins, with Lightning, Hugging Face's Trainer and Accelerate
+	$(DROPINS)/bin/pytest -m dropins tests/dropins
+
 # Needs root: installs Debian packages, makes network namespaces. Also runs what takes minutes.
 test-system: $(VENV)/.installed  ## tests that need root and Debian packages, and those that take minutes
 	tests/system/install.sh
@@ -42,6 +53,9 @@ test-system: $(VENV)/.installed  ## tests that need root and Debian packages, an
 DATA ?= data
 bench-gpu: $(VENV)/.installed  ## measure the training commands on one GPU
 	$(BIN)/python -m benchmarks.gpu --data-dir $(DATA) --docs docs/results.md $(GPU_FLAGS)
+
+loops-table: $(VENV)/.installed  ## write the table of loops into docs/how-to/use-your-own-loop.md
+	PYTHONPATH=src:tests $(BIN)/python -m loops.table
 
 check: $(VENV)/.installed  ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Writes the table of loops into the documentation: `PYTHONPATH=src:tests python -m loops.table`."""
+"""Writes the table of loops into the documentation: `make loops-table`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from loops.loop import ALONE, RELAXED, SAME, Case, Way, all_cases
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "use-your-own-loop.md"
 BEGIN, END = "<!-- loops: begin -->", "<!-- loops: end -->"
-COMMAND = "PYTHONPATH=src:tests python -m loops.table"
+COMMAND = "make loops-table"
 
 _COLUMNS = {  # what a column is called, which way stands for it, and how success is written
     "one worker": (Way.ONE, "same bits"),
