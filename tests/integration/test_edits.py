@@ -112,6 +112,35 @@ def test_an_edit_on_one_worker_of_several_is_refused_on_all(edit: Edit) -> None:
         assert "with trainer.edit_weights():" in message
 
 
+@pytest.mark.parametrize("step_of_edit", [1, 5])
+def test_an_edit_of_one_element_through_data_is_noticed(step_of_edit: int) -> None:
+    """Such a write does not change the version counter."""
+
+    def edit(model: nn.Module, step: int) -> None:
+        if step == step_of_edit:
+            model.get_parameter("middle.weight").data[100, 7] = 3.0
+
+    def program(kv: KVStore) -> State:
+        mine = copy.deepcopy(model)
+        with echelon.Trainer(mine, momentum(mine), kv) as trainer:
+            for step, batch in enumerate(batches(7)):
+                loss_of(mine, batch).backward()
+                trainer.step()
+                edit(mine, step)
+            return snapshot(mine)
+
+    model = seeded(Net)
+    plain = copy.deepcopy(model)
+    optimizer = momentum(plain)
+    for step, batch in enumerate(batches(7)):
+        optimizer.zero_grad()
+        loss_of(plain, batch).backward()
+        optimizer.step()
+        edit(plain, step)
+    (state,) = run(program, "dist_sync", num_workers=1)
+    assert_close(state, snapshot(plain), tolerances.of_training(batches(7)))
+
+
 def test_without_lock_step_an_edit_is_refused_and_edit_weights_makes_it() -> None:
     def program(kv: KVStore) -> tuple[str, State]:
         mine = copy.deepcopy(model)

@@ -1,9 +1,10 @@
 """The weights of a model and those that the store has sent: copies new ones in, and notices edits by the loop.
 
 The parameters keep their own memory. The store's memory holds what the servers sent last, so an edit is a difference
-between the two. Comparing everything in every step would cost a pass over the model. A parameter is compared if its
-version counter or its address has changed. For writes that bypass the counter (`p.data.clamp_()`), a few elements of
-each parameter are compared in the first steps, and later those of some parameters in turn.
+between the two. A parameter is compared if its version counter or its address has changed. Some writes bypass the
+counter (`p.data.clamp_()`). To notice them, everything is compared, which costs as much as a copy of the model: always
+if the model is small or once an edit was found, else in the first steps only. Later, a few elements of some parameters
+of a large model are compared in turn.
 
 With `lazy` the parameters on the CPU use the store's memory itself, where weights arrive without a copy. Edits are then
 noticed by version counter and address only.
@@ -21,8 +22,10 @@ from torch import Tensor, nn
 from echelon.errors import UsageError
 
 _SAMPLED = 64  # elements of a parameter that are compared
-_FIRST_STEPS = 4  # in which all parameters are sampled
+_FIRST_STEPS = 4  # in which everything is compared
+_SMALL = 1 << 20  # elements of a model that is compared in every step
 _IN_TURN = 8  # parameters that are sampled in a later step
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size; faster to compare than bytes
 
 
 class Snapshot(NamedTuple):
@@ -47,6 +50,7 @@ class ModelWeights:
         self._names = list(parameters)
         self._seen: dict[str, tuple[int, int]] = {}
         self._checks = 0
+        self._compares_all = sum(parameter.numel() for parameter in parameters.values()) <= _SMALL
 
     def take(self, names: Sequence[str]) -> None:
         """Copy new weights from the store's memory to the parameters."""
@@ -70,8 +74,12 @@ class ModelWeights:
         """
         self._checks += 1
         suspects = {name for name in self._names if self._mark(name) != self._seen.get(name)}
-        suspects.update(name for name in self._sampled() if self._sample_differs(name))
+        if not self._lazy and (self._compares_all or self._checks <= _FIRST_STEPS):
+            suspects.update(self._names)
+        else:
+            suspects.update(name for name in self._sampled() if self._sample_differs(name))
         found = [name for name in self._names if name in suspects and self._differs(name)]
+        self._compares_all = self._compares_all or bool(found)
         self._see(suspects)
         return found
 
@@ -145,7 +153,8 @@ def sample(tensor: Tensor, like: Tensor) -> Tensor:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one shape and dtype have the same bits; NaN is then equal to NaN."""
-    return torch.equal(_as_bytes(one), _as_bytes(other))
+    integers = _INTEGERS.get(one.element_size(), torch.uint8)
+    return torch.equal(*(tensor.contiguous().view(-1).view(integers) for tensor in (one, other)))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
