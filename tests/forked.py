@@ -38,6 +38,10 @@ from echelon.transport import by_name
 T = TypeVar("T")
 STUCK_S = 60.0
 _MAX_FILES = 64
+_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # the other check initialises CUDA, which forks then cannot use
+}
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[2]); import forked; forked.serve_forks(int(sys.argv[1]))"
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -116,6 +120,7 @@ def _fork_server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(Path(__file__).parent)],
             pass_fds=[theirs.fileno()],
+            env={**os.environ, **_ENVIRONMENT},
         )
     leaks.SHARED.add(process.pid)
     return control, process
@@ -158,7 +163,7 @@ def _outcome(context: bytes, work: bytes, sockets: list[socket.socket]) -> bytes
     try:
         sys.path[:], environment, folder = pickle.loads(context)
         os.environ.clear()
-        os.environ.update(environment, GLOO_SOCKET_IFNAME="lo")
+        os.environ.update(environment, **_ENVIRONMENT)
         os.chdir(folder)
         program, arguments = pickle.loads(work)
         result = program(*arguments, *sockets)

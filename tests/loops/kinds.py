@@ -152,10 +152,15 @@ class WithDdp(Plain):
 
 
 def _batch(rank: int, number: int, size: int) -> Batch:
-    generator = torch.Generator().manual_seed(1000 * rank + number)
-    inputs = torch.randn(size, FEATURES, generator=generator, dtype=torch.float64)
-    teacher = torch.randn(FEATURES, TARGETS, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    inputs = _random(1000 * rank + number, size, FEATURES)
+    teacher = _random(7, FEATURES, TARGETS)
     targets = torch.tanh(inputs @ teacher)
     default = torch.get_default_dtype()
     device = torch.get_default_device()
     return inputs.to(device, default), targets.to(device, default)
+
+
+def _random(seed: int, *shape: int) -> Tensor:
+    """Return the same numbers on every device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -125,7 +125,8 @@ class Case:
     `exact`: whether one worker gives the same bits; otherwise it is equal within rounding of the dtype.
     `reads_weights`: it reads or writes weights between steps, and is run with delayed pushes, too. `learns`: whether
     the recorded losses must fall. `workers_agree`: whether all workers end with the same result. `differs` says for
-    some ways why the result is another one there; the loop must end.
+    some ways why the result is another one there; the loop must end. `only_on_cpu` says why the loop has no
+    meaning on a GPU.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Case:
     learns: bool = True
     workers_agree: bool = False
     differs: Mapping[Way, str] = field(default_factory=dict)
+    only_on_cpu: str = ""
 
     def is_compared(self, way: Way) -> bool:
         """Return whether the result has a reference. Otherwise the loop must end, and learn."""

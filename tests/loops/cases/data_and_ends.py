@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from loops.kinds import FEATURES, TARGETS
 from loops.loop import ALONE, ENDS, Result, Run, loop, refused
-from loops.models import WIDTH, begin, mlp, step
+from loops.models import WIDTH, begin, device_type, mlp, step
 
 TOO_LATE = refused("Trainer(overlap=False)")
 
@@ -71,9 +71,8 @@ def keyword_inputs(run: Run) -> Result:
 def data_loader(run: Run) -> Result:
     model, optimizer, net = begin(run)
     inputs, targets = (torch.cat(parts) for parts in zip(*run.batches(4), strict=True))
-    loader = DataLoader(
-        TensorDataset(inputs, targets), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(1)
-    )
+    generator = torch.Generator(device_type()).manual_seed(1)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=8, shuffle=True, generator=generator)
     for _ in range(max(1, run.steps // 4)):
         for some, wanted in loader:
             loss = mse_loss(net(some), wanted)
@@ -82,7 +81,10 @@ def data_loader(run: Run) -> Result:
     return model
 
 
-@loop("a DataLoader with a worker process, started while the Trainer exists")
+@loop(
+    "a DataLoader with a worker process, started while the Trainer exists",
+    only_on_cpu="a process that a DataLoader forks cannot use CUDA",
+)
 def data_loader_process(run: Run) -> Result:
     model, optimizer, net = begin(run)
     inputs, targets = (torch.cat(parts) for parts in zip(*run.batches(4), strict=True))
