@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -226,7 +227,8 @@ def _start_equal(dtype: torch.dtype) -> None:
     if device := variable(DEVICE):
         torch.set_default_device(device)
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+        with warnings.catch_warnings(action="ignore"):  # of modules that it imports
+            torch._dynamo.reset()
     torch.manual_seed(0)
     random.seed(0)
 
