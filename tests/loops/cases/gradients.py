@@ -304,7 +304,7 @@ def freezes(run: Run) -> Result:
     return model
 
 
-FROZEN = refused("create the Trainer when all parameters to train require a gradient")
+FROZEN = refused("create another one after requires_grad_(True)")
 
 
 @loop("trains a layer that was frozen at the start (thawing)", reference=ALONE, one=FROZEN, sync=FROZEN, relaxed=FROZEN)

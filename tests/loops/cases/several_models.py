@@ -16,7 +16,7 @@ from loops.loop import ALONE, Result, Run, loop, refused
 from loops.models import WIDTH, begin, mlp, momentum, step
 
 EDIT = refused("trainer.edit_weights()")
-NEW_GROUP = refused("create the Trainer after add_param_group")
+NEW_GROUP = refused("create another one after add_param_group")
 
 
 def scorer() -> nn.Sequential:
