@@ -245,3 +245,20 @@ def test_cross_validation_has_a_trainer_per_fold(runs: Callable[..., Any], store
     for losses in runs(program, store):
         assert len(losses) == 3
         assert all(last < first for first, last in losses)
+
+
+def test_two_trainers_with_less_data_on_one_worker_do_not_wait_for_each_other() -> None:
+    """Worker 0 waits in the first Trainer's close() while worker 1 still makes steps with both."""
+
+    def program(kv: KVStore) -> list[int]:
+        models = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        trainers = [echelon.Trainer(one, SGD(one.parameters(), lr=0.1), "dist_sync") for one in models]
+        for _ in range(3 + 3 * kv.rank):
+            for model, trainer in zip(models, trainers, strict=True):
+                model(torch.ones(2, 4)).sum().backward()
+                trainer.step()
+        for trainer in trainers:
+            trainer.close()
+        return [trainer.clock for trainer in trainers]
+
+    assert run(program, "dist_sync", num_workers=2) == [[3, 3], [6, 6]]

@@ -76,10 +76,10 @@ class Session:
         return store
 
     @property
-    def num_stores(self) -> int:
-        """The number of stores that this worker has open."""
+    def open_stores(self) -> list[StoreSession]:
+        """The stores that this worker has open."""
         with self.changed:
-            return sum(number < self._num_opened for number in self._stores)
+            return [store for number, store in self._stores.items() if number < self._num_opened]
 
     def close_store(self, store: StoreSession) -> None:
         """Tell the scheduler that this worker has closed a store."""

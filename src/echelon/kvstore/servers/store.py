@@ -81,7 +81,8 @@ class ServerStore(KVStore):
         self._noticed = False  # whether a notice of the servers was logged; a later one would say the same
         self._rules = rules_for(self.kind.name, staleness, groups)
         self._to_all(lambda i: Configure(i, session.rank, self.kind.name, staleness, groups, lr_scale, session.number))
-        session.on_finish = self.close
+        self._is_paused = False  # while this worker waits in another store
+        session.on_finish, session.pause, session.resume = self.close, self._pause, self._end_pause
 
     # --- who and where
 
@@ -105,7 +106,7 @@ class ServerStore(KVStore):
     @property
     def has_siblings(self) -> bool:
         """Whether this worker has other stores open, which may belong to other Trainers."""
-        return self._session.has_siblings
+        return bool(self._session.siblings)
 
     @property
     def halted(self) -> str | None:
@@ -180,7 +181,10 @@ class ServerStore(KVStore):
         if self._retired:
             return False
         self._retire()
+        siblings = self._pause_siblings()
         self._session.wait_for_end(self._client.stall_seconds)
+        for sibling in siblings:
+            sibling.resume()
         return True
 
     def _barrier(self) -> None:
@@ -198,12 +202,34 @@ class ServerStore(KVStore):
         if active:
             self._wire.wait_for_pushes()
             self._to_all(Pause)
+        siblings = self._pause_siblings()
         result = wait()
         missed = active and self._resume()
+        for sibling in siblings:
+            sibling.resume()
         wait_again()
         if missed and self.on_missed_rounds is not None:
             self.on_missed_rounds()
         return result
+
+    def _pause_siblings(self) -> list[StoreSession]:
+        """Let others make rounds of this worker's other Trainers while it waits in this one."""
+        siblings = self._session.siblings
+        for sibling in siblings:
+            sibling.pause()
+        return siblings
+
+    def _pause(self) -> None:
+        if self.on_missed_rounds is not None and not self._retired:
+            self._wire.wait_for_pushes()
+            self._to_all(Pause)
+            self._is_paused = True
+
+    def _end_pause(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            if self._resume() and self.on_missed_rounds is not None:
+                self.on_missed_rounds()
 
     def _resume(self) -> bool:
         """Take part in rounds again. Return whether other workers have made rounds meanwhile."""

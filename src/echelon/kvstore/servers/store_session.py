@@ -24,6 +24,8 @@ class StoreSession:
         self.number = number
         self.on_change: Callable[[], None] = lambda: None  # wakes the thread that waits for servers
         self.on_finish: Callable[[], None] = lambda: None  # closes the store, if this process ends without closing it
+        self.pause: Callable[[], None] = lambda: None  # lets the others make rounds without this worker
+        self.resume: Callable[[], None] = lambda: None
         self.halted: str | None = None
         self._session = session
         self._changed = session.changed
@@ -50,9 +52,9 @@ class StoreSession:
         return self._session.hosts
 
     @property
-    def has_siblings(self) -> bool:
-        """Whether this worker has other stores open."""
-        return self._session.num_stores > 1
+    def siblings(self) -> list[StoreSession]:
+        """The other stores that this worker has open."""
+        return [store for store in self._session.open_stores if store is not self]
 
     @property
     def servers(self) -> list[Member]:
