@@ -112,6 +112,45 @@ def test_an_edit_on_one_worker_of_several_is_refused_on_all(edit: Edit) -> None:
         assert "with trainer.edit_weights():" in message
 
 
+@pytest.mark.parametrize(("store", "num_workers"), [("dist_sync", 1), ("dist_sync", 2), ("dist_async", 2)])
+@pytest.mark.parametrize("lazy_pull", [False, True])
+def test_an_edit_after_the_last_step_is_kept_by_close(store: str, num_workers: int, lazy_pull: bool) -> None:
+    """For example, the loop loads its best weights. Those that it has not changed get the updates of all workers."""
+    model = seeded(Net)
+
+    def program(kv: KVStore) -> State:
+        mine = copy.deepcopy(model)
+        trainer = echelon.Trainer(mine, momentum(mine), kv, lazy_pull=lazy_pull)
+        loss_of(mine, batches(1)[0]).backward()
+        trainer.step()
+        trainer.sync()
+        mine.load_state_dict({"last.bias": torch.full([5], 3.0)}, strict=False)
+        trainer.close()
+        return snapshot(mine)
+
+    found = run(program, store, num_workers=num_workers)
+    for state in found:
+        assert_same_bits(state, found[0])
+        assert state["last.bias"].tolist() == [3.0] * 5
+        assert not torch.equal(state["middle.weight"], model.get_parameter("middle.weight"))
+
+
+def test_an_edit_before_edit_weights_is_published_with_it() -> None:
+    model = seeded(Net)
+
+    def program(kv: KVStore) -> State:
+        mine = copy.deepcopy(model)
+        with echelon.Trainer(mine, momentum(mine), kv) as trainer:
+            nn.init.constant_(mine.get_parameter("last.bias"), 3.0)
+            with trainer.edit_weights():
+                nn.init.constant_(mine.get_parameter("middle.bias"), 4.0)
+        return snapshot(mine)
+
+    for state in run(program, "dist_async", num_workers=2):
+        assert state["last.bias"].tolist() == [3.0] * 5
+        assert state["middle.bias"].unique().tolist() == [4.0]
+
+
 @pytest.mark.parametrize("step_of_edit", [1, 5])
 def test_an_edit_of_one_element_through_data_is_noticed(step_of_edit: int) -> None:
     """Such a write does not change the version counter."""

@@ -162,7 +162,7 @@ class ServerTrainer(Trainer, store=ServerStore):
 
     def _wait_for_others(self) -> None:
         if self.kvstore.wait_for_others():
-            self.refresh()
+            self._refresh_unedited()
 
     def _copy_untrained_from_first(self) -> None:
         copy_from_first_worker(self.kvstore, untrained_tensors(self.model, self._parameters.values()))
@@ -274,7 +274,16 @@ class ServerTrainer(Trainer, store=ServerStore):
     def _begin_edit(self) -> None:
         self.sync()
         self.kvstore.barrier()
+        self._refresh_unedited()
+
+    def _refresh_unedited(self) -> None:
+        """Fetch the newest weights, except of parameters that the loop has changed since the last step."""
+        edited = (*self._weights.edited(), *self._tables.edited())
+        kept = {name: self._parameters[name].detach().clone() for name in edited}
         self.refresh()
+        with torch.no_grad():
+            for name, value in kept.items():
+                self._parameters[name].copy_(value)
 
     def _publish_weights(self) -> None:
         """Give the servers and all workers the weights of the lowest rank."""
