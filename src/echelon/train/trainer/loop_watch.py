@@ -117,6 +117,17 @@ class LoopWatch:
                 "step(), or pass Trainer(overlap=False)"
             )
 
+    def check_not_in_place_of_steps(self, num_workers: int, *, lock_step: bool) -> None:
+        """Raise UsageError if the loop has changed weights by hand. Call it at the end, if there was no step."""
+        if self._settings is None or not self._weights.edited():
+            return  # without settings, there was no backward pass
+        by_hand = "; to update weights by hand, pass Trainer(update_on_kvstore=False), which averages the gradients"
+        raise UsageError(
+            "the loop ran backward and changed weights, but called neither trainer.step() nor optimizer.step(), so the "
+            f"{num_workers} workers did not train together; call step() in place of the change"
+            + (by_hand if lock_step else "")
+        )
+
     def end_step(self) -> None:
         """Decide about overlap if that is open, and begin a new step."""
         self._overlap.decide()

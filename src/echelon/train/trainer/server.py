@@ -53,6 +53,7 @@ class ServerTrainer(Trainer, store=ServerStore):
                 f"(kvstore={self.kvstore.type!r}), or what another call of echelon.kvstore.create returns"
             )
         self._step_hooks: list[Hook] = []
+        self._num_workers_at_start = self.kvstore.num_workers
         self._captured = False  # whether the caller moves gradients and weights, in place of the hooks
         self._pushed_step = 0  # the step that pushes in flight belong to
         self._halts_at: int | None = None  # the step after which all workers stop
@@ -161,6 +162,9 @@ class ServerTrainer(Trainer, store=ServerStore):
         self.kvstore.barrier()
 
     def _wait_for_others(self) -> None:
+        num_workers = max(self._num_workers_at_start, self.kvstore.num_workers)  # others may have left already
+        if self.clock == 0 and num_workers > 1:
+            self._watch.check_not_in_place_of_steps(num_workers, lock_step=self.kvstore.kind.lock_step)
         if self.kvstore.wait_for_others():
             self._refresh_unedited()
 
