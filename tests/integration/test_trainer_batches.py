@@ -14,9 +14,11 @@ from plain_loops import (
     Loop,
     Net,
     State,
+    assert_close,
     assert_same_bits,
     batches,
     end_step,
+    joined,
     loss_of,
     momentum,
     on_one_worker,
@@ -30,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import echelon
+import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
@@ -232,3 +235,28 @@ def test_a_step_whose_batch_size_is_missing_after_others_had_one() -> None:
     message, clock = on_one_worker(program, "dist_sync")
     assert "step() could not infer the batch size" in message
     assert clock == 1
+
+
+@pytest.mark.parametrize("overlap", [None, True, False])
+def test_a_forward_pass_between_backward_and_step_does_not_count(overlap: bool | None) -> None:
+    """Worker 0 looks at its model with other inputs, in training mode."""
+    model, parts = seeded(Net), [batches(STEPS, seed=seed) for seed in (1, 2)]
+
+    def program(kv: KVStore) -> State:
+        mine = copy.deepcopy(model)
+        with echelon.Trainer(mine, momentum(mine), kv, overlap=overlap) as trainer:
+            for batch in parts[kv.rank]:
+                loss_of(mine, batch).backward()
+                if kv.rank == 0:
+                    mine(batch[0][:1])
+                trainer.step()
+            return snapshot(mine)
+
+    plain = copy.deepcopy(model)
+    optimizer = momentum(plain)
+    for batch in joined(parts):
+        optimizer.zero_grad()
+        loss_of(plain, batch).backward()
+        optimizer.step()
+    for state in run(program, "dist_sync", num_workers=2):
+        assert_close(state, snapshot(plain), tolerances.of_training(joined(parts)))

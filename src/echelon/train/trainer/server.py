@@ -57,6 +57,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         self._captured = False  # whether the caller moves gradients and weights, in place of the hooks
         self._pushed_step = 0  # the step that pushes in flight belong to
         self._halts_at: int | None = None  # the step after which all workers stop
+        self._samples_at_backward: int | None = None  # the batch that this step's gradients belong to
         self._settings = StepSettings(self.optimizer)
         self._clips_on_servers = self.max_grad_norm is not None and self.kvstore.sums_with_others
         if self.clips_own_gradient:
@@ -118,6 +119,7 @@ class ServerTrainer(Trainer, store=ServerStore):
     def count(self, samples: int) -> None:
         """Do the host's part of a step: count it, report progress, and stop if all workers stop here."""
         super().count(samples)
+        self._samples_at_backward = None
         if self._halts_at is not None and self.clock >= self._halts_at and not self.kvstore.halted:
             self.kvstore.accept_halt()
 
@@ -349,6 +351,7 @@ class ServerTrainer(Trainer, store=ServerStore):
                 self._lazy.note_gradient(name)
             if self._accumulating or parameter.grad is None:
                 return  # None: its factors were pushed, or it was frozen after the forward pass
+            self._samples_at_backward = self._samples_seen
             if not self._early.is_on or self._samples_seen is None:
                 self._watch.see(name, parameter)
                 return
@@ -361,6 +364,11 @@ class ServerTrainer(Trainer, store=ServerStore):
                 bucket.push(self._samples_seen)
 
         return ready
+
+    def _samples(self, batch_size: int | None) -> int:
+        if self._samples_at_backward is not None:  # a forward pass since then has no gradients (samples of a GAN)
+            self._samples_seen = self._samples_at_backward
+        return super()._samples(batch_size)
 
     # --- gradients
 
