@@ -123,6 +123,7 @@ class Case:
 
     `reference` is what two workers are compared to. `magnification` is by how much the loop magnifies a rounding error.
     `exact`: whether one worker gives the same bits; otherwise it is equal within rounding of the dtype.
+    `exact_on_gpu`: whether no part of an update is computed in 16 bits, which CPUs and GPUs round differently.
     `reads_weights`: it reads or writes weights between steps, and is run with delayed pushes, too. `learns`: whether
     the recorded losses must fall. `workers_agree`: whether all workers end with the same result. `differs` says for
     some ways why the result is another one there; the loop must end. `only_on_cpu` says why the loop has no
@@ -136,6 +137,7 @@ class Case:
     reference: str = DDP
     magnification: float = 1.0
     exact: bool = True
+    exact_on_gpu: bool = True
     reads_weights: bool = False
     learns: bool = True
     workers_agree: bool = False

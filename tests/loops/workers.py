@@ -41,6 +41,7 @@ from loops.servers import TIMEOUT_S, RunningJob
 WORKERS = 2
 DEVICE = "ECHELON_LOOPS_DEVICE"  # a variable: the device to run the loops on, for example cuda
 STUCK_S = 2 * TIMEOUT_S  # after which a worker that hangs prints where, and ends
+LINGER_S = 2.0  # which a worker that failed waits for the others: one that is left alone may do what two may not
 END_S = 10.0  # which a job may take to end after its workers have left
 
 
@@ -208,7 +209,9 @@ def _work(connection: socket.socket) -> None:
             os.environ["ECHELON_LISTEN_FD"] = str(files[0])
         outcome = _perform(task, replace(job, listen_fd=files[0] if files else None))
         _send(connection, outcome)
-    connection.close()
+    connection.settimeout(LINGER_S)
+    with connection, suppress(TimeoutError):
+        connection.recv(1)  # until the pool stops all
 
 
 def _perform(task: Task, job: Job) -> Flat | Error:

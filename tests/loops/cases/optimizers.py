@@ -66,7 +66,7 @@ for _name, _make in OPTIMIZERS.items():
 
 if hasattr(optim, "Muon"):
 
-    @loop("Muon, for a model of matrices", magnification=ROOTS)
+    @loop("Muon, for a model of matrices", magnification=ROOTS, exact_on_gpu=False)
     def muon(run: Run) -> Result:
         layers = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False))
         model, optimizer, net = begin(run, layers, optimizer=of(optim.Muon, lr=0.01))
