@@ -70,7 +70,7 @@ def main() -> None:
     torch.set_num_threads(1)
     kv = create("dist_sync")
     small = nn.Linear(WIDTH, 2)
-    with_small = echelon.Trainer(small, torch.optim.SGD(small.parameters(), lr=1e-3, momentum=0.9), kv)
+    with_small = echelon.Trainer(small, torch.optim.SGD(small.parameters(), lr=1e-3, momentum=0.9), "dist_sync")
     step(small, with_small)
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)] + [nn.Linear(WIDTH, 1400)]

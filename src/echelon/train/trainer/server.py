@@ -167,7 +167,8 @@ class ServerTrainer(Trainer, store=ServerStore):
         num_workers = max(self._num_workers_at_start, self.kvstore.num_workers)  # others may have left already
         if self.clock == 0 and num_workers > 1:
             self._watch.check_not_in_place_of_steps(num_workers, lock_step=self.kvstore.kind.lock_step)
-        if self.kvstore.wait_for_others():
+        ended = not (self._clips_on_servers and self._gradients_sent)  # else servers hold a step that this worker left
+        if self.kvstore.wait_for_others() and num_workers > 1 and ended:
             self._refresh_unedited()
 
     def _copy_untrained_from_first(self) -> None:
