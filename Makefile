@@ -23,14 +23,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed  ## train on the embedded digits, four workers and two servers
 	$(BIN)/echelon train --demo
 
-# One pytest process per core; a file's tests stay together, because they share fixtures that train.
+# One pytest process more than cores, because tests often wait for processes that they start. A file's tests stay
+# together, because they share fixtures that train.
+PYTESTS := $(shell expr $$(nproc) + 1)
 test: $(VENV)/.installed  ## all tests that need no root
-	$(BIN)/pytest -n logical --dist loadfile
+	$(BIN)/pytest -n $(PYTESTS) --dist loadfile
 
 # The numeric tests again, with the kernels that torch uses on CPUs without AVX-512 and without AVX2.
 test-cpus: $(VENV)/.installed  ## the numeric tests again, with other instruction sets of the CPU
-	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest -n logical --dist loadfile -m 'numeric and not long'
-	ATEN_CPU_CAPABILITY=default $(BIN)/pytest -n logical --dist loadfile -m 'numeric and not long'
+	ATEN_CPU_CAPABILITY=avx2 $(BIN)/pytest -n $(PYTESTS) --dist loadfile -m 'numeric and not long'
+	ATEN_CPU_CAPABILITY=default $(BIN)/pytest -n $(PYTESTS) --dist loadfile -m 'numeric and not long'
 
 # The drop-ins against the real libraries, in an environment of their own.
 DROPINS := .peers/dropins

@@ -8,6 +8,7 @@ server, and the fork server ends with this process.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import functools
@@ -123,7 +124,14 @@ def _fork_server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
             env={**os.environ, **_ENVIRONMENT},
         )
     leaks.SHARED.add(process.pid)
+    atexit.register(_end, control, process)
     return control, process
+
+
+def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """End the fork server: it ends when its socket is closed."""
+    control.close()
+    process.wait()
 
 
 def serve_forks(control: int) -> None:
