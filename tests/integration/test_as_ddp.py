@@ -30,8 +30,8 @@ import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run as run_with_servers
-from echelon.train.trainer import collective
-from echelon.train.trainer.flat_buckets import make_flat_buckets
+from echelon.train.trainer.workers import collective
+from echelon.train.trainer.workers.flat_buckets import make_flat_buckets
 from forked import Fork
 from forked import run as run_in_group
 

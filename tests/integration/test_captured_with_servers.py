@@ -29,7 +29,7 @@ from echelon.train.step.metrics import Metrics
 from echelon.train.step.precision import Precision
 from echelon.train.step.staging import GradientStaging, WeightStaging
 from echelon.train.trainer.regions import in_regions, regions_of, run_region
-from echelon.train.trainer.server import ServerTrainer
+from echelon.train.trainer.servers.trainer import ServerTrainer
 
 pytestmark = pytest.mark.numeric
 

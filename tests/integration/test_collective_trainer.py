@@ -32,8 +32,8 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 import echelon
 import tolerances
 from echelon.kvstore import KVStore
-from echelon.train.trainer import collective as collective_trainer
-from echelon.train.trainer.flat_buckets import make_flat_buckets
+from echelon.train.trainer.workers import collective as collective_trainer
+from echelon.train.trainer.workers.flat_buckets import make_flat_buckets
 from forked import run
 
 pytestmark = pytest.mark.numeric

@@ -30,7 +30,7 @@ from echelon.train.step.eager import ForwardPass
 from echelon.train.step.forward import ForwardInRegions, WholeForward
 from echelon.train.step.metrics import Metrics
 from echelon.train.step.precision import Precision
-from echelon.train.trainer.server import ServerTrainer
+from echelon.train.trainer.servers.trainer import ServerTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 

@@ -22,7 +22,7 @@ from echelon.errors import UsageError
 from echelon.schemes import Action, Apply, Decision, Engine, Gathered, Reply, Rules, bsp, gsp, scale_to_clip
 from echelon.server.execute import Storage
 from echelon.server.memory import Mapped
-from echelon.server.optimization import Optimization, PushedGradient
+from echelon.server.optimizer.optimization import Optimization, PushedGradient
 from echelon.server.pending_requests import PendingRequests
 
 pytestmark = pytest.mark.numeric

@@ -13,8 +13,8 @@ from echelon.errors import UsageError, unknown_name
 from echelon.optim import RULES, SGLD, create
 from echelon.optim.import_path import ANYWHERE, import_class, is_import_path, path_of
 from echelon.optim.torch_classes import TORCH
-from echelon.server.class_kernels import make_instance, with_tuples
-from echelon.server.kernels import kernel_for
+from echelon.server.optimizer.class_kernels import make_instance, with_tuples
+from echelon.server.optimizer.kernels import kernel_for
 
 _CLASSES: dict[str, type[Optimizer]] = TORCH | RULES
 _NOT_SENT = {"foreach", "capturable", "differentiable"}

@@ -17,9 +17,9 @@ from echelon.atomic_file import AtomicFile
 from echelon.cluster.messages import NO_OPTIMIZER, OptimizerSpec
 from echelon.cluster.placement import KeySpec
 from echelon.errors import DataError, UsageError
-from echelon.server.class_kernels import WholeClass
-from echelon.server.kernel import Kernel
-from echelon.server.kernels import kernel_for
+from echelon.server.optimizer.class_kernels import WholeClass
+from echelon.server.optimizer.kernel import Kernel
+from echelon.server.optimizer.kernels import kernel_for
 
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})  # one number per key; all other states have the key's shape
 

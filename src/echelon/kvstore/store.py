@@ -44,7 +44,7 @@ from echelon.kvstore.values import (
 from echelon.observe.events import EventLog
 from echelon.schemes.stores import store_kind
 from echelon.server.memory import TORCH_DTYPES
-from echelon.server.optimization import INTEGER_KEY
+from echelon.server.optimizer.optimization import INTEGER_KEY
 
 Updater = Callable[[Key, Tensor, Tensor], object]
 

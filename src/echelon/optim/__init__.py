@@ -1,9 +1,9 @@
 """MXNet's optimizers as torch optimizers, with MXNet's formulas and defaults. Servers run the same update rules.
 
 `rule` has the base classes; `momentum`, `adaptive` and `rules` the optimizers; `create` makes one by MXNet's name and
-settings. To add one to the servers, write a `Rule` and add it to `RULES`. An optimizer of torch.optim needs a kernel in
-`server/kernels.py` and a line in `kvstore/optimizer_spec.py` instead. The names that `--optimizer` accepts are in
-`train/recipe/optimizers.py`.
+settings. To add one to the servers, write a `Rule` and add it to `RULES`. An optimizer of torch.optim needs a line in
+`torch_classes.py` and, if it is not run as a class, a kernel in `server/optimizer/kernels.py`. The names that
+`--optimizer` accepts are in `train/recipe/optimizers.py`.
 """
 
 from echelon.optim.adaptive import AdaDelta, AdaGrad, Adam, Adamax, GroupAdaGrad, Nadam, RMSProp

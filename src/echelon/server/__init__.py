@@ -6,7 +6,9 @@ Read in this order:
 `shard`             what happens with each kind of request
 `pending_requests`  pushes and pulls until they are answered; `lanes` groups keys that are pushed together
 `memory`            where the tensors of a request are; `factored` for gradients that arrive as two factors
-`optimization`      the optimizer of the job; `kernels` has the updates (to add one, see `echelon.optim`)
+`optimizer`         the optimizer of the job: kernels, states (to add one, see `echelon.optim`)
+`tables`, `rows`    tables of embeddings, which are stored and updated by rows
+`gathering`         values that workers exchange, such as metrics
 `execute`           the arithmetic: sum, update, copy
 
 A push takes this way: `Shard._push`, `PendingRequests.push`, `Engine.push`, `Optimization.tasks`, `Storage.run`.

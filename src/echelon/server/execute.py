@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from echelon.cluster.placement import Layout, Piece, Segment, join
-from echelon.server.class_kernels import State, WholeClass
 from echelon.server.factored import Factored, summed_blocks
-from echelon.server.kernel import Kernel, Progress
 from echelon.server.memory import Window, master_dtype, zeros
+from echelon.server.optimizer.class_kernels import State, WholeClass
+from echelon.server.optimizer.kernel import Kernel, Progress
 from echelon.server.rows import PushedRows
 from echelon.server.tables import RowUpdate, Tables, WeightedRows
 

@@ -22,7 +22,7 @@ from echelon.schemes.norms import DIFFERENT_KEYS
 from echelon.server.execute import Storage, Task
 from echelon.server.lanes import Lanes
 from echelon.server.memory import Framed, Window
-from echelon.server.optimization import Optimization, PushedGradient, shares_of
+from echelon.server.optimizer.optimization import Optimization, PushedGradient, shares_of
 from echelon.server.tables import RowOutput
 
 Answer = Callable[[int, Response, Sequence[memoryview]], None]

@@ -44,12 +44,12 @@ from echelon.errors import UsageError
 from echelon.schemes import Engine, Rules, rules_for
 from echelon.server.execute import Storage, Task, Update, WeightedGradient
 from echelon.server.gathering import Gathering
-from echelon.server.kernel import Progress
 from echelon.server.memory import Mapped, RequestTensors, Window, as_tensor
-from echelon.server.optimization import Optimization, PushedGradient
+from echelon.server.optimizer.kernel import Progress
+from echelon.server.optimizer.optimization import Optimization, PushedGradient
+from echelon.server.optimizer.states import ServerStates
 from echelon.server.pending_requests import PendingRequests
 from echelon.server.rows import PushedRows, RowMap, pushed_rows, row_numbers, row_values
-from echelon.server.states import ServerStates
 from echelon.server.tables import ChangedRows, ChosenRows
 
 Answer = Callable[[int, Response, Sequence[memoryview]], None]

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from echelon.cluster.messages import FROM_NOW
 from echelon.cluster.placement import Layout
-from echelon.server.kernel import Progress
 from echelon.server.memory import TORCH_DTYPES, master_dtype, zeros
-from echelon.server.row_kernels import RowKernel
+from echelon.server.optimizer.kernel import Progress
+from echelon.server.optimizer.row_kernels import RowKernel
 from echelon.server.rows import ChangeLog, PushedRows, RowMap, as_frame
 
 

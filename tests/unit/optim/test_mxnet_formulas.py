@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from echelon.errors import UsageError
 from echelon.kvstore.optimizer_spec import spec_by_name
 from echelon.optim import LBSGD, NAG, SGD, Adamax, GroupAdaGrad, Nadam, Rule, create
-from echelon.server.kernel import Progress
-from echelon.server.kernels import kernel_for
+from echelon.server.optimizer.kernel import Progress
+from echelon.server.optimizer.kernels import kernel_for
 from mxnet_optimizers import CASES, RATES, RECORDED_UPDATES, assert_close, inputs, recorded, settings_of
 
 pytestmark = pytest.mark.numeric

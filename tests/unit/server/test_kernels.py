@@ -12,9 +12,9 @@ import tolerances
 from echelon.errors import JobError
 from echelon.kvstore.optimizer_spec import spec_by_name
 from echelon.optim.torch_classes import TORCH
-from echelon.server.class_kernels import WholeClass
-from echelon.server.kernel import Kernel, Progress
-from echelon.server.kernels import kernel_for
+from echelon.server.optimizer.class_kernels import WholeClass
+from echelon.server.optimizer.kernel import Kernel, Progress
+from echelon.server.optimizer.kernels import kernel_for
 
 pytestmark = pytest.mark.numeric
 

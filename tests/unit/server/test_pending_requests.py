@@ -14,7 +14,7 @@ from echelon.cluster.placement import ALIGN, KeySpec, Layout
 from echelon.schemes import Engine, Rules, asp, bsp, ssp
 from echelon.server.execute import Storage
 from echelon.server.memory import Mapped, empty_frames, frame_pieces
-from echelon.server.optimization import Optimization, PushedGradient
+from echelon.server.optimizer.optimization import Optimization, PushedGradient
 from echelon.server.pending_requests import PendingRequests
 
 pytestmark = pytest.mark.numeric

@@ -29,8 +29,8 @@ from echelon.cluster.messages import (
 from echelon.cluster.placement import KeySpec
 from echelon.errors import UsageError
 from echelon.kvstore.optimizer_spec import spec_by_name
+from echelon.server.optimizer.states import as_tensor, as_values
 from echelon.server.shard import Shard
-from echelon.server.states import as_tensor, as_values
 
 pytestmark = pytest.mark.numeric
 

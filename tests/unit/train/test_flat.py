@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.train.trainer.flat_buckets import (
+from echelon.train.trainer.workers.flat_buckets import (
     ALIGN,
     FlatBucket,
     flat_weights,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.train.trainer.gradients import WatchedGradient, Write
+from echelon.train.trainer.servers.gradients import WatchedGradient, Write
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "in place": lambda g: g.clamp_(-1, 1),

@@ -32,8 +32,8 @@ from echelon.optim import (
     RMSProp,
     Signum,
 )
-from echelon.server.kernel import Kernel, Progress
-from echelon.server.kernels import kernel_for
+from echelon.server.optimizer.kernel import Kernel, Progress
+from echelon.server.optimizer.kernels import kernel_for
 from echelon.train.recipe.optimizers import NAMES, check_on_servers, check_optimizer, make_optimizer
 from echelon.train.recipe.options import OPTIMIZER_STYLES, OPTIMIZERS
 from echelon.train.recipe.plan import LargeBatch

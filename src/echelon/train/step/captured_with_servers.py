@@ -25,8 +25,8 @@ from echelon.train.step.captured import WARM_UP_STEPS
 from echelon.train.step.eager import Batch, ForwardPass
 from echelon.train.step.forward import Compiler, Forward, ForwardInRegions
 from echelon.train.step.staging import GradientStaging, WeightStaging
-from echelon.train.trainer.server import ServerTrainer
-from echelon.train.trainer.server_buckets import Bucket
+from echelon.train.trainer.servers.bucket import Bucket
+from echelon.train.trainer.servers.trainer import ServerTrainer
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from echelon.train.step.eager import EagerStep, ForwardPass
 from echelon.train.step.losses import Mixup
 from echelon.train.step.precision import LossScaler, Precision
 from echelon.train.trainer.base import Trainer
-from echelon.train.trainer.server import ServerTrainer
+from echelon.train.trainer.servers.trainer import ServerTrainer
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from echelon.kvstore.servers.store import ServerStore
-from echelon.train.trainer.server_buckets import Bucket
+from echelon.train.trainer.servers.bucket import Bucket
 
 
 class GradientStaging:

@@ -14,9 +14,9 @@ from echelon.kvstore.collective.store import CollectiveStore
 from echelon.kvstore.multi_device import MultiDeviceStore
 from echelon.kvstore.values import dtype_name
 from echelon.train.trainer.base import Trainer, flatten, unflatten
-from echelon.train.trainer.flat_buckets import FlatBucket
-from echelon.train.trainer.mean_gradients import step_vector
 from echelon.train.trainer.start_equal import untrained_tensors
+from echelon.train.trainer.workers.flat_buckets import FlatBucket
+from echelon.train.trainer.workers.mean_gradients import step_vector
 
 
 class GroupTrainer(Trainer, ABC):

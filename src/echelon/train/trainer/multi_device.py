@@ -20,11 +20,11 @@ from torch import Tensor
 from echelon.errors import UsageError
 from echelon.kvstore.multi_device import MultiDeviceStore
 from echelon.kvstore.servers.store import ServerStore
-from echelon.train.trainer.flat_buckets import make_flat_buckets
 from echelon.train.trainer.group import GroupTrainer
-from echelon.train.trainer.mean_gradients import StepTotals
-from echelon.train.trainer.server import ServerTrainer
-from echelon.train.trainer.sparse_rows import find_tables
+from echelon.train.trainer.servers.sparse_rows import find_tables
+from echelon.train.trainer.servers.trainer import ServerTrainer
+from echelon.train.trainer.workers.flat_buckets import make_flat_buckets
+from echelon.train.trainer.workers.mean_gradients import StepTotals
 
 
 class MultiDeviceTrainer(GroupTrainer, store=MultiDeviceStore):

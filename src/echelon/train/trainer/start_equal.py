@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
-from echelon.train.trainer.weights import same_bits
+from echelon.train.trainer.servers.weights import same_bits
 
 CHUNK_BYTES = 32 << 20
 

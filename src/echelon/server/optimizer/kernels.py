@@ -38,8 +38,8 @@ from echelon.errors import UsageError, unknown_name
 from echelon.optim import RULES, SGD, Rule
 from echelon.optim.import_path import import_allowed, is_import_path
 from echelon.optim.torch_classes import ELEMENTWISE, WHOLE
-from echelon.server.class_kernels import ElementwiseClass, WholeClass
-from echelon.server.kernel import Kernel, Options, Progress, States
+from echelon.server.optimizer.class_kernels import ElementwiseClass, WholeClass
+from echelon.server.optimizer.kernel import Kernel, Options, Progress, States
 
 
 class Sgd(Kernel):

@@ -15,7 +15,7 @@ from torch.optim._functional import sparse_adam
 from torch.optim.adagrad import adagrad
 
 from echelon.errors import UsageError
-from echelon.server.kernel import Kernel, Progress
+from echelon.server.optimizer.kernel import Kernel, Progress
 
 _DENSE = "use nn.Embedding(sparse=False)"
 

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from echelon.errors import UsageError
-from echelon.train.trainer.bucket_reductions import BucketReductions
-from echelon.train.trainer.collective import CollectiveTrainer
-from echelon.train.trainer.mean_gradients import StepTotals
 from echelon.train.trainer.optimizer_state import ShardedOptimizer, check_elementwise
+from echelon.train.trainer.workers.bucket_reductions import BucketReductions
+from echelon.train.trainer.workers.collective import CollectiveTrainer
+from echelon.train.trainer.workers.mean_gradients import StepTotals
 
 _INSTEAD = "use nccl_allreduce, whose gradients are the mean over the workers when backward() returns"
 

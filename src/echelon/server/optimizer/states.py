@@ -16,12 +16,12 @@ from torch import Tensor
 from echelon.cluster.messages import StateEntry
 from echelon.cluster.placement import Layout, Slot
 from echelon.errors import UsageError
-from echelon.server.class_kernels import WholeClass
 from echelon.server.execute import Storage
-from echelon.server.kernel import Kernel, Progress
 from echelon.server.lanes import Lanes
 from echelon.server.memory import TORCH_DTYPES
-from echelon.server.optimization import Optimization
+from echelon.server.optimizer.class_kernels import WholeClass
+from echelon.server.optimizer.kernel import Kernel, Progress
+from echelon.server.optimizer.optimization import Optimization
 
 _DTYPES = {**TORCH_DTYPES, "bool": torch.bool}
 _UNFIT = "the optimizer states do not fit the keys and the optimizer of this job"

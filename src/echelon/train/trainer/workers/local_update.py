@@ -22,10 +22,10 @@ from echelon.kvstore.servers.client import Ticket
 from echelon.kvstore.servers.store import ServerStore
 from echelon.train.trainer.base import flatten, unflatten
 from echelon.train.trainer.clipping import check_same_limit
-from echelon.train.trainer.mean_gradients import MeanGradientTrainer, StepTotals, step_vector
-from echelon.train.trainer.server import BUFFERS, ServerTrainer
-from echelon.train.trainer.sparse_rows import as_dense, find_tables
+from echelon.train.trainer.servers.sparse_rows import as_dense, find_tables
+from echelon.train.trainer.servers.trainer import BUFFERS, ServerTrainer
 from echelon.train.trainer.start_equal import copy_from_first_worker, untrained_tensors
+from echelon.train.trainer.workers.mean_gradients import MeanGradientTrainer, StepTotals, step_vector
 
 _FLAGS = "flags of the step"  # the first words of the key of the step vectors
 

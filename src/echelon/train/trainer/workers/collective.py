@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from echelon.errors import UsageError
 from echelon.kvstore.collective.store import CollectiveStore
 from echelon.train.trainer.base import Trainer
-from echelon.train.trainer.bucket_reductions import BucketReductions
-from echelon.train.trainer.flat_buckets import make_flat_buckets
 from echelon.train.trainer.group import GroupTrainer
-from echelon.train.trainer.mean_gradients import MeanGradientTrainer, StepTotals
-from echelon.train.trainer.sparse_gather import SparseGradients
-from echelon.train.trainer.sparse_rows import find_tables
+from echelon.train.trainer.servers.sparse_rows import find_tables
+from echelon.train.trainer.workers.bucket_reductions import BucketReductions
+from echelon.train.trainer.workers.flat_buckets import make_flat_buckets
+from echelon.train.trainer.workers.mean_gradients import MeanGradientTrainer, StepTotals
+from echelon.train.trainer.workers.sparse_gather import SparseGradients
 
 
 class CollectiveTrainer(MeanGradientTrainer, GroupTrainer, store=CollectiveStore):

@@ -21,9 +21,9 @@ from echelon.kvstore.optimizer_spec import StepSettings
 from echelon.kvstore.servers.client import Ticket
 from echelon.kvstore.servers.rows import Rows, rows_of, write_rows
 from echelon.kvstore.servers.store import ServerStore
-from echelon.server.kernels import kernel_for
-from echelon.server.row_kernels import check_updates_rows, row_kernel_for
-from echelon.train.trainer.weights import same_bits, sample
+from echelon.server.optimizer.kernels import kernel_for
+from echelon.server.optimizer.row_kernels import check_updates_rows, row_kernel_for
+from echelon.train.trainer.servers.weights import same_bits, sample
 
 log = logging.getLogger(__name__)
 

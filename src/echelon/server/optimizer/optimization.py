@@ -16,10 +16,10 @@ from echelon.cluster.placement import KeySpec, Layout
 from echelon.errors import UsageError
 from echelon.schemes import Apply, Gathered
 from echelon.server.execute import Task, Update, WeightedGradient
-from echelon.server.kernel import Kernel, Progress
-from echelon.server.kernels import changed_kernel, kernel_for
 from echelon.server.memory import Window
-from echelon.server.row_kernels import RowKernel, row_kernel_for
+from echelon.server.optimizer.kernel import Kernel, Progress
+from echelon.server.optimizer.kernels import changed_kernel, kernel_for
+from echelon.server.optimizer.row_kernels import RowKernel, row_kernel_for
 from echelon.server.rows import PushedRows
 from echelon.server.tables import RowUpdate, WeightedRows
 

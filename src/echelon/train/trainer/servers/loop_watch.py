@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon.errors import UsageError
-from echelon.train.trainer.gradients import WatchedGradient, Write
-from echelon.train.trainer.overlap import Overlap, Settings, changed_setting, settings_of
-from echelon.train.trainer.weights import ModelWeights, Snapshot
+from echelon.train.trainer.servers.gradients import WatchedGradient, Write
+from echelon.train.trainer.servers.overlap import Overlap, Settings, changed_setting, settings_of
+from echelon.train.trainer.servers.weights import ModelWeights, Snapshot
 
 _ASSIGNMENT = Write("an assignment", ())
 

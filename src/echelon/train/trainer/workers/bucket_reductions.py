@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from echelon.kvstore.collective.process_group import Reduction
-from echelon.train.trainer.flat_buckets import FlatBucket
-from echelon.train.trainer.sparse_rows import as_dense
+from echelon.train.trainer.servers.sparse_rows import as_dense
+from echelon.train.trainer.workers.flat_buckets import FlatBucket
 
 _ABSENT = -1  # the version of a gradient that does not exist
 

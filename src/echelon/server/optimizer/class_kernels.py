@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from echelon.errors import JobError, UsageError
 from echelon.optim.import_path import ANYWHERE
-from echelon.server.kernel import Kernel, Options, Progress, States
+from echelon.server.optimizer.kernel import Kernel, Options, Progress, States
 
 State = dict[str, Any]  # of one parameter, as torch.optim's classes keep it
 

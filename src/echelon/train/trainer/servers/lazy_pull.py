@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from echelon.train.trainer.model_hook import ModelHook
-from echelon.train.trainer.server_buckets import Bucket
+from echelon.train.trainer.servers.bucket import Bucket
 
 Wait = Callable[[Bucket], None]
 

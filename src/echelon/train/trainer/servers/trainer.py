@@ -24,17 +24,17 @@ from echelon.kvstore.servers.client import Ticket
 from echelon.kvstore.servers.store import ServerStore
 from echelon.train.trainer.base import Hook, Trainer, flatten, unflatten
 from echelon.train.trainer.buckets import names_by_bucket
-from echelon.train.trainer.factors import FactoredLinear, factorable_layers
-from echelon.train.trainer.gradients import WatchedGradient
-from echelon.train.trainer.lazy_pull import LazyPull
-from echelon.train.trainer.loop_watch import LoopWatch
 from echelon.train.trainer.model_hook import ModelHook
 from echelon.train.trainer.optimizer_state import state_of
-from echelon.train.trainer.overlap import Overlap
-from echelon.train.trainer.server_buckets import Bucket
-from echelon.train.trainer.sparse_rows import SparseTables, as_dense, check_optimizer, find_tables
+from echelon.train.trainer.servers.bucket import Bucket
+from echelon.train.trainer.servers.factors import FactoredLinear, factorable_layers
+from echelon.train.trainer.servers.gradients import WatchedGradient
+from echelon.train.trainer.servers.lazy_pull import LazyPull
+from echelon.train.trainer.servers.loop_watch import LoopWatch
+from echelon.train.trainer.servers.overlap import Overlap
+from echelon.train.trainer.servers.sparse_rows import SparseTables, as_dense, check_optimizer, find_tables
+from echelon.train.trainer.servers.weights import ModelWeights, digest, real
 from echelon.train.trainer.start_equal import copy_from_first_worker, untrained_tensors
-from echelon.train.trainer.weights import ModelWeights, digest, real
 
 # A gradient's copy from a GPU takes longer to start than to make. On an H200, ResNet-20 (1 MB) made 1.4 times as many
 # steps without overlap, and a language model of 43 MB 0.9 times as many (docs/results.md).
