@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.optim import Adam
 from torch.utils.checkpoint import checkpoint
 
 from loops.kinds import FEATURES, TARGETS
@@ -43,15 +44,15 @@ def dropout(run: Run) -> Result:
 
 
 class Recurrent(nn.Module):
-    """Reads a vector as a sequence."""
+    """Reads a vector as a sequence of two parts."""
 
     def __init__(self, kind: type[nn.LSTM] | type[nn.GRU], **options: Any) -> None:
         super().__init__()
-        self.rnn = kind(1, WIDTH, batch_first=True, **options)
+        self.rnn = kind(FEATURES // 2, WIDTH, batch_first=True, **options)
         self.last = nn.Linear(WIDTH, TARGETS)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self.last(self.rnn(inputs.unsqueeze(2))[0][:, -1])
+        outputs: Tensor = self.last(self.rnn(inputs.unflatten(1, (2, FEATURES // 2)))[0][:, -1])
         return outputs
 
 
@@ -59,7 +60,7 @@ class Recurrent(nn.Module):
 def lstm(run: Run) -> Result:
     network = Recurrent(nn.LSTM, num_layers=2)
     network.rnn.flatten_parameters()
-    return trains(run, network)
+    return trains(run, network, optimizer=lambda module: Adam(module.parameters(), lr=0.03))
 
 
 @loop("a GRU with dropout between its layers")
