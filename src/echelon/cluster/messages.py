@@ -504,7 +504,8 @@ _control: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(Cont
 _request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _response: msgspec.msgpack.Decoder[Response] = msgspec.msgpack.Decoder(Response)
 
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)  # msgspec does not wrap the second
+# msgspec does not wrap the last three. It raises RecursionError for arrays that are nested a thousand deep.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryError)
 
 
 class Malformed(JobError):
