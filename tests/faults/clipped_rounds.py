@@ -17,6 +17,7 @@ from faulty import LOSE, REPEAT, FaultyTransport, MessageFault
 from torch import Tensor, nn
 from worker import SGD
 
+from echelon.cluster.messages import PushHeader
 from echelon.environment import Job
 from echelon.kvstore import KVStore
 from echelon.kvstore.create import join
@@ -50,7 +51,7 @@ def run_rounds(kv: KVStore, after_pushes: Callable[[int], None] = lambda clock: 
         tickets = []
         for name, gradient in zip(names, gradients(kv.rank, clock), strict=True):
             kv.views(name)[1].copy_(gradient)
-            tickets += kv.push_bucket(kv.slots([name]), float(1 + kv.rank), [], gated=True)
+            tickets += kv.push_bucket(kv.slots([name]), PushHeader(float(1 + kv.rank), gated=True))
         after_pushes(clock)
         norms.append(kv.clip(kv.slots(names), MAX_NORM))
         kv.wait(tickets)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.cluster.messages import Barrier, Failed, Halt, Push, decode_response, encode
+from echelon.cluster.messages import Barrier, Failed, Halt, Push, PushHeader, decode_response, encode
 from echelon.transport.control import MAX_FRAME, frame
 from echelon.transport.sockets import TcpTransport
 from jobs import Fault, Gate, Job, Plan, Row, until
@@ -99,7 +99,7 @@ def disturb_server(port: int) -> None:
     with closing(stranger):
         stranger.send(0, [b"\xff not a request", b"frame"])
         stranger.send(0, [b""])
-        stranger.send(0, [encode(Push(7, 0, [0, 1], None, [], True, False))])
+        stranger.send(0, [encode(Push(7, 0, [0, 1], PushHeader(), True, False))])
         received = stranger.recv(10)
         assert received is not None, "a process outside the job gets an answer"
         answer = decode_response(received[1][0])

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.cluster.messages import Done, OptimizerSpec, Response, SquaredNorm
+from echelon.cluster.messages import Done, OptimizerSpec, PushHeader, Response, SquaredNorm
 from echelon.cluster.placement import ALIGN, KeySpec, Layout
 from echelon.errors import UsageError
 from echelon.schemes import Action, Apply, Decision, Engine, Gathered, Reply, Rules, bsp, gsp, scale_to_clip
@@ -66,7 +66,7 @@ class Server:
 
     def push(self, worker: int, request: int, keys: Sequence[int], clock: int, samples: float) -> None:
         absent = float(not samples)  # the batch has one sample, which may give these keys no gradient
-        gradient = PushedGradient(memory(value_of(worker, clock)), samples, [], absent, gated=True)
+        gradient = PushedGradient(memory(value_of(worker, clock)), PushHeader(samples, absent=absent, gated=True))
         self.requests.push(worker, request, keys, clock, gradient, memory(0.0))
 
 

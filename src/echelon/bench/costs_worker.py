@@ -14,6 +14,7 @@ import torch
 
 from echelon import kvstore
 from echelon.bench.pushpull.shapes import shapes
+from echelon.cluster.messages import PushHeader
 from echelon.kvstore.servers.store import ServerStore
 
 
@@ -67,7 +68,7 @@ def main() -> None:
         for name in names:
             store.views(name)[1].fill_(1e-3)
         for _ in range(3):
-            store.wait(store.push_bucket(slots, 1.0, []))
+            store.wait(store.push_bucket(slots, PushHeader(1.0)))
         store.barrier()
         worker = {"private": anonymous_bytes(os.getpid()) - own, "segments": segment_bytes()}
         print(json.dumps({"who": f"worker {store.rank}", **worker}), flush=True)

@@ -249,40 +249,51 @@ class SetOptimizer(_Message, frozen=True):
     spec: OptimizerSpec
 
 
+class PushHeader(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker says about the gradients of a push; the same in the messages to all servers.
+
+    samples      the weight of this worker in the average over workers; None: gradients are summed without weights
+    lrs          the learning rate of each parameter group; empty: those of SetOptimizer
+    settings     of each parameter group, the settings other than lr that differ from those of SetOptimizer; None: none
+    absent       if `samples` is 0: the samples in the worker's batch, of which none gives these keys a gradient
+    factor_rank  if above 0, the push carries the two factors of one key's gradient, which have this rank. Every server
+                 needs both factors whole, whichever part of the key it stores
+    more         another push of the same step follows within milliseconds, so servers should stay awake
+    halt         this worker asks all workers to stop; answers to this clock and to later ones carry the request
+    gated        the round is applied only after ApplyScaled, when the norm of all gradients is known
+    edits        identifies the weights that this worker's loop has edited since the last step, the same in all pushes
+                 of a round; 0: none
+    """
+
+    samples: float | None = None
+    lrs: list[float] = []
+    settings: list[dict[str, Setting]] | None = None
+    absent: float = 0.0
+    factor_rank: int = 0
+    more: bool = False
+    halt: bool = False
+    gated: bool = False
+    edits: int = 0
+
+
 class Push(_Message, frozen=True):
     """The gradients of some keys at one clock.
 
-    samples      the weight of this worker in the average over workers; None: gradients are summed without weights
     pull         the answer carries the new weights
     framed       gradients and weights travel as frames instead of through shared memory
-    halt         this worker asks all workers to stop; answers to this clock and to later ones carry the request
-    factor_rank  if above 0, the push carries the two factors of one key's gradient, which have this rank
-    more         another push of the same step follows within milliseconds
-    absent       if `samples` is 0: the samples in the worker's batch, of which none gives these keys a gradient
-    settings     of each parameter group, the settings other than lr that differ from those of SetOptimizer; None: none
     rows         if given, the keys are row-sparse, and the push carries this many rows of each: a frame with the
                  numbers of the rows on this server (int64, ascending), then a frame with their values
     since        for each row-sparse key, the version of the rows that this worker has: the answer brings later ones
-    edits        identifies the weights that this worker's loop has edited since the last step; 0: none
-    gated        the round is applied only after ApplyScaled, when the norm of all gradients is known
     """
 
     id: int
     clock: int
     keys: list[int]
-    samples: float | None
-    lrs: list[float]
+    header: PushHeader
     pull: bool
     framed: bool
-    halt: bool = False
-    factor_rank: int = 0
-    more: bool = False
-    absent: float = 0.0
-    settings: list[dict[str, Setting]] | None = None
     rows: list[int] = []
     since: list[int] = []
-    gated: bool = False
-    edits: int = 0
 
 
 class Pull(_Message, frozen=True):

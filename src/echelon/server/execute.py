@@ -21,7 +21,7 @@ from echelon.cluster.placement import Layout, Piece, Segment, join
 from echelon.server.factored import Factored, summed_blocks
 from echelon.server.memory import Window, master_dtype, zeros
 from echelon.server.optimizer.class_kernels import State, WholeClass
-from echelon.server.optimizer.kernel import Kernel, Progress
+from echelon.server.optimizer.kernel import Kernel, Step
 from echelon.server.rows import PushedRows
 from echelon.server.tables import RowUpdate, Tables, WeightedRows
 
@@ -38,16 +38,11 @@ class WeightedGradient(NamedTuple):
 
 
 class Update(NamedTuple):
-    """How keys are updated. `kernel` None: the sum replaces the weights. Keys with equal updates can share a run.
-
-    `progress` is that before the update.
-    """
+    """How keys are updated. `kernel` None: the sum replaces the weights. Keys with equal updates can share a run."""
 
     gradients: tuple[WeightedGradient, ...]
     kernel: Kernel | None
-    progress: Progress
-    lr: float
-    divisor: float
+    step: Step
 
 
 class Task(NamedTuple):
@@ -164,7 +159,7 @@ class Storage:
 
     def _update(self, piece: Piece, update: Update, outputs: Sequence[Window]) -> None:
         weights = self.weights(piece)
-        kernel = update.kernel
+        kernel, step = update.kernel, update.step
         states = self.states(piece, kernel.state_names) if kernel else []
         chunks = zip(
             _split(weights),
@@ -179,7 +174,7 @@ class Storage:
             if kernel is None:
                 weight.copy_(total)
             else:
-                kernel.update(weight, total, state, update.progress, update.lr, update.divisor, scale)
+                kernel.update(weight, total, state, step if scale == 1 else Step(*step[:3], scale))
             for copy in copies:
                 _copy_into(copy, weight)
 
@@ -195,10 +190,10 @@ class Storage:
                 self._sum_into(total[piece.start - whole.start : piece.stop - whole.start], piece, update.gradients)
             arguments = weights.view(shape), total.view(shape)
             if isinstance(kernel, WholeClass):
-                kernel.update_object(*arguments, self.objects.setdefault(key, {}), update.lr, update.divisor)
+                kernel.update_object(*arguments, self.objects.setdefault(key, {}), update.step)
             else:
                 states = [state.view(shape) for state in self.states(whole, kernel.state_names)]
-                kernel.update(*arguments, states, update.progress, update.lr, update.divisor, 1.0)
+                kernel.update(*arguments, states, update.step)
             for piece in pieces:
                 self._copy(piece, outputs)
 

@@ -133,17 +133,18 @@ class RequestTensors:
 
     def pushed(self, mapped: Mapped, request: Push, frames: Sequence[memoryview]) -> Window:
         """Return the gradients of a push, or the gradient that its factors describe."""
-        if not request.factor_rank:
+        rank = request.header.factor_rank
+        if not rank:
             return self.incoming(mapped, request.keys, frames, request.framed)
         if len(request.keys) > 1:
             raise UsageError(f"a push of factors must name one key; this one names {len(request.keys)}")
         slot = self._layout.slots[request.keys[0]]
-        length = factors_length(slot, request.factor_rank)
+        length = factors_length(slot, rank)
         if not request.framed:
             self._check_attached(mapped, request.keys)
-            return Factored(slot, request.factor_rank, mapped.view(slot.segment, slot.start, slot.start + length))
+            return Factored(slot, rank, mapped.view(slot.segment, slot.start, slot.start + length))
         _check_lengths([length * ITEM_BYTES[slot.spec.dtype]], frames)
-        return Factored(slot, request.factor_rank, received(frames[0], slot.spec.dtype))
+        return Factored(slot, rank, received(frames[0], slot.spec.dtype))
 
     def incoming(self, mapped: Mapped, keys: Sequence[int], frames: Sequence[memoryview], framed: bool) -> Window:
         """Return the tensors that a request carries."""

@@ -74,12 +74,13 @@ class PendingRequests:
         output: Window | RowOutput | None,
     ) -> None:
         """Add a push. `output` is where the new weights go; None if the worker does not want them."""
+        header = gradient.header
         lanes = self.lanes.resolve(keys, pushed=True)
         pending = self._add(PendingRequest(worker, request, clock + 1, set(lanes), output), lanes)
         decisions: list[Decision] = []
         for lane in lanes:
             self._gradients.setdefault((worker, lane, clock), gradient)
-            arrived = self.engine.push(worker, lane, clock, gradient.samples, gradient.absent, gated=gradient.gated)
+            arrived = self.engine.push(worker, lane, clock, header.samples, header.absent, gated=header.gated)
             decisions.append(arrived)
             if output is not None:
                 decisions.append(self.engine.pull(worker, lane, clock + 1))
@@ -216,7 +217,7 @@ class PendingRequests:
             for pending in self._pulls.get((part.worker, action.key, action.clock + 1), ()):
                 pending.staleness = max(pending.staleness, part.staleness)
                 pending.notice = pending.notice or notice
-        if len({gradient.edits for gradient in gradients}) > 1:
+        if len({gradient.header.edits for gradient in gradients}) > 1:
             self._refuse(action, [part.worker for part in action.contributions])
             return []
         return self._optimization.tasks(action, self.lanes.keys(action.key), gradients)

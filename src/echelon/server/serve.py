@@ -163,7 +163,7 @@ class _Server:
     def _handle(self, worker: int, number: int, request: Request, frames: Sequence[memoryview]) -> None:
         self._shards[number].handle(worker, request, frames)
         if isinstance(request, Push):
-            awake = request.more and self._spare_cores
+            awake = request.header.more and self._spare_cores
             self._awake_until = time.monotonic() + AWAKE_S if awake else 0.0
 
     def _close(self, worker: int, number: int) -> None:

@@ -45,7 +45,7 @@ from echelon.schemes import Engine, Rules, rules_for
 from echelon.server.execute import Storage, Task, Update, WeightedGradient
 from echelon.server.gathering import Gathering
 from echelon.server.memory import Mapped, RequestTensors, Window, as_tensor
-from echelon.server.optimizer.kernel import Progress
+from echelon.server.optimizer.kernel import NO_STEP
 from echelon.server.optimizer.optimization import Optimization, PushedGradient
 from echelon.server.optimizer.states import ServerStates
 from echelon.server.pending_requests import PendingRequests
@@ -218,7 +218,7 @@ class Shard:
             lanes.add(key)
             self._optimization.add(key)
         written = keys if request.overwrite else new_keys
-        self._storage.run([Task(written, Update((WeightedGradient(values, 1.0),), None, Progress(), 0.0, 1), ())])
+        self._storage.run([Task(written, Update((WeightedGradient(values, 1.0),), None, NO_STEP), ())])
 
     # --- push and pull
 
@@ -231,12 +231,12 @@ class Shard:
         if not rules.sums_over_everybody and not self._optimization.has_optimizer:
             raise UsageError(f"{rules.name} needs an optimizer on the servers: call set_optimizer before push")
         self._optimization.check_keys(request.keys)
-        self._optimization.check_settings(request.lrs, request.settings)
+        self._optimization.check_settings(request.header.lrs, request.header.settings)
         memory = self._workers[worker]
         output: Window | ChangedRows | None = None
         if request.rows:
             self._check_tables(request.keys)
-            self._optimization.check_tables(request.keys, request.settings)
+            self._optimization.check_tables(request.keys, request.header.settings)
             window: Window | PushedRows = pushed_rows(self._layout, self.rank, request.keys, request.rows, frames)
             output = self._changed_rows(worker, request.keys, request.since) if request.pull else None
         else:
@@ -244,13 +244,11 @@ class Shard:
             self._optimization.check_dense(request.keys)
             window = self._tensors.pushed(memory.gradients, request, frames)
             output = self._tensors.outgoing(memory.weights, request.keys, request.framed) if request.pull else None
-        gradient = PushedGradient(
-            window, request.samples, request.lrs, request.absent, request.settings, request.gated, request.edits
-        )
         memory.last_push = time.monotonic()
-        if request.halt:
+        if request.header.halt:
             requests.halt_after(request.clock)
-        requests.push(worker, request.id, request.keys, request.clock, gradient, output)
+        pushed = PushedGradient(window, request.header)
+        requests.push(worker, request.id, request.keys, request.clock, pushed, output)
 
     def _pull(self, worker: int, request: Pull) -> None:
         requests = self._configured()

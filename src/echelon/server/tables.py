@@ -14,7 +14,7 @@ from torch import Tensor
 from echelon.cluster.messages import FROM_NOW
 from echelon.cluster.placement import Layout
 from echelon.server.memory import TORCH_DTYPES, master_dtype, zeros
-from echelon.server.optimizer.kernel import Progress
+from echelon.server.optimizer.kernel import Step
 from echelon.server.optimizer.row_kernels import RowKernel
 from echelon.server.rows import ChangeLog, PushedRows, RowMap, as_frame
 
@@ -31,9 +31,7 @@ class RowUpdate(NamedTuple):
 
     gradients: tuple[WeightedRows, ...]
     kernel: RowKernel | None
-    before: Progress
-    lr: float
-    divisor: float
+    step: Step
 
 
 class Table:
@@ -106,7 +104,7 @@ class Tables:
                 _replace(table, rows, gradient._values())
             else:
                 states = table.state(update.kernel.state_names)
-                update.kernel.update(table.values, gradient, states, update.before, update.lr, update.divisor)
+                update.kernel.update(table.values, gradient, states, update.step)
             table.log.add(rows.unique_consecutive())
 
     def squared_norm(self, key: int, gradients: Sequence[WeightedRows]) -> float:

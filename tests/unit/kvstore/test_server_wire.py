@@ -9,7 +9,7 @@ import torch
 from fake_servers import Answer, FakeServers, FakeSession, RecordingLog
 from torch import Tensor
 
-from echelon.cluster.messages import Attach, Done, Failed, Init, Pull, Push, Request
+from echelon.cluster.messages import Attach, Done, Failed, Init, Pull, Push, PushHeader, Request
 from echelon.cluster.placement import MIN_STRIPE, KeySpec, Slot
 from echelon.errors import UsageError
 from echelon.kvstore.servers import wire as wire_module
@@ -72,10 +72,10 @@ def test_a_server_that_cannot_map_the_memory_gets_frames() -> None:
 def test_a_push_through_shared_memory_has_no_frames() -> None:
     setup = Setup()
     slots = setup.place(10, 20)
-    tickets = setup.wire.push(slots, [numbers(10), numbers(20)], pull=True, samples=4.0, lrs=[0.1])
+    tickets = setup.wire.push(slots, [numbers(10), numbers(20)], PushHeader(4.0, [0.1]), pull=True)
     ((server, message, frames),) = setup.pushes()
     assert (server, frames) == (0, [])
-    assert message == Push(tickets[0].id, 0, [0, 1], 4.0, [0.1], pull=True, framed=False)
+    assert message == Push(tickets[0].id, 0, [0, 1], PushHeader(4.0, [0.1]), pull=True, framed=False)
     assert torch.equal(setup.wire.gradient(slots[1]), numbers(20))
 
 
@@ -124,10 +124,10 @@ def test_every_server_gets_both_factors_whole() -> None:
     (slot,) = setup.wire.place([KeySpec("weight", (128, 128), "float32")])
     factors = numbers(2 * (128 + 128), 1)
     setup.wire.gradient(slot).view(-1)[: factors.numel()] = factors
-    setup.wire.push([slot], None, pull=False, factor_rank=2)
+    setup.wire.push([slot], None, PushHeader(factor_rank=2), pull=False)
     assert [server for server, _, _ in setup.pushes()] == [0, 1]
     for _, message, frames in setup.pushes():
-        assert message.factor_rank == 2
+        assert message.header.factor_rank == 2
         assert torch.equal(elements(frames), factors)
 
 

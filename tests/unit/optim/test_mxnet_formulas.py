@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from echelon.errors import UsageError
 from echelon.kvstore.optimizer_spec import spec_by_name
 from echelon.optim import LBSGD, NAG, SGD, Adamax, GroupAdaGrad, Nadam, Rule, create
-from echelon.server.optimizer.kernel import Progress
+from echelon.server.optimizer.kernel import Progress, Step
 from echelon.server.optimizer.kernels import kernel_for
 from mxnet_optimizers import CASES, RATES, RECORDED_UPDATES, assert_close, inputs, recorded, settings_of
 
@@ -54,7 +54,7 @@ def test_servers_compute_the_same_bits(case: str) -> None:
     for number, (gradient, rate) in enumerate(zip(gradients, RATES, strict=True)):
         total = gradient.repeat(copies, 1)
         for cut in cuts:
-            kernel.update(whole[cut], total[cut], [state[cut] for state in states], Progress(number), rate, 1, 1.0)
+            kernel.update(whole[cut], total[cut], [state[cut] for state in states], Step(Progress(number), rate))
         assert torch.equal(whole, expected[number]), f"update {number + 1}"
 
 
@@ -70,7 +70,7 @@ def test_a_divided_step_is_smaller(case: str) -> None:
     for divisor in (1, 4):
         weights = torch.ones(64)
         states = [torch.zeros_like(weights) for _ in kernel.state_names]
-        kernel.update(weights, torch.full((64,), 0.5), states, Progress(), 0.01, divisor, 1.0)
+        kernel.update(weights, torch.full((64,), 0.5), states, Step(Progress(), 0.01, divisor))
         steps.append(float(weights[0]) - 1)
     assert steps[1] / steps[0] == pytest.approx(1 / 4, rel=1e-3)
 

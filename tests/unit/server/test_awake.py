@@ -15,6 +15,7 @@ from echelon.cluster.messages import (
     Finish,
     Member,
     Push,
+    PushHeader,
     Request,
     Roster,
     encode,
@@ -79,7 +80,7 @@ def test_the_server_sleeps_unless_more_pushes_follow(monkeypatch: pytest.MonkeyP
     with_cores(monkeypatch, cores)
     monkeypatch.setattr(serve, "AWAKE_S", 60.0)  # longer than any delay of a test
     inbox: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
-    pushes = [Push(2 + i, 0, [i], 1.0, [], True, False, more=i < 2) for i in range(3)]
+    pushes = [Push(2 + i, 0, [i], PushHeader(1.0, more=i < 2), True, False) for i in range(3)]
     endpoint = Scripted([Configure(1, 0, "dist_sync", None, None, "share"), *pushes], inbox)
     server = _Server(0, roster("a", "a"), endpoint, InProcessTransport(), EventLog(None, SERVER, 0))
     assert server.run(inbox, lambda: None) == 0

@@ -12,7 +12,7 @@ from echelon.cluster.placement import ALIGN, KeySpec, Layout, Piece
 from echelon.server.execute import CHUNK, Storage, Task, Update, WeightedGradient
 from echelon.server.factored import Factored
 from echelon.server.memory import FRAME_ELEMENTS, Mapped, Window, empty_frames, frame_pieces
-from echelon.server.optimizer.kernel import Kernel, Progress
+from echelon.server.optimizer.kernel import Kernel, Progress, Step
 from echelon.server.optimizer.kernels import kernel_for
 
 pytestmark = pytest.mark.numeric
@@ -38,20 +38,11 @@ class Recorder(Kernel):
     def state_names(self) -> tuple[str, ...]:
         return self._names
 
-    def update(
-        self,
-        weights: Tensor,
-        gradient: Tensor,
-        states: Sequence[Tensor],
-        before: Progress,
-        lr: float,
-        divisor: float,
-        scale: float,
-    ) -> None:
+    def update(self, weights: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Step) -> None:
         self.lengths.append(len(weights))
-        self.scales.append(scale)
+        self.scales.append(step.scale)
         self.places.append(gradient.data_ptr())
-        weights.sub_(gradient, alpha=scale)
+        weights.sub_(gradient, alpha=step.scale)
         for state in states:
             state.add_(1)
 
@@ -98,7 +89,7 @@ class Keys:
 
 
 def update(*gradients: tuple[Window, float], kernel: Kernel | None = None) -> Update:
-    return Update(tuple(WeightedGradient(*gradient) for gradient in gradients), kernel, Progress(), 0.1, 1)
+    return Update(tuple(WeightedGradient(*gradient) for gradient in gradients), kernel, Step(Progress(), 0.1))
 
 
 def replaced(storage: Storage, keys: Keys, *gradients: tuple[Window, float]) -> Mapped:
@@ -276,9 +267,7 @@ def test_servers_together_do_what_one_does(num_servers: int) -> None:
                 step = Update(
                     (WeightedGradient(keys.window(seed), 0.5), WeightedGradient(keys.window(9), 0.5)),
                     kernel_for("sgd", SGD),
-                    Progress(seed, frozenset({"momentum_buffer"}) if seed else frozenset()),
-                    0.1,
-                    1,
+                    Step(Progress(seed, frozenset({"momentum_buffer"}) if seed else frozenset()), 0.1),
                 )
                 storage.run([Task(keys.numbers, step, (window,))])
     assert torch.equal(expected.segments[0][: one.used], output.segments[0][: many.used])

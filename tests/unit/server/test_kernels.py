@@ -13,7 +13,7 @@ from echelon.errors import JobError
 from echelon.kvstore.optimizer_spec import spec_by_name
 from echelon.optim.torch_classes import TORCH
 from echelon.server.optimizer.class_kernels import WholeClass
-from echelon.server.optimizer.kernel import Kernel, Progress
+from echelon.server.optimizer.kernel import Kernel, Progress, Step
 from echelon.server.optimizer.kernels import kernel_for
 
 pytestmark = pytest.mark.numeric
@@ -27,7 +27,7 @@ FTRL = {"lr": 0.1, "lamda1": 0.0, "beta": 1.0, "weight_decay": 0.0, "rescale_gra
 def test_sgd_scales_a_gradient_in_the_precision_of_the_weights(dtype: torch.dtype, scale: float) -> None:
     weights, gradient = torch.zeros(128, dtype=dtype), torch.linspace(0.5, 2, 128, dtype=dtype)
     expected = gradient * (-0.1 * scale)
-    kernel_for("sgd", SGD).update(weights, gradient, [], Progress(), 0.1, 1 / scale, scale)
+    kernel_for("sgd", SGD).update(weights, gradient, [], Step(Progress(), 0.1, 1 / scale, scale))
     bound = tolerances.reordering(dtype, terms=1, steps=1)
     torch.testing.assert_close(weights, expected, rtol=bound, atol=0)
 
@@ -36,7 +36,7 @@ def test_ftrl_clips_the_gradient_before_it_is_divided() -> None:
     def after_one_push(clip: float | None, gradient: float, divisor: float) -> torch.Tensor:
         kernel = kernel_for("ftrl", FTRL | {"clip_gradient": clip})
         weights, states = torch.zeros(64), [torch.zeros(64) for _ in kernel.state_names]
-        kernel.update(weights, torch.full((64,), gradient / divisor), states, Progress(), 0.1, divisor, 1.0)
+        kernel.update(weights, torch.full((64,), gradient / divisor), states, Step(Progress(), 0.1, divisor))
         return weights
 
     for divisor in (1.0, 4.0):
@@ -62,9 +62,9 @@ def change_of_step(kernel: Kernel, number: int, divisor: float) -> Tensor:
         before, by = weights.clone(), divisor if step == number else 1.0
         gradient = torch.linspace(1, 2, 64).view(8, 8) / (by if kernel.divides_gradient else 1)
         if isinstance(kernel, WholeClass):
-            kernel.update_object(weights, gradient, state, 0.01, by)
+            kernel.update_object(weights, gradient, state, Step(progress, 0.01, by))
         else:
-            kernel.update(weights, gradient, states, progress, 0.01, by, 1.0)
+            kernel.update(weights, gradient, states, Step(progress, 0.01, by))
         progress = kernel.progress(progress, 0.01)
     return weights - before
 
@@ -115,12 +115,12 @@ class Moves(torch.optim.SGD):
 )
 def test_a_class_that_cannot_run_on_one_parameter_at_a_time(kind: type[torch.optim.SGD], words: str) -> None:
     with pytest.raises(JobError, match=words):
-        WholeClass(kind, {"lr": 0.1}).update_object(torch.ones(2, 3), torch.ones(2, 3), {}, 0.1, 1)
+        WholeClass(kind, {"lr": 0.1}).update_object(torch.ones(2, 3), torch.ones(2, 3), {}, Step(Progress(), 0.1))
 
 
 def test_a_class_may_replace_the_memory_of_a_parameter_and_keep_numbers() -> None:
     weights, state = torch.ones(2), dict[str, Any]()
     for _ in range(2):
-        WholeClass(Moves, {"lr": 0.1}).update_object(weights, torch.ones(2), state, 0.1, 1)
+        WholeClass(Moves, {"lr": 0.1}).update_object(weights, torch.ones(2), state, Step(Progress(), 0.1))
     assert torch.equal(weights, torch.ones(2) - 0.1 - 0.1 * 2)
     assert state == {"n": 2}

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.cluster.messages import Done, OptimizerSpec, Response
+from echelon.cluster.messages import Done, OptimizerSpec, PushHeader, Response
 from echelon.cluster.placement import ALIGN, KeySpec, Layout
 from echelon.schemes import Engine, Rules, asp, bsp, ssp
 from echelon.server.execute import Storage
@@ -63,7 +63,7 @@ class Server:
         samples: float | None = None,
         pull: bool = True,
     ) -> None:
-        gradient = PushedGradient(self.memory(value), samples, [])
+        gradient = PushedGradient(self.memory(value), PushHeader(samples))
         self.requests.push(worker, request, keys, clock, gradient, self.outputs[worker] if pull else None)
 
     def pull(self, worker: int, request: int, clock: int, *, keys: Sequence[int] = (0,)) -> None:
@@ -227,7 +227,7 @@ def test_frames_are_sent_with_the_answer() -> None:
     server = Server(bsp(), 1)
     pieces = frame_pieces(server.layout.pieces(server.layout.slots[0], 0))
     output = empty_frames(pieces, ["float32"])
-    server.requests.push(0, 1, [0], 0, PushedGradient(server.memory(2.0), None, []), output)
+    server.requests.push(0, 1, [0], 0, PushedGradient(server.memory(2.0), PushHeader()), output)
     (frame,) = server.frames[0]
     assert torch.frombuffer(frame, dtype=torch.float32).tolist() == [2.0] * ALIGN
 

@@ -8,7 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from echelon.cluster.messages import Configure, Done, Failed, Init, Place, Placed, Pull, Push, Request, Response
+from echelon.cluster.messages import (
+    Configure,
+    Done,
+    Failed,
+    Init,
+    Place,
+    Placed,
+    Pull,
+    Push,
+    PushHeader,
+    Request,
+    Response,
+)
 from echelon.cluster.placement import KeySpec
 from echelon.server.shard import Shard
 
@@ -47,27 +59,27 @@ class Server:
 @pytest.mark.parametrize(
     ("request_", "length", "reason"),
     [
-        (Push(7, 0, [0], None, [], True, False), None, "memory for key 'a' is not attached; send frames"),
+        (Push(7, 0, [0], PushHeader(), True, False), None, "memory for key 'a' is not attached; send frames"),
         (
-            Push(7, 0, [0], None, [], True, False, factor_rank=1),
+            Push(7, 0, [0], PushHeader(factor_rank=1), True, False),
             None,
             "memory for key 'a' is not attached; send frames",
         ),
         (Pull(7, 0, [1], False), None, "memory for key 'b' is not attached; send frames"),
-        (Push(7, 0, [0], None, [], True, True), 63, "1 frames of 252 bytes; expected 1 frames of 256 bytes"),
-        (Push(7, 0, [0], None, [], True, True, factor_rank=2), 31, "1 frames of 124 bytes; expected 1 frames of 128"),
-        (Push(7, 0, [0], None, [], True, True, factor_rank=2), None, "0 frames of 0 bytes; expected 1 frames of 128"),
+        (Push(7, 0, [0], PushHeader(), True, True), 63, "1 frames of 252 bytes; expected 1 frames of 256 bytes"),
+        (Push(7, 0, [0], PushHeader(factor_rank=2), True, True), 31, "1 frames of 124 bytes; expected 1 frames of 128"),
+        (Push(7, 0, [0], PushHeader(factor_rank=2), True, True), None, "0 frames of 0 bytes; expected 1 frames of 128"),
         (
-            Push(7, 0, [0, 1], None, [], True, True, factor_rank=2),
+            Push(7, 0, [0, 1], PushHeader(factor_rank=2), True, True),
             32,
             "a push of factors must name one key; this one names 2",
         ),
         (
-            Push(7, 0, [0], None, [], True, True, factor_rank=5),
+            Push(7, 0, [0], PushHeader(factor_rank=5), True, True),
             80,
             "factors of rank 5 have 80 elements, its gradient 64",
         ),
-        (Push(7, 0, [5], None, [], True, True, factor_rank=1), 16, "key number 5 is not initialised"),
+        (Push(7, 0, [5], PushHeader(factor_rank=1), True, True), 16, "key number 5 is not initialised"),
     ],
 )
 def test_an_invalid_request_is_rejected_and_the_next_one_carried_out(
@@ -79,7 +91,7 @@ def test_an_invalid_request_is_rejected_and_the_next_one_carried_out(
     assert reason in answer.reason
     assert torch.equal(server.values(), torch.arange(64.0))
     left, right = torch.arange(8.0), torch.arange(1.0, 9.0)
-    answer, frames = server.ask(Push(8, 0, [0], None, [], True, True, factor_rank=1), torch.cat([left, right]))
+    answer, frames = server.ask(Push(8, 0, [0], PushHeader(factor_rank=1), True, True), torch.cat([left, right]))
     assert isinstance(answer, Done)
     product = torch.frombuffer(bytearray(frames[0]), dtype=torch.float32).view(SHAPE)
     assert torch.equal(product, torch.outer(left, right)), "without an optimizer, the sum replaces the value"

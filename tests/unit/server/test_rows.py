@@ -21,6 +21,7 @@ from echelon.cluster.messages import (
     PullChanges,
     PullRows,
     Push,
+    PushHeader,
     PutRows,
     Request,
     Response,
@@ -132,40 +133,60 @@ def numbers(*rows: int) -> Tensor:
     ("request_", "frames", "reason"),
     [
         (
-            Push(7, 0, [TABLE], 1.0, [], True, True, rows=[1], since=[0]),
+            Push(7, 0, [TABLE], PushHeader(1.0), True, True, rows=[1], since=[0]),
             [numbers(10), torch.ones(3)],
             "rows 10 to 10 were",
         ),
         (
-            Push(7, 0, [TABLE], 1.0, [], True, True, rows=[1], since=[0]),
+            Push(7, 0, [TABLE], PushHeader(1.0), True, True, rows=[1], since=[0]),
             [numbers(-1), torch.ones(3)],
             "rows -1 to -1 were",
         ),
         (
-            Push(7, 0, [TABLE], 1.0, [], True, True, rows=[2], since=[0]),
+            Push(7, 0, [TABLE], PushHeader(1.0), True, True, rows=[2], since=[0]),
             [numbers(5, 4), torch.ones(6)],
             "not in ascending order",
         ),
         (
-            Push(7, 0, [TABLE], 1.0, [], True, True, rows=[1], since=[0]),
+            Push(7, 0, [TABLE], PushHeader(1.0), True, True, rows=[1], since=[0]),
             [numbers(1), torch.ones(2)],
             "expected 12 bytes",
         ),
-        (Push(7, 0, [TABLE], 1.0, [], True, True, rows=[2], since=[0]), [numbers(1), torch.ones(6)], "but 1 came"),
-        (Push(7, 0, [TABLE], 1.0, [], True, True, rows=[1], since=[]), [numbers(1), torch.ones(3)], "names 0 versions"),
-        (Push(7, 0, [TABLE], 1.0, [], True, True, rows=[1], since=[0]), [numbers(1)], "1 numbers of rows and 1 frames"),
         (
-            Push(7, 0, [TABLE], 1.0, [], True, True, rows=[1], since=[0]),
+            Push(7, 0, [TABLE], PushHeader(1.0), True, True, rows=[2], since=[0]),
+            [numbers(1), torch.ones(6)],
+            "but 1 came",
+        ),
+        (
+            Push(7, 0, [TABLE], PushHeader(1.0), True, True, rows=[1], since=[]),
+            [numbers(1), torch.ones(3)],
+            "names 0 versions",
+        ),
+        (
+            Push(7, 0, [TABLE], PushHeader(1.0), True, True, rows=[1], since=[0]),
+            [numbers(1)],
+            "1 numbers of rows and 1 frames",
+        ),
+        (
+            Push(7, 0, [TABLE], PushHeader(1.0), True, True, rows=[1], since=[0]),
             [torch.ones(5, dtype=torch.uint8), torch.ones(3)],
             "5 bytes, not a multiple of 8",
         ),
         (
-            Push(7, 0, [DENSE], 1.0, [], True, True, rows=[1], since=[0]),
+            Push(7, 0, [DENSE], PushHeader(1.0), True, True, rows=[1], since=[0]),
             [numbers(1), torch.ones(3)],
             "is not row-sparse",
         ),
-        (Push(7, 0, [TABLE], 1.0, [], True, True), [torch.ones(30)], "'table' is row-sparse: push and pull its rows"),
-        (Push(7, 0, [3], 1.0, [], True, True, rows=[1], since=[0]), [numbers(1), torch.ones(3)], "not initialised"),
+        (
+            Push(7, 0, [TABLE], PushHeader(1.0), True, True),
+            [torch.ones(30)],
+            "'table' is row-sparse: push and pull its rows",
+        ),
+        (
+            Push(7, 0, [3], PushHeader(1.0), True, True, rows=[1], since=[0]),
+            [numbers(1), torch.ones(3)],
+            "not initialised",
+        ),
         (Pull(7, 0, [TABLE], True), [], "'table' is row-sparse: push and pull its rows"),
         (PullRows(7, 0, TABLE), [numbers(10)], "rows 10 to 10 were named"),
         (PullRows(7, 0, TABLE), [], "must have one frame with their numbers"),
@@ -184,7 +205,7 @@ def test_an_invalid_request_is_rejected_and_the_next_one_carried_out(
     assert isinstance(answer, Failed), answer
     assert reason in answer.reason
     assert torch.equal(server.values(), torch.arange(30.0))
-    push = Push(8, 0, [TABLE], 1.0, [], True, True, rows=[2], since=[1])
+    push = Push(8, 0, [TABLE], PushHeader(1.0), True, True, rows=[2], since=[1])
     answer, received = server.ask(push, numbers(2, 2), torch.ones(6))
     assert isinstance(answer, Done)
     assert torch.frombuffer(bytearray(received[1]), dtype=torch.int64).tolist() == [2]

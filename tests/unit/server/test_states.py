@@ -19,6 +19,7 @@ from echelon.cluster.messages import (
     Place,
     Placed,
     Push,
+    PushHeader,
     PutStates,
     Request,
     Response,
@@ -58,7 +59,9 @@ class Server:
 
     def push(self, clock: int, keys: Sequence[int], **more: Any) -> Response:
         """Push ones for keys."""
-        return self.ask(Push(9, clock, list(keys), 1.0, [0.1], False, True, **more), torch.ones(LENGTH * len(keys)))[0]
+        return self.ask(
+            Push(9, clock, list(keys), PushHeader(1.0, [0.1], **more), False, True), torch.ones(LENGTH * len(keys))
+        )[0]
 
     def entries(self) -> list[tuple[int, str]]:
         """Return the keys and names of all states."""

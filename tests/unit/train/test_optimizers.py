@@ -32,7 +32,7 @@ from echelon.optim import (
     RMSProp,
     Signum,
 )
-from echelon.server.optimizer.kernel import Kernel, Progress
+from echelon.server.optimizer.kernel import Kernel, Progress, Step
 from echelon.server.optimizer.kernels import kernel_for
 from echelon.train.recipe.optimizers import NAMES, check_on_servers, check_optimizer, make_optimizer
 from echelon.train.recipe.options import OPTIMIZER_STYLES, OPTIMIZERS
@@ -211,7 +211,7 @@ def test_gsps_gamma_makes_a_smaller_step(name: str) -> None:
         weights = torch.full((4,), 1e-4)
         states = [torch.zeros_like(weights) for _ in kernel.state_names]
         gradient = torch.full((4,), 2.0 / (gamma if kernel.divides_gradient else 1))
-        kernel.update(weights, gradient, states, Progress(), 0.01, gamma, 1.0)
+        kernel.update(weights, gradient, states, Step(Progress(), 0.01, gamma))
         steps.append(float(weights[0]) - 1e-4)
     assert steps[1] / steps[0] == pytest.approx(1 / 4, rel=1e-3)
 
@@ -219,9 +219,9 @@ def test_gsps_gamma_makes_a_smaller_step(name: str) -> None:
 def test_gsps_gamma_does_not_rescale_the_weights_of_ftrl() -> None:
     kernel = kernel_of("ftrl")
     weights, states = torch.ones(4), [torch.zeros(4), torch.zeros(4)]
-    kernel.update(weights, torch.full((4,), 2.0), states, Progress(), 0.01, 1, 1.0)
+    kernel.update(weights, torch.full((4,), 2.0), states, Step(Progress(), 0.01))
     before = weights.clone()
-    kernel.update(weights, torch.zeros(4), states, Progress(1), 0.01, 4, 1.0)
+    kernel.update(weights, torch.zeros(4), states, Step(Progress(1), 0.01, 4))
     assert torch.equal(weights, before)
 
 
@@ -245,7 +245,7 @@ def test_servers_run_the_listed_optimizers_and_no_others(name: str, style: str) 
     assert gradient is not None
     kernel = kernel_for(spec.name, spec.groups[0])
     states = [torch.zeros_like(weights) for _ in kernel.state_names]
-    kernel.update(weights, gradient, states, Progress(), 0.1, 1, 1.0)
+    kernel.update(weights, gradient, states, Step(Progress(), 0.1))
     optimizer.step()
     if (name, style) in (("sgd", "mxnet"), ("ccsgd", "mxnet")):  # the fused kernel has a scalar tail here
         torch.testing.assert_close(weights, model.weight.detach())

@@ -16,6 +16,7 @@ import torch
 from echelon import kvstore
 from echelon.bench.harness.protocol import serve, timed
 from echelon.bench.pushpull.shapes import Shape, shapes
+from echelon.cluster.messages import PushHeader
 from echelon.kvstore.servers.store import ServerStore
 from echelon.schemes import store_kind
 from echelon.schemes.stores import Use
@@ -46,7 +47,7 @@ class Model:
         if self._copy:
             self._store.pushpull(self._names, self._gradients, self._weights)
         else:
-            self._store.wait(self._store.push_bucket(self._slots, 1.0, []))
+            self._store.wait(self._store.push_bucket(self._slots, PushHeader(1.0)))
 
     def timed_step(self) -> float:
         """Write new gradients, do a step and return the seconds of the step."""

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.cluster.messages import FROM_NOW, Init, PullChanges, PullRows, Push, PutRows, Setting
+from echelon.cluster.messages import FROM_NOW, Init, PullChanges, PullRows, Push, PushHeader, PutRows
 from echelon.cluster.placement import ITEM_BYTES, Slot
 from echelon.errors import JobError
 from echelon.kvstore.servers.client import Client, Ticket
-from echelon.kvstore.servers.wire import Wire
+from echelon.kvstore.servers.wire import PLAIN, Wire
 from echelon.server.memory import TORCH_DTYPES
 from echelon.server.rows import RowMap, as_frame, row_numbers, row_values
 
@@ -82,22 +82,14 @@ class RowWire:
     def push(
         self,
         gradients: Mapping[int, Rows],
+        header: PushHeader = PLAIN,
         *,
         pull: bool,
-        samples: float | None = None,
-        lrs: Sequence[float] = (),
-        halt: bool = False,
-        more: bool = False,
-        absent: float = 0.0,
-        settings: list[dict[str, Setting]] | None = None,
-        gated: bool = False,
-        edits: int = 0,
     ) -> list[Ticket]:
         """Send the rows of the gradients of some keys, which have equal clocks, without waiting.
 
         Every server that stores rows of a key takes part in the round, even if no row is for it. `pull`: the answers
-        bring the rows that changed since this worker's last read (`receive`). `gated`: the servers hold the update
-        until `ClippedRounds.clip`.
+        bring the rows that changed since this worker's last read (`receive`).
         """
         slots = [self._wire.layout.slots[key] for key in gradients]
         parts: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # server -> key -> numbers and values
@@ -113,13 +105,12 @@ class RowWire:
             frames = [as_frame(tensor) for pair in by_key.values() for tensor in pair]
             since = [self._versions.get((server, key), FROM_NOW) for key in keys] if pull else []
             request = self._client.next_id()
-            rest = (list(lrs), pull, True, halt, 0, more, absent, settings, counts, since)
-            message = Push(request, clock, keys, samples, *rest, gated=gated, edits=edits)
+            message = Push(request, clock, keys, header, pull, True, counts, since)
             sent.append(self._client.send(server, message, frames))
             if pull:
                 self._asked[request] = keys
         self._wire.count_push(slots, sent)
-        if gated:
+        if header.gated:
             self._wire.gated.update(gradients)
         return sent
 

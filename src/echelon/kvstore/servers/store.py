@@ -11,11 +11,11 @@ none of them makes a step that the others do not make.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from echelon.cluster.messages import (
@@ -24,12 +24,8 @@ from echelon.cluster.messages import (
     Gather,
     Gathered,
     OptimizerSpec,
-    Pause,
-    Resume,
-    Resumed,
-    Retire,
+    PushHeader,
     SetOptimizer,
-    Setting,
 )
 from echelon.cluster.placement import KeySpec, Slot
 from echelon.errors import UsageError
@@ -37,9 +33,10 @@ from echelon.kvstore import state_files
 from echelon.kvstore.servers import states
 from echelon.kvstore.servers.client import Client, Ticket
 from echelon.kvstore.servers.clipping import ClippedRounds
-from echelon.kvstore.servers.rows import RowWire, rows_of
+from echelon.kvstore.servers.rows import Rows, RowWire, rows_of
 from echelon.kvstore.servers.store_session import StoreSession
-from echelon.kvstore.servers.wire import Wire
+from echelon.kvstore.servers.waiting import Waiting
+from echelon.kvstore.servers.wire import PLAIN, Wire
 from echelon.kvstore.store import KVStore
 from echelon.kvstore.values import Key, Keys, Values, as_keys
 from echelon.observe.events import EventLog
@@ -48,7 +45,6 @@ from echelon.server.memory import TORCH_DTYPES
 from echelon.transport.interface import Transport
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class ServerStore(KVStore):
@@ -75,14 +71,14 @@ class ServerStore(KVStore):
         self._wire = Wire(client, len(session.servers), transport, events)
         self.rows = RowWire(client, self._wire)
         self._clipped = ClippedRounds(client, self._wire)
-        self.on_missed_rounds: Callable[[], None] | None = None  # set by Trainers: `barrier` ends a worker's rounds
-        self._retired = False
+        self.waiting = Waiting(session, client, self._wire)
         self._halt_requested = False
         self._noticed = False  # whether a notice of the servers was logged; a later one would say the same
         self._rules = rules_for(self.kind.name, staleness, groups)
-        self._to_all(lambda i: Configure(i, session.rank, self.kind.name, staleness, groups, lr_scale, session.number))
-        self._is_paused = False  # while this worker waits in another store
-        session.on_finish, session.pause, session.resume = self.close, self._pause, self._end_pause
+        self._wire.send_to_all(
+            lambda i: Configure(i, session.rank, self.kind.name, staleness, groups, lr_scale, session.number)
+        )
+        session.on_finish = self.close
 
     # --- who and where
 
@@ -128,10 +124,10 @@ class ServerStore(KVStore):
         """Send values, without waiting for other workers."""
         dense, sparse = self._by_kind(self._checked(key, value))
         if dense:
-            self._wire.push(self.slots(list(dense)), list(dense.values()), pull=False, halt=self._halt_requested)
+            self._wire.push(self.slots(list(dense)), list(dense.values()), self._with_halt(PLAIN), pull=False)
         for name, gradient in sparse.items():
             rows = {self._slot(name).key: rows_of(gradient, add_repeated=True)}
-            self.rows.push(rows, pull=False, halt=self._halt_requested)
+            self.rows.push(rows, self._with_halt(PLAIN), pull=False)
 
     def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
         """Wait as long as the scheme requires, then copy the weights into `out` (every tensor of a list)."""
@@ -153,14 +149,14 @@ class ServerStore(KVStore):
             return
         slots = self.slots(list(values))
         sums = list(values.values())
-        self._wait_and_accept_halt(self._wire.push(slots, sums, pull=True, halt=self._halt_requested))
+        self._wait_and_accept_halt(self._wire.push(slots, sums, self._with_halt(PLAIN), pull=True))
         self._copy_weights(slots, outs.values())
 
     def gather_bytes(self, part: bytes) -> dict[int, bytes | memoryview]:
         """Return the parts of all workers that take part, by rank."""
-        if self.on_missed_rounds is None or self._retired:
+        if self.waiting.on_missed_rounds is None or self.waiting.has_retired:
             return self._exchange(part)
-        return self._meet(lambda: self._exchange(part), lambda: self._exchange(b""))
+        return self.waiting.meet(lambda: self._exchange(part), lambda: self._exchange(b""))
 
     def _exchange(self, part: bytes) -> dict[int, bytes | memoryview]:
         ticket = self._client.send(0, Gather(self._client.next_id()), [part])
@@ -169,76 +165,13 @@ class ServerStore(KVStore):
         return {rank: memoryview(part) for rank, part in zip(ticket.response.ranks, ticket.frames, strict=True)}
 
     def _retire(self) -> None:
-        self._wire.wait_for_pushes()
-        self._to_all(Retire)
-        self._retired = True
-
-    def wait_for_others(self) -> bool:
-        """Stop pushing, and wait until no worker pushes any more. The values are final then.
-
-        Return False without waiting if this worker has retired before: its caller waits for the others, if at all.
-        """
-        if self._retired:
-            return False
-        self._retire()
-        siblings = self._pause_siblings()
-        self._session.wait_for_end(self._client.stall_seconds)
-        for sibling in siblings:
-            sibling.resume()
-        return True
+        self.waiting.retire()
 
     def _barrier(self) -> None:
-        if self.on_missed_rounds is None:
+        if self.waiting.on_missed_rounds is None:
             self._wait_for_workers()
         else:
-            self._meet(self._wait_for_workers, self._wait_for_workers)
-
-    def _meet(self, wait: Callable[[], T], wait_again: Callable[[], object]) -> T:
-        """Wait for all workers, of which some may still be in rounds. Those do not wait for this worker.
-
-        Between the two waits no worker is in a round, so all resume at the same clock.
-        """
-        active = not self._retired
-        if active:
-            self._wire.wait_for_pushes()
-            self._to_all(Pause)
-        siblings = self._pause_siblings()
-        result = wait()
-        missed = active and self._resume()
-        for sibling in siblings:
-            sibling.resume()
-        wait_again()
-        if missed and self.on_missed_rounds is not None:
-            self.on_missed_rounds()
-        return result
-
-    def _pause_siblings(self) -> list[StoreSession]:
-        """Let others make rounds of this worker's other Trainers while it waits in this one."""
-        siblings = self._session.siblings
-        for sibling in siblings:
-            sibling.pause()
-        return siblings
-
-    def _pause(self) -> None:
-        if self.on_missed_rounds is not None and not self._retired:
-            self._wire.wait_for_pushes()
-            self._to_all(Pause)
-            self._is_paused = True
-
-    def _end_pause(self) -> None:
-        if self._is_paused:
-            self._is_paused = False
-            if self._resume() and self.on_missed_rounds is not None:
-                self.on_missed_rounds()
-
-    def _resume(self) -> bool:
-        """Take part in rounds again. Return whether other workers have made rounds meanwhile."""
-        clocks: dict[int, int] = {}  # by key; a key that is divided between servers has the same clock on all of them
-        for server in range(self._wire.layout.num_servers):
-            answer = self._client.call(server, Resume(self._client.next_id()))
-            assert isinstance(answer, Resumed)
-            clocks |= zip(answer.keys, answer.clocks, strict=True)
-        return self._wire.adopt_clocks(clocks)
+            self.waiting.meet(self._wait_for_workers, self._wait_for_workers)
 
     def _wait_for_workers(self) -> None:
         halted = self._session.barrier()
@@ -304,44 +237,22 @@ class ServerStore(KVStore):
         return [self._slot(name) for name in as_keys(keys)]
 
     def _use_optimizer(self, spec: OptimizerSpec) -> None:
-        self._to_all(lambda i: SetOptimizer(i, spec))
+        self._wire.send_to_all(lambda i: SetOptimizer(i, spec))
         self.optimizer_spec = spec
 
-    def push_bucket(
-        self,
-        slots: Sequence[Slot],
-        samples: float,
-        lrs: list[float],
-        *,
-        settings: list[dict[str, Setting]] | None = None,
-        factor_rank: int = 0,
-        more: bool = False,
-        absent: float = 0.0,
-        gated: bool = False,
-        edits: int = 0,
-    ) -> list[Ticket]:
+    def push_bucket(self, slots: Sequence[Slot], header: PushHeader) -> list[Ticket]:
         """Push the gradients that are in `views`, ask for the new weights, and do not wait.
 
-        `settings`: those of each parameter group that differ from the optimizer that was set, if any do. `factor_rank`
-        above 0: the memory of the one key begins with the factors of its gradient. `more`: the next bucket follows
-        within milliseconds, so servers should stay awake. `absent`: the samples of a batch that gives these keys no
-        gradient; `samples` is then 0. `gated`: the servers hold the update until workers call `clip`.
-        `edits`: the digest of weights that were overwritten since the last step, the same in all pushes of a round.
+        With `header.gated`, the servers hold the update until workers call `clip`.
         """
-        return self._wire.push(
-            slots,
-            None,
-            pull=True,
-            samples=samples,
-            lrs=lrs,
-            halt=self._halt_requested,
-            factor_rank=factor_rank,
-            more=more,
-            absent=absent,
-            settings=settings,
-            gated=gated,
-            edits=edits,
-        )
+        return self._wire.push(slots, None, self._with_halt(header), pull=True)
+
+    def push_rows(self, gradients: Mapping[int, Rows], header: PushHeader) -> list[Ticket]:
+        """Push rows of the gradients of row-sparse keys, ask for the rows that change, and do not wait."""
+        return self.rows.push(gradients, self._with_halt(header), pull=True)
+
+    def _with_halt(self, header: PushHeader) -> PushHeader:
+        return replace(header, halt=True) if self._halt_requested else header
 
     @property
     def group(self) -> list[int]:
@@ -404,7 +315,7 @@ class ServerStore(KVStore):
             own = rank == self.rank
             if own:
                 self._wire.gradient(slot).copy_(vector)
-            tickets += self._wire.push([slot], None, pull=False, samples=float(own))
+            tickets += self._wire.push([slot], None, PushHeader(float(own)), pull=False)
         self._client.wait(tickets)
         self._wait_for_workers()
         rows = torch.empty(len(self.workers), vector.numel(), device="cpu")
@@ -419,11 +330,6 @@ class ServerStore(KVStore):
             self._halt_requested = self.kind.lock_step
             if self.kind.lock_step and self.workers == [self.rank]:
                 self.accept_halt()
-
-    @property
-    def requests_to_halt(self) -> bool:
-        """Whether this worker's pushes ask all workers to stop."""
-        return self._halt_requested
 
     def requests_halt(self, tickets: Sequence[Ticket]) -> bool:
         """Return whether the answers of a clock contain a worker's request to stop."""
@@ -478,12 +384,6 @@ class ServerStore(KVStore):
         slot = self._wire.layout.find(self._spec_of(key).name)
         assert slot is not None
         return slot
-
-    def _to_all(self, make: Any) -> None:
-        """Send a request to all servers, to server 0 first: if it refuses, no other server receives the request."""
-        self._client.call(0, make(self._client.next_id()))
-        others = range(1, self._wire.layout.num_servers)
-        self._client.wait([self._client.send(server, make(self._client.next_id())) for server in others])
 
 
 def _all_rows(value: Tensor) -> Tensor:

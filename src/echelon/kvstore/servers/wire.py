@@ -9,20 +9,12 @@ and the bytes that arrive are still in the cache when they are used.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from echelon.cluster.messages import (
-    Attach,
-    Init,
-    Place,
-    Placed,
-    Pull,
-    Push,
-    Setting,
-)
+from echelon.cluster.messages import Attach, Init, Place, Placed, Pull, Push, PushHeader, Request
 from echelon.cluster.placement import ITEM_BYTES, KeySpec, Layout, Piece, Segment, Slot
 from echelon.errors import UsageError
 from echelon.kvstore.servers.client import Client, Ticket
@@ -34,6 +26,7 @@ from echelon.transport.interface import Block, Transport
 
 MESSAGE_BYTES = 4 << 20
 _MAX_CACHED_ROUTES = 4096
+PLAIN = PushHeader()  # a push that is added without weights, and that the optimizer's own settings apply to
 
 
 class Mirror:
@@ -125,28 +118,15 @@ class Wire:
         self,
         slots: Sequence[Slot],
         values: Sequence[Tensor] | None,
+        header: PushHeader = PLAIN,
         *,
         pull: bool,
-        samples: float | None = None,
-        lrs: Sequence[float] = (),
-        halt: bool = False,
-        factor_rank: int = 0,
-        more: bool = False,
-        absent: float = 0.0,
-        settings: list[dict[str, Setting]] | None = None,
-        gated: bool = False,
-        edits: int = 0,
     ) -> list[Ticket]:
         """Send gradients without waiting. `values` None: they are in this worker's memory already.
 
-        `pull`: ask for the new weights, too. `halt`: ask all workers to stop. `factor_rank` above 0: the memory of the
-        one key holds the factors of its gradient. Every server needs both factors whole, whichever part of the key it
-        stores. `more`: the next push follows within milliseconds. `absent`: the samples of a batch that gives these
-        keys no gradient; `samples` is then 0. `settings`: those that changed, for each parameter group. `gated`: the
-        servers hold the update until `clip`. `edits`: the digest of edited weights.
+        With `header.factor_rank`, the memory of the one key holds the factors. `pull`: ask for the new weights, too.
         """
         tickets: list[Ticket] = []
-        rates = list(lrs)
         for clock, indices in self._messages(slots):
             chosen = [slots[i] for i in indices]
             given = None if values is None else [values[i] for i in indices]
@@ -154,16 +134,14 @@ class Wire:
             sent = []
             for route in self._route(chosen):
                 framed = unwritten is not None or self._framed[route.server]
-                frames = self._gradient_frames(route, chosen, unwritten, factor_rank) if framed else ()
-                request = self._client.next_id()
-                rest = (rates, pull, framed, halt, factor_rank, more, absent, settings)
-                message = Push(request, clock, route.keys, samples, *rest, gated=gated, edits=edits)
+                frames = self._gradient_frames(route, chosen, unwritten, header.factor_rank) if framed else ()
+                message = Push(self._client.next_id(), clock, route.keys, header, pull, framed)
                 places = self._weight_bytes(route) if pull and framed else ()
                 sent.append(self._client.send(route.server, message, frames, places))
             keys = [slot.key for slot in chosen]
             self._clocks |= dict.fromkeys(keys, clock + 1)
             self._last_pushes |= dict.fromkeys(keys, sent)
-            if gated:
+            if header.gated:
                 self.gated.update(keys)
             tickets += sent
         return tickets
@@ -183,6 +161,12 @@ class Wire:
                 places = self._weight_bytes(route) if framed else ()
                 tickets.append(self._client.send(route.server, message, places=places))
         return tickets
+
+    def send_to_all(self, make: Callable[[int], Request]) -> None:
+        """Send a request to all servers, to server 0 first: if it refuses, no other server receives the request."""
+        self._client.call(0, make(self._client.next_id()))
+        others = range(1, self.layout.num_servers)
+        self._client.wait([self._client.send(server, make(self._client.next_id())) for server in others])
 
     def last_pushes(self, slots: Sequence[Slot]) -> list[Ticket]:
         """Return the tickets of the last pushes of some keys, answered or not."""

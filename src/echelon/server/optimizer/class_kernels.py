@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from echelon.errors import JobError, UsageError
 from echelon.optim.import_path import ANYWHERE
-from echelon.server.optimizer.kernel import Kernel, Options, Progress, States
+from echelon.server.optimizer.kernel import Kernel, Options, Progress, States, Step
 
 State = dict[str, Any]  # of one parameter, as torch.optim's classes keep it
 
@@ -65,21 +65,13 @@ class ElementwiseClass(_ClassKernel):
         numbers = tuple((name, float(state[name])) for name in self.scalar_names if name != "step")
         return after._replace(numbers=numbers)
 
-    def update(
-        self,
-        weights: Tensor,
-        gradient: Tensor,
-        states: States,
-        before: Progress,
-        lr: float,
-        divisor: float,
-        scale: float,
-    ) -> None:
+    def update(self, weights: Tensor, gradient: Tensor, states: States, step: Step) -> None:
+        divisor = step.divisor
         start = weights.clone() if self._divides_change and divisor != 1 else None
-        state = self._state(states, before)
+        state = self._state(states, step.before)
         if "eta" in state:  # ASGD computed it from the rate in the step before
             state["eta"] /= divisor
-        self._runner.run(weights, gradient, state, lr if self._divides_change else lr / divisor)
+        self._runner.run(weights, gradient, state, step.lr if self._divides_change else step.lr / divisor)
         for name, stored in zip(self.state_names, states, strict=True):
             if state[name].data_ptr() != stored.data_ptr():  # the class created it in its first step
                 stored.copy_(state[name])
@@ -107,12 +99,12 @@ class WholeClass(_ClassKernel):
     def state_names(self) -> tuple[str, ...]:
         return ()
 
-    def update_object(self, weights: Tensor, gradient: Tensor, state: State, lr: float, divisor: float) -> None:
+    def update_object(self, weights: Tensor, gradient: Tensor, state: State, step: Step) -> None:
         """Update a key and its state in place. The gradient may be changed. A divided step moves the weights less."""
-        start = weights.clone() if divisor != 1 else None
-        self._runner.run(weights, gradient, state, lr)
+        start = weights.clone() if step.divisor != 1 else None
+        self._runner.run(weights, gradient, state, step.lr)
         if start is not None:
-            divide_change(weights, start, divisor)
+            divide_change(weights, start, step.divisor)
 
 
 class Runner:

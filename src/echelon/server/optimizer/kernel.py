@@ -19,6 +19,21 @@ class Progress(NamedTuple):
     numbers: tuple[tuple[str, float], ...] = ()  # one per name and key: NAdam's mu_product, ASGD's eta and mu
 
 
+class Step(NamedTuple):
+    """One update of some keys. `before` is the progress before it.
+
+    `scale` multiplies the gradient. It is 1 unless the kernel `scales_gradient`.
+    """
+
+    before: Progress
+    lr: float
+    divisor: float = 1.0
+    scale: float = 1.0
+
+
+NO_STEP = Step(Progress(), 0.0)  # of values that are written without an optimizer
+
+
 class Kernel:
     """One optimizer with one set of options."""
 
@@ -56,19 +71,9 @@ class Kernel:
         """Return the progress after an update."""
         return Progress(before.step + 1, before.states.union(self.state_names))
 
-    def update(
-        self,
-        weights: Tensor,
-        gradient: Tensor,
-        states: States,
-        before: Progress,
-        lr: float,
-        divisor: float,
-        scale: float,
-    ) -> None:
-        """Update a piece in place. `before`: the progress so far. A state that it does not have is zero.
+    def update(self, weights: Tensor, gradient: Tensor, states: States, step: Step) -> None:
+        """Update a piece in place. A state that `step.before` does not have is zero.
 
-        `scale` is 1 unless the kernel `scales_gradient`. Then the gradient may be the worker's own memory, so kernels
-        must not write to it.
+        The gradient may be the worker's own memory, so kernels must not write to it.
         """
         raise NotImplementedError

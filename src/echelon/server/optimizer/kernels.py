@@ -39,7 +39,7 @@ from echelon.optim import RULES, SGD, Rule
 from echelon.optim.import_path import import_allowed, is_import_path
 from echelon.optim.torch_classes import ELEMENTWISE, WHOLE
 from echelon.server.optimizer.class_kernels import ElementwiseClass, WholeClass
-from echelon.server.optimizer.kernel import Kernel, Options, Progress, States
+from echelon.server.optimizer.kernel import Kernel, Options, States, Step
 
 
 class Sgd(Kernel):
@@ -66,18 +66,10 @@ class Sgd(Kernel):
     def possible_states(self) -> frozenset[str]:
         return frozenset({"momentum_buffer"})
 
-    def update(
-        self,
-        weights: Tensor,
-        gradient: Tensor,
-        states: States,
-        before: Progress,
-        lr: float,
-        divisor: float,
-        scale: float,
-    ) -> None:
-        is_first = "momentum_buffer" not in before.states
-        self._descend(weights, gradient, states, lr, self._dampening, self._weight_decay / divisor, is_first, scale)
+    def update(self, weights: Tensor, gradient: Tensor, states: States, step: Step) -> None:
+        is_first = "momentum_buffer" not in step.before.states
+        decay = self._weight_decay / step.divisor
+        self._descend(weights, gradient, states, step.lr, self._dampening, decay, is_first, step.scale)
 
     def _descend(
         self,
@@ -122,19 +114,11 @@ class MxnetSgd(Sgd):
         super().__init__({"dampening": 0.0, "nesterov": False, "maximize": False, **options})
         self._prepares = options.get("rescale_grad", 1.0) != 1 or options.get("clip_gradient") is not None
 
-    def update(
-        self,
-        weights: Tensor,
-        gradient: Tensor,
-        states: States,
-        before: Progress,
-        lr: float,
-        divisor: float,
-        scale: float,
-    ) -> None:
+    def update(self, weights: Tensor, gradient: Tensor, states: States, step: Step) -> None:
+        scale = step.scale
         if self._prepares:
             (gradient,), scale = SGD.prepared([gradient * scale], [weights], self.options), 1.0
-        rate = lr / divisor
+        rate = step.lr / step.divisor
         taken, dampening = (1.0, 1 - rate) if self._momentum else (rate, 0.0)
         self._descend(weights, gradient, states, taken, dampening, self._weight_decay, False, scale)
 
@@ -153,21 +137,10 @@ class Functional(Kernel):
         """Return the states as the function takes them: one list per kind, empty where a kind is not used."""
         raise NotImplementedError
 
-    def update(
-        self,
-        weights: Tensor,
-        gradient: Tensor,
-        states: States,
-        before: Progress,
-        lr: float,
-        divisor: float,
-        scale: float,
-    ) -> None:
-        steps_before = [torch.tensor(float(before.step))]
-        lists = self._lists(states)
-        type(self)._function(
-            [weights], [gradient], *lists, steps_before, foreach=False, lr=lr / divisor, **self._keywords
-        )
+    def update(self, weights: Tensor, gradient: Tensor, states: States, step: Step) -> None:
+        steps_before = [torch.tensor(float(step.before.step))]
+        lists, rate = self._lists(states), step.lr / step.divisor
+        type(self)._function([weights], [gradient], *lists, steps_before, foreach=False, lr=rate, **self._keywords)
 
 
 class Adam(Functional):
@@ -212,19 +185,10 @@ class Adagrad(Functional):
     def _lists(self, states: States) -> list[list[Tensor]]:
         return [[states[0]]]
 
-    def update(
-        self,
-        weights: Tensor,
-        gradient: Tensor,
-        states: States,
-        before: Progress,
-        lr: float,
-        divisor: float,
-        scale: float,
-    ) -> None:
-        if not before.step:
+    def update(self, weights: Tensor, gradient: Tensor, states: States, step: Step) -> None:
+        if not step.before.step:
             states[0].fill_(float(self.options["initial_accumulator_value"]))
-        super().update(weights, gradient, states, before, lr, divisor, scale)
+        super().update(weights, gradient, states, step)
 
 
 class RMSprop(Functional):
@@ -267,23 +231,14 @@ class RuleKernel(Kernel):
         most = {name: 2.0 for name in ("momentum", "batch_scale") if name in self.options}
         return frozenset(self._rule.state_names({**self.options, **most}))
 
-    def update(
-        self,
-        weights: Tensor,
-        gradient: Tensor,
-        states: States,
-        before: Progress,
-        lr: float,
-        divisor: float,
-        scale: float,
-    ) -> None:
-        rate = 1.0 if self._rule.ignores_rate else lr
+    def update(self, weights: Tensor, gradient: Tensor, states: States, step: Step) -> None:
+        rate, divisor = 1.0 if self._rule.ignores_rate else step.lr, step.divisor
         options = self.options
         if not self.divides_gradient:
             rate /= divisor
         elif divisor != 1 and options.get("clip_gradient") is not None:  # the limit is that of an undivided gradient
             options = {**options, "clip_gradient": options["clip_gradient"] / divisor}
-        self._rule.apply(weights, gradient, states, before.step + 1, rate, options)
+        self._rule.apply(weights, gradient, states, step.before.step + 1, rate, options)
 
 
 class RowsOnly(Kernel):

@@ -11,13 +11,13 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from echelon.cluster.messages import NO_OPTIMIZER, OptimizerSpec, Setting
+from echelon.cluster.messages import NO_OPTIMIZER, OptimizerSpec, PushHeader, Setting
 from echelon.cluster.placement import KeySpec, Layout
 from echelon.errors import UsageError
 from echelon.schemes import Apply, Gathered
 from echelon.server.execute import Task, Update, WeightedGradient
 from echelon.server.memory import Window
-from echelon.server.optimizer.kernel import Kernel, Progress
+from echelon.server.optimizer.kernel import Kernel, Progress, Step
 from echelon.server.optimizer.kernels import changed_kernel, kernel_for
 from echelon.server.optimizer.row_kernels import RowKernel, row_kernel_for
 from echelon.server.rows import PushedRows
@@ -30,18 +30,10 @@ Settings = Sequence[Mapping[str, Setting]]
 
 @dataclass(slots=True, eq=False)
 class PushedGradient:
-    """A gradient that waits to be applied. `samples` None: it is added without a weight. `absent`, `edits`: see `Push`.
-
-    `settings` has the changed settings of each parameter group; None: they are those that the optimizer was set with.
-    """
+    """A gradient that waits to be applied, and what its push says about it."""
 
     window: Window | PushedRows
-    samples: float | None
-    lrs: list[float]
-    absent: float = 0.0
-    settings: Settings | None = None
-    gated: bool = False
-    edits: int = 0
+    header: PushHeader
 
 
 def shares_of(action: Apply | Gathered) -> list[float]:
@@ -153,7 +145,7 @@ class Optimization:
     def tasks(self, action: Apply, keys: tuple[int, ...], pushes: Sequence[PushedGradient]) -> list[Task]:
         """Count an update of a lane and return its tasks, one for each parameter group among its keys."""
         shares = [share * action.scale for share in shares_of(action)]
-        lrs, settings = pushes[0].lrs, pushes[0].settings
+        lrs, settings = pushes[0].header.lrs, pushes[0].header.settings
         before = dict(self._progress[action.key])
         tasks = []
         for group, members in self._plan(action.key, keys):
@@ -163,17 +155,17 @@ class Optimization:
             if kernel is not None:
                 self._progress[action.key][group] = kernel.progress(progress, lr)
             make = self._row_update if isinstance(pushes[0].window, PushedRows) else _update
-            tasks.append(Task(members, make(kernel, pushes, shares, progress, lr, action.divisor), ()))
+            tasks.append(Task(members, make(kernel, pushes, shares, Step(progress, lr, action.divisor)), ()))
         return tasks
 
     def disagreement(self, ranks: Sequence[int], pushes: Sequence[PushedGradient]) -> str:
         """Return how the settings of a round's workers differ, or an empty text. Those of the first worker count."""
-        first = pushes[0]
-        for rank, pushed in zip(ranks[1:], pushes[1:], strict=True):
-            if pushed.lrs == first.lrs and pushed.settings == first.settings:
+        first = pushes[0].header
+        for rank, header in zip(ranks[1:], (pushed.header for pushed in pushes[1:]), strict=True):
+            if header.lrs == first.lrs and header.settings == first.settings:
                 continue
             for group in range(len(self._kernels)):
-                own, other = (self._settings(group, gradient) for gradient in (first, pushed))
+                own, other = self._settings(group, first), self._settings(group, header)
                 for name in (name for name in own if own[name] != other[name]):
                     return (
                         f"worker {ranks[0]} has {name} {own[name]} in parameter group {group}, but worker {rank} has "
@@ -182,9 +174,9 @@ class Optimization:
                     )
         return ""
 
-    def _settings(self, group: int, pushed: PushedGradient) -> dict[str, Setting]:
-        changes = pushed.settings[group] if pushed.settings else {}
-        rate = {"lr": pushed.lrs[group]} if pushed.lrs else {}
+    def _settings(self, group: int, header: PushHeader) -> dict[str, Setting]:
+        changes = header.settings[group] if header.settings else {}
+        rate = {"lr": header.lrs[group]} if header.lrs else {}
         return {**self._kernels[group].options, **changes, **rate}
 
     def unite(self, keys: tuple[int, ...], lane: int) -> bool:
@@ -222,20 +214,14 @@ class Optimization:
         return kernel
 
     def _row_update(
-        self,
-        kernel: Kernel | None,
-        pushes: Sequence[PushedGradient],
-        shares: Sequence[float],
-        progress: Progress,
-        lr: float,
-        divisor: float,
+        self, kernel: Kernel | None, pushes: Sequence[PushedGradient], shares: Sequence[float], step: Step
     ) -> RowUpdate:
         assert self._spec is not None or kernel is None
         row_kernel = row_kernel_for(self._spec.name, kernel) if self._spec is not None and kernel is not None else None
-        by = divisor if kernel is not None and kernel.divides_gradient else 1
+        by = step.divisor if kernel is not None and kernel.divides_gradient else 1
         rows = [pushed.window for pushed in pushes if isinstance(pushed.window, PushedRows)]
         gradients = (WeightedRows(pushed, share / by) for pushed, share in zip(rows, shares, strict=True))
-        return RowUpdate(tuple(gradients), row_kernel, progress, lr, divisor)
+        return RowUpdate(tuple(gradients), row_kernel, step)
 
     def _rate(self, kernel: Kernel | None, group: int, lrs: Sequence[float]) -> float:
         if kernel is None:
@@ -257,18 +243,11 @@ class Optimization:
         return NO_OPTIMIZER if self._spec is None else self._spec.group_of(str(spec.name))
 
 
-def _update(
-    kernel: Kernel | None,
-    pushes: Sequence[PushedGradient],
-    shares: Sequence[float],
-    progress: Progress,
-    lr: float,
-    divisor: float,
-) -> Update:
-    by = divisor if kernel is not None and kernel.divides_gradient else 1
+def _update(kernel: Kernel | None, pushes: Sequence[PushedGradient], shares: Sequence[float], step: Step) -> Update:
+    by = step.divisor if kernel is not None and kernel.divides_gradient else 1
     windows = [pushed.window for pushed in pushes if not isinstance(pushed.window, PushedRows)]
     gradients = (WeightedGradient(window, share / by) for window, share in zip(windows, shares, strict=True))
-    return Update(tuple(gradients), kernel, progress, lr, divisor)
+    return Update(tuple(gradients), kernel, step)
 
 
 def _described(spec: OptimizerSpec) -> str:

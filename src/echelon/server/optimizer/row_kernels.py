@@ -6,7 +6,6 @@ bits of plain PyTorch. What torch refuses for sparse gradients is refused here, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.optim._functional import sparse_adam
 from torch.optim.adagrad import adagrad
 
 from echelon.errors import UsageError
-from echelon.server.optimizer.kernel import Kernel, Progress
+from echelon.server.optimizer.kernel import Kernel, States, Step
 
 _DENSE = "use nn.Embedding(sparse=False)"
 
@@ -33,10 +32,8 @@ class RowKernel:
         if self.options.get("weight_decay"):
             raise UsageError(f"weight_decay option is not compatible with sparse gradients; {_DENSE}")
 
-    def update(
-        self, table: Tensor, gradient: Tensor, states: Sequence[Tensor], before: Progress, lr: float, divisor: float
-    ) -> None:
-        """Update the rows of a sparse gradient in place. `before`: the progress so far."""
+    def update(self, table: Tensor, gradient: Tensor, states: States, step: Step) -> None:
+        """Update the rows of a sparse gradient in place."""
         raise NotImplementedError
 
 
@@ -53,36 +50,31 @@ class Sgd(RowKernel):
                 f"servers do not support it for sparse gradients; use momentum=0, or {_DENSE}"
             )
 
-    def update(
-        self, table: Tensor, gradient: Tensor, states: Sequence[Tensor], before: Progress, lr: float, divisor: float
-    ) -> None:
-        table.add_(-gradient if self.options["maximize"] else gradient, alpha=-lr)
+    def update(self, table: Tensor, gradient: Tensor, states: States, step: Step) -> None:
+        table.add_(-gradient if self.options["maximize"] else gradient, alpha=-step.lr)
 
 
 class Adagrad(RowKernel):
     """torch.optim.Adagrad."""
 
-    def update(
-        self, table: Tensor, gradient: Tensor, states: Sequence[Tensor], before: Progress, lr: float, divisor: float
-    ) -> None:
-        if not before.step:
+    def update(self, table: Tensor, gradient: Tensor, states: States, step: Step) -> None:
+        if not step.before.step:
             states[0].fill_(float(self.options["initial_accumulator_value"]))
         keywords = {name: self.options[name] for name in ("weight_decay", "lr_decay", "eps", "maximize")}
         sparse: dict[str, Any] = {"foreach": False, "has_sparse_grad": True, **keywords}
-        adagrad([table], [gradient], list(states), [torch.tensor(float(before.step))], lr=lr / divisor, **sparse)
+        steps_before = [torch.tensor(float(step.before.step))]
+        adagrad([table], [gradient], list(states), steps_before, lr=step.lr / step.divisor, **sparse)
 
 
 class SparseAdam(RowKernel):
     """torch.optim.SparseAdam."""
 
-    def update(
-        self, table: Tensor, gradient: Tensor, states: Sequence[Tensor], before: Progress, lr: float, divisor: float
-    ) -> None:
+    def update(self, table: Tensor, gradient: Tensor, states: States, step: Step) -> None:
         beta1, beta2 = self.options["betas"]
         keywords: dict[str, Any] = {"eps": self.options["eps"], "maximize": self.options["maximize"]}
         mean, square = states
-        step = [before.step + 1]
-        sparse_adam([table], [gradient], [mean], [square], step, beta1=beta1, beta2=beta2, lr=lr / divisor, **keywords)
+        keywords |= {"beta1": beta1, "beta2": beta2, "lr": step.lr / step.divisor}
+        sparse_adam([table], [gradient], [mean], [square], [step.before.step + 1], **keywords)
 
 
 ROW_KERNELS: dict[str, type[RowKernel]] = {"sgd": Sgd, "adagrad": Adagrad, "sparse_adam": SparseAdam}

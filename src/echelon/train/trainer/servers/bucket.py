@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
+from echelon.cluster.messages import PushHeader
 from echelon.cluster.placement import Slot
 from echelon.kvstore.optimizer_spec import StepSettings
 from echelon.kvstore.servers.client import Ticket
@@ -86,17 +87,17 @@ class Bucket:
     def _push(
         self, slots: Sequence[Slot], samples: int, *, factor_rank: int = 0, more: bool = False, absent: int = 0
     ) -> list[Ticket]:
-        return self._store.push_bucket(
-            slots,
+        header = PushHeader(
             float(samples),
             self._settings.rates(),
-            settings=self._settings.changes(),
-            factor_rank=factor_rank,
-            more=more,
-            absent=float(absent),
+            self._settings.changes(),
+            float(absent),
+            factor_rank,
+            more,
             gated=self._gated,
             edits=self.edits,
         )
+        return self._store.push_bucket(slots, header)
 
     def discard(self) -> None:
         """Discard the gradients of the current step, unless they were pushed."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
-from echelon.cluster.messages import OptimizerSpec
+from echelon.cluster.messages import OptimizerSpec, PushHeader
 from echelon.errors import UsageError
 from echelon.kvstore.optimizer_spec import StepSettings
 from echelon.kvstore.servers.client import Ticket
@@ -108,17 +108,9 @@ class SparseTables:
                 gradients[key] = rows_of(_sparse(name, parameter.grad), add_repeated=add_repeated)
         for part, weight, missing in ((gradients, float(samples), 0.0), (absent, 0.0, float(samples))):
             if part:
-                self._in_flight += self._store.rows.push(
-                    part,
-                    pull=True,
-                    samples=weight,
-                    lrs=self._settings.rates(),
-                    halt=self._store.requests_to_halt,
-                    absent=missing,
-                    settings=self._settings.changes(),
-                    gated=gated,
-                    edits=self.edits,
-                )
+                rates, changes = self._settings.rates(), self._settings.changes()
+                header = PushHeader(weight, rates, changes, missing, gated=gated, edits=self.edits)
+                self._in_flight += self._store.push_rows(part, header)
         self.edits = 0
 
     def wait(self) -> list[Ticket]:

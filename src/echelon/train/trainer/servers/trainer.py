@@ -85,7 +85,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         )
         self._initialise_servers()
         self._add_hooks()
-        self.kvstore.on_missed_rounds = self.refresh
+        self.kvstore.waiting.on_missed_rounds = self.refresh
 
     # --- the loop
 
@@ -171,7 +171,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         if self.clock == 0 and num_workers > 1:
             self._watch.check_not_in_place_of_steps(num_workers, lock_step=self.kvstore.kind.lock_step)
         ended = not (self._clips_on_servers and self._gradients_sent)  # else servers hold a step that this worker left
-        if self.kvstore.wait_for_others() and num_workers > 1 and ended:
+        if self.kvstore.waiting.wait_for_end() and num_workers > 1 and ended:
             self._refresh_unedited()
 
     def _copy_untrained_from_first(self) -> None:

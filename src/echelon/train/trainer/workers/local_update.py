@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from echelon.cluster.messages import PushHeader
 from echelon.errors import UsageError
 from echelon.kvstore.servers.client import Ticket
 from echelon.kvstore.servers.store import ServerStore
@@ -155,7 +156,7 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
     def _push(self, names: list[str], samples: int, absent: int = 0) -> list[Ticket]:
         """Push gradients that are in the store's memory, or tell the servers that `absent` samples give none."""
         slots = self.kvstore.slots(names)
-        return self.kvstore.push_bucket(slots, float(samples), [], absent=float(absent)) if names else []
+        return self.kvstore.push_bucket(slots, PushHeader(float(samples), absent=float(absent))) if names else []
 
 
 def _set_gradient(parameter: nn.Parameter, mean: Tensor) -> None:
