@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,8 +55,10 @@ class Job:
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> Job:
         """Return the job that a launcher has described. Without `DMLC_PS_ROOT_PORT` it has only this process.
 
-        An empty variable counts as unset.
+        An empty variable counts as unset. In a thread that runs a process of a job (`job_of_thread`), return that job.
         """
+        if variables is None and (job_of_this_thread := _JOB_OF_THREAD.get()) is not None:
+            return job_of_this_thread
         env = os.environ if variables is None else variables
         values = {field: parse(name, env[name]) for field, (name, parse) in _VARIABLES.items() if env.get(name)}
         job = cls(**values)
@@ -77,6 +81,19 @@ class Job:
     def as_role(self, role: str, rank: int) -> Job:
         """Return the same job as another of its processes sees it."""
         return replace(self, role=role, rank=rank)
+
+
+_JOB_OF_THREAD: ContextVar[Job | None] = ContextVar("job of this thread", default=None)
+
+
+@contextmanager
+def job_of_thread(job: Job) -> Iterator[None]:
+    """Let `Job.from_environment()` return `job` in this thread, which runs a process of a job in one process."""
+    token = _JOB_OF_THREAD.set(job)
+    try:
+        yield
+    finally:
+        _JOB_OF_THREAD.reset(token)
 
 
 def _from_torchrun(job: Job, env: Mapping[str, str]) -> Job:

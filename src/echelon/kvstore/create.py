@@ -28,7 +28,7 @@ from echelon.kvstore.servers.session import SESSIONS
 from echelon.kvstore.servers.store import ServerStore
 from echelon.kvstore.store import KVStore
 from echelon.kvstore.uncaught import print_job_errors_in_one_line
-from echelon.kvstore.worker import current_job, transport_for
+from echelon.kvstore.worker import is_thread, transport_for
 from echelon.observe.events import EventLog
 from echelon.schemes import check_lr_scale, rules_for, store_kind
 from echelon.transport import by_name
@@ -65,7 +65,7 @@ def create(
     """
     store_kind(name)  # an unknown name raises an error in every role
     check_lr_scale(lr_scale)
-    job = job or current_job()
+    job = job or Job.from_environment()
     if transport is not None:
         job = replace(job, transport=transport)
     if job.role != "worker":
@@ -200,6 +200,11 @@ def _create_collective(
         raise UsageError(
             f"{name} needs a job: start this program with 'echelon launch -n WORKERS -s 0 python …', with torchrun, or "
             "set DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER and ECHELON_RANK"
+        )
+    if store_kind(name).spans_workers and job.num_workers > 1 and is_thread():
+        raise UsageError(
+            f"{name} without servers cannot run in threads, because torch.distributed has one rank per process: use "
+            "--launcher local, or a store with servers (-s 1 or more), such as dist_sync"
         )
     rendezvous = rendezvous_of_store(name, job)
     if job.distributed and job.num_servers and job.device_index == 0:

@@ -6,12 +6,13 @@ a thread of one process, so a thread can say which worker it is.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from echelon.environment import Job
+from echelon.environment import Job, job_of_thread
 from echelon.transport import by_name
 from echelon.transport.interface import Transport
 
@@ -32,15 +33,15 @@ def thread_is_worker(job: Job, transport: Transport) -> Iterator[None]:
     """Let this thread be a worker inside the block: stores that it creates by name belong to this job."""
     token = _THREAD.set(Worker(job, transport))
     try:
-        yield
+        with job_of_thread(job):
+            yield
     finally:
         _THREAD.reset(token)
 
 
-def current_job() -> Job:
-    """Return the job of this thread, or the one that the environment describes."""
-    worker = _THREAD.get()
-    return worker.job if worker is not None else Job.from_environment()
+def is_thread() -> bool:
+    """Return whether this thread is a worker beside others of the same process."""
+    return _THREAD.get() is not None and threading.current_thread() is not threading.main_thread()
 
 
 def transport_for(job: Job) -> Transport:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import socket
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -48,33 +51,65 @@ def run(
         allow_optimizers=allow_optimizers,
     )
     results: dict[int, T] = {}
-    errors: list[BaseException] = []
 
-    def work(rank: int) -> None:
-        own = job.as_role("worker", rank)
+    def work(own: Job) -> None:
+        kv = create(store, staleness=staleness, groups=groups, lr_scale=lr_scale, check_finite=check_finite)
+        assert own.rank is not None
+        results[own.rank] = program(kv)
+
+    threads = JobThreads(job, listener, shared, work)
+    threads.start()
+    threads.join()
+    if threads.errors:
+        raise next(iter(threads.errors.values()))
+    return [results[rank] for rank in range(num_workers)]
+
+
+class JobThreads:
+    """The scheduler, the servers and the workers of a job, as threads of this process.
+
+    Every worker thread calls `work(job)` with the job as that worker sees it. `errors` has what ended a thread, by the
+    name of the thread ("worker 0"), in the order of time.
+    """
+
+    def __init__(self, job: Job, listener: socket.socket, transport: Transport, work: Callable[[Job], object]) -> None:
+        self.errors: dict[str, BaseException] = {}
+        self._transport = transport
+        self._work = work
+        programs: dict[str, Callable[[], object]] = {"scheduler 0": partial(serve_scheduler, job, listener)}
+        for rank in range(job.num_servers):
+            programs[f"server {rank}"] = partial(serve_server, job.as_role("server", rank), transport)
+        for rank in range(job.num_workers):
+            programs[f"worker {rank}"] = partial(self._run_worker, job.as_role("worker", rank))
+        self.threads = [
+            threading.Thread(target=self._keep_error, args=[name, target], name=name, daemon=True)
+            for name, target in programs.items()
+        ]
+
+    def start(self) -> None:
+        """Start all threads."""
+        for thread in self.threads:
+            thread.start()
+
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end of all threads, or for `timeout_s`. Return whether all have ended."""
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self.threads:
+            left = deadline - time.monotonic()
+            thread.join(None if left == math.inf else max(0.0, left))
+        return not any(thread.is_alive() for thread in self.threads)
+
+    def _run_worker(self, job: Job) -> None:
+        failed = True
         try:
-            with thread_is_worker(own, shared):
-                kv = create(store, staleness=staleness, groups=groups, lr_scale=lr_scale, check_finite=check_finite)
-                results[rank] = program(kv)
+            with thread_is_worker(job, self._transport):
+                self._work(job)
+            failed = False
         finally:
-            SESSIONS.finish(own)
+            SESSIONS.finish(job, failed=failed)
 
-    def keep_error(target: Callable[[], object]) -> None:
+    def _keep_error(self, name: str, target: Callable[[], object]) -> None:
         try:
             target()
         except BaseException as error:
-            errors.append(error)
-
-    programs: dict[str, Callable[[], object]] = {"scheduler": partial(serve_scheduler, job, listener)}
-    for rank in range(num_servers):
-        programs[f"server-{rank}"] = partial(serve_server, job.as_role("server", rank), shared)
-    for rank in range(num_workers):
-        programs[f"worker-{rank}"] = partial(work, rank)
-    threads = [threading.Thread(target=keep_error, args=[target], name=name) for name, target in programs.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [results[rank] for rank in range(num_workers)]
+            self.errors[name] = error

@@ -158,10 +158,13 @@ class Sessions:
         session = self._sessions[place_of(job)] = Session(job, transport)
         return session, True
 
-    def finish(self, job: Job) -> None:
-        """Close the stores of a worker that are open, and leave the job. Without a session, do nothing."""
+    def finish(self, job: Job, *, failed: bool = False) -> None:
+        """Close the stores of a worker that are open, and leave the job. Without a session, do nothing.
+
+        `failed`: the worker leaves without a message, so that the scheduler reports its death.
+        """
         if (session := self._sessions.pop(place_of(job), None)) is not None:
-            session.finish()
+            session.abandon() if failed else session.finish()
 
 
 SESSIONS = Sessions()

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from echelon.cluster.shares import Groups
+from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
 from echelon.kvstore.create import store_class
 from echelon.kvstore.state_files import by_key
 from echelon.kvstore.values import is_finite
-from echelon.kvstore.worker import current_job
 from echelon.schemes.stores import StoreKind, store_kind
 from echelon.train.trainer.attached import AttachedOptimizer, Closure, StateInStore
 from echelon.train.trainer.clipping import check_max_norm, clip_gradients
@@ -493,7 +493,7 @@ def _as_json(counts: Counter[int]) -> dict[str, int]:
 
 def _store_class(kvstore: str | KVStore) -> type[KVStore]:
     """Return the class of a store, or of the store that `create` returns for a name."""
-    return store_class(kvstore, current_job()) if isinstance(kvstore, str) else type(kvstore)
+    return store_class(kvstore, Job.from_environment()) if isinstance(kvstore, str) else type(kvstore)
 
 
 def _store_kind(kvstore: str | KVStore) -> StoreKind:
