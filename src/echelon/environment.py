@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from echelon.errors import UsageError
 
 HIGHEST_PORT = 65535
 ROLES = ("worker", "server", "scheduler")
+SECURITY = ("auto", "proof", "none")
+CREDENTIALS = "ECHELON_CREDENTIALS"
+CREDENTIALS_FILE = "ECHELON_CREDENTIALS_FILE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,9 @@ class Job:
     joined_file: str | None = None  # to which the workers that create a store add a line, for the launcher
     allow_optimizers: str | None = None  # import paths of users' own optimizers that servers may run, with commas
     rendezvous_hosted: bool = False  # torchrun already hosts a store at the scheduler's address
+    security: str = "auto"  # how connections are protected; see transport/credentials.py
+    credentials: str | None = field(default=None, repr=False)  # the secret of the job
+    credentials_file: str | None = None  # where the secret is, if not in `credentials`
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] | None = None) -> Job:
@@ -158,6 +164,11 @@ def let_threads_sleep() -> None:
     os.environ.update(sleeping_threads())
 
 
+def user_configuration() -> Path:
+    """Return the folder of this user's own settings."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "echelon"
+
+
 def use_compile_cache() -> str:
     """Let torch keep compiled kernels in the user's cache, unless a folder is configured. Return the folder."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "echelon" / "inductor"
@@ -171,6 +182,12 @@ def _text(name: str, text: str) -> str:
 def _role(name: str, text: str) -> str:
     if text not in ROLES:
         raise UsageError(f"{name} is {text!r}; it must be one of {', '.join(ROLES)}")
+    return text
+
+
+def _security(name: str, text: str) -> str:
+    if text not in SECURITY:
+        raise UsageError(f"{name} is {text!r}; it must be one of {', '.join(SECURITY)}")
     return text
 
 
@@ -241,5 +258,8 @@ _VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # the variable
     "joined_file": ("ECHELON_JOINED_FILE", _text),
     "allow_optimizers": ("ECHELON_ALLOW_OPTIMIZERS", import_paths),
     "rendezvous_hosted": ("TORCHELASTIC_USE_AGENT_STORE", lambda name, text: text == "True"),
+    "security": ("ECHELON_SECURITY", _security),
+    "credentials": (CREDENTIALS, _text),
+    "credentials_file": (CREDENTIALS_FILE, _text),
 }
 _INHERITED = ("listen_fd", "device_fd")  # sockets of one process, which others do not have

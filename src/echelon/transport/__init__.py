@@ -1,8 +1,9 @@
 """Moving bytes between processes.
 
 `interface` defines a transport; `in_process`, `sockets` (TCP) and `shared_memory` implement it. `connection` is one TCP
-connection of the last two. `control` is every process's connection to the scheduler, whose end means that the process
-has died, and `registration` is how a process joins a job over it.
+connection of the last two. `credentials` are a job's secret, `handshake` and `admission` prove it when a connection
+begins, and `channel` is the connection afterwards. `control` is every process's connection to the scheduler, whose end
+means that the process has died, and `registration` is how a process joins a job over it.
 """
 
 from echelon.errors import unknown_name
