@@ -49,6 +49,7 @@ class Job:
     device_port: int | None = None  # for the rendezvous of this worker's devices, on its own machine
     device_fd: int | None = None
     rendezvous_port: int | None = None  # where worker 0 listens for stores without servers in a job that has servers
+    rendezvous_host: str | None = None  # the address of worker 0's machine, if it is not the scheduler's
     local_workers: int | None = None  # workers on this machine, if the launcher chose OMP_NUM_THREADS for them
     joined_file: str | None = None  # to which the workers that create a store add a line, for the launcher
     allow_optimizers: str | None = None  # import paths of users' own optimizers that servers may run, with commas
@@ -254,6 +255,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # the variable
     "device_port": ("ECHELON_DEVICE_PORT", lambda name, text: _port(name, text) or None),
     "device_fd": ("ECHELON_DEVICE_FD", _number),
     "local_workers": ("ECHELON_LOCAL_WORKERS", _positive),
+    "rendezvous_host": ("ECHELON_RENDEZVOUS_HOST", _text),
     "rendezvous_port": ("ECHELON_RENDEZVOUS_PORT", lambda name, text: _port(name, text) or None),
     "joined_file": ("ECHELON_JOINED_FILE", _text),
     "allow_optimizers": ("ECHELON_ALLOW_OPTIMIZERS", import_paths),

@@ -1,8 +1,9 @@
-"""What Echelon asks of the operating system: usable cores, an allocator that keeps memory, and what signals do."""
+"""What Echelon asks of the operating system: usable cores, memory that is kept, signals, and its own source files."""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import signal
 import threading
@@ -39,6 +40,15 @@ def _cpu_quota(cgroups: Path) -> float | None:
         return None if quota in ("max", "-1") else int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):  # not Linux, no such controller, or an unknown format
         return None
+
+
+def code_digest() -> str:
+    """Return a digest of Echelon's source code, which must be the same on all hosts of a job."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def keep_freed_memory(block_bytes: int = BLOCK_BYTES, kept_bytes: int = KEPT_BYTES, *, one_arena: bool = False) -> None:

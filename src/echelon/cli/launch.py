@@ -5,17 +5,25 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
+from echelon.cluster.messages import SERVER, WORKER
 from echelon.cluster.shares import read_groups
-from echelon.environment import Job, import_paths
+from echelon.environment import Job, import_paths, variable
 from echelon.errors import UsageError, unknown_name
-from echelon.launch import LAUNCHERS
+from echelon.launch import LAUNCHERS, Launcher
+from echelon.launch.hosts import read_hosts
+from echelon.launch.interface import Output
+from echelon.launch.plan import Request
 from echelon.train.flags.parser import Parser
 from echelon.transport import by_name
+
+_VARIABLE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:[=:](?P<value>.*))?", re.DOTALL)
 
 
 def add_job_arguments(parser: argparse.ArgumentParser, default_workers: int | None = None) -> None:
@@ -25,8 +33,23 @@ def add_job_arguments(parser: argparse.ArgumentParser, default_workers: int | No
         "-n", "--num-workers", type=int, required=required, default=default_workers, help="number of workers"
     )
     parser.add_argument("-s", "--num-servers", type=int, help="number of servers (default: as many as workers)")
-    parser.add_argument("--launcher", default="local", help=f"how to start processes: {', '.join(LAUNCHERS)}")
-    parser.add_argument("-i", "--interface", help="network interface (default: DMLC_INTERFACE, or the loopback)")
+    parser.add_argument(
+        "--launcher",
+        default="local",
+        help=f"how to start processes: {', '.join(LAUNCHERS)}, or package.module:NAME for your own (default: local)",
+    )
+    parser.add_argument("-H", "--hostfile", help="file with one host per line: host, host slots=2 or user@host:port")
+    parser.add_argument("-i", "--interface", help="network interface (default: DMLC_INTERFACE, or the one that fits)")
+    parser.add_argument("--sync-dst-dir", help="copy this folder to that path on every host, and run there")
+    for flag, whom in (("--env", "all processes"), ("--env-worker", "workers"), ("--env-server", "servers")):
+        parser.add_argument(
+            flag,
+            action="append",
+            default=[],
+            metavar="NAME[=VALUE]",
+            help=f"set a variable for {whom}, or pass this shell's value on; can be given several times",
+        )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started where, and start nothing")
     parser.add_argument("--transport", help="auto, shm or tcp (default: ECHELON_TRANSPORT, or auto)")
     parser.add_argument(
         "--stall-seconds",
@@ -34,11 +57,58 @@ def add_job_arguments(parser: argparse.ArgumentParser, default_workers: int | No
         help="interval of reports on what a process waits for (default: ECHELON_STALL_SECONDS, or 10)",
     )
 
+    for launcher in LAUNCHERS.values():
+        launcher.add_arguments(parser.add_argument_group(f"--launcher {launcher.name}"))
+
+
+def launcher_of(name: str) -> Launcher:
+    """Return the launcher of a name, or a user's own, `package.module:NAME`."""
+    if name in LAUNCHERS:
+        return LAUNCHERS[name]
+    if ":" not in name:
+        raise unknown_name("launcher", name, LAUNCHERS, "name one of your own as package.module:NAME")
+    module, _, attribute = import_paths("--launcher", name).partition(":")
+    try:
+        launcher: Launcher = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"--launcher {name} cannot be loaded: {error}") from error
+    return launcher() if isinstance(launcher, type) else launcher
+
+
+def request_from(options: argparse.Namespace, job: Job, command: Sequence[str]) -> Request:
+    """Return what the flags ask a launcher for."""
+    return Request(
+        job,
+        command,
+        hosts=read_hosts(options.hostfile) if options.hostfile else (),
+        variables=_variables("--env", options.env),
+        variables_of={
+            WORKER: _variables("--env-worker", options.env_worker),
+            SERVER: _variables("--env-server", options.env_server),
+        },
+        sync_dst_dir=options.sync_dst_dir,
+        options=vars(options),
+    )
+
+
+def _variables(flag: str, given: Sequence[str]) -> dict[str, str]:
+    """Return variables of `NAME=VALUE`, of MXNet's `NAME:VALUE`, or of `NAME`, which takes this process's value."""
+    variables = {}
+    for text in given:
+        found = _VARIABLE.fullmatch(text)
+        if found is None:
+            raise UsageError(f"{flag} {text!r}: write NAME=VALUE, or NAME for the value it has in this shell")
+        name, value = found["name"], found["value"]
+        if value is None:
+            value = variable(name)
+            if value is None:
+                raise UsageError(f"{flag} {name}: this shell has no such variable; write {flag} {name}=VALUE")
+        variables[name] = value
+    return variables
+
 
 def job_from(options: argparse.Namespace, **more: object) -> Job:
     """Return the job that the flags and the environment describe."""
-    if options.launcher not in LAUNCHERS:
-        raise unknown_name("launcher", options.launcher, LAUNCHERS)
     servers = options.num_workers if options.num_servers is None else options.num_servers
     environment = Job.from_environment()
     transport = options.transport or environment.transport
@@ -88,7 +158,6 @@ def run(options: argparse.Namespace) -> int:
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
         raise UsageError("no command to launch; give it last, for example: echelon launch -n 2 -s 2 python train.py")
-    program = command_of(program)
     job = job_from(
         options,
         staleness=options.staleness,
@@ -96,10 +165,15 @@ def run(options: argparse.Namespace) -> int:
         run_dir=options.run_dir,
         allow_optimizers=_allowed(options.allow_optimizer),
     )
-    launcher = LAUNCHERS[options.launcher]
-    launcher.check(job)
-    _check_settings(job, launcher.hosts_of(job))
-    return int(launcher.run(job, program))
+    launcher = launcher_of(options.launcher)
+    if launcher.name == "local":  # other machines may have programs that this one does not have
+        program = command_of(program)
+    plan = launcher.plan(request_from(options, job, program))
+    _check_settings(job, plan.worker_hosts())
+    if options.dry_run:
+        print(launcher.describe(plan))
+        return 0
+    return launcher.run(plan, Output())
 
 
 def _allowed(given: Sequence[str]) -> str | None:

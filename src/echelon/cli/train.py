@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,12 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from echelon.cli.launch import add_job_arguments, job_from
+from echelon.cli.launch import add_job_arguments, job_from, launcher_of, request_from
 from echelon.environment import Job
 from echelon.errors import EchelonError
-from echelon.launch import LAUNCHERS
+from echelon.launch import Launcher
+from echelon.launch.interface import Output
+from echelon.launch.plan import Request
 from echelon.report.display import Display, stdout_console
 from echelon.report.result import result_lines
 from echelon.report.runs import discard_run, latest_run, new_run
@@ -85,16 +86,21 @@ def run(given: argparse.Namespace) -> int:
     options = replace(options, kv_store=store)
     if store_kind(options.kv_store).collective:
         job = replace(job, num_servers=0)
-    launcher = LAUNCHERS[given.launcher]
-    launcher.check(job)
+    launcher = launcher_of(given.launcher)
+    command = [sys.executable, "-m", "echelon.train", msgspec.json.encode(options).decode()]
+    request = request_from(given, job, command)
+    plan = launcher.plan(request)
+    if given.dry_run:
+        print(launcher.describe(plan))
+        return 0
     with Console().status("checking the flags and the data…"):  # imports torch, which takes seconds
-        check_flags(given, options, job, starts_job=True)
+        check_flags(given, options, job, worker_hosts=plan.worker_hosts())
     warn_about_effects(given)
     if reason:
         print(f"echelon: {reason}", file=sys.stderr, flush=True)
     if options.test_io:
         return _read_only(options)
-    return _train(launcher.run, job, options, given.name)
+    return _train(launcher, request, options, given.name)
 
 
 def _read_only(options: TrainOptions) -> int:
@@ -104,10 +110,10 @@ def _read_only(options: TrainOptions) -> int:
     return fit(options)
 
 
-def _train(launch: Callable[..., int], job: Job, options: TrainOptions, name: str | None) -> int:
+def _train(launcher: Launcher, request: Request, options: TrainOptions, name: str | None) -> int:
     before, directory = latest_run(), new_run(name, options.kv_store)
-    job = replace(job, run_dir=str(directory))
-    status, state = watch(launch, job, options, directory)
+    request = replace(request, job=replace(request.job, run_dir=str(directory)))
+    status, state = watch(launcher, request, options, directory)
     if status and not state.has_trained:  # there is nothing but the error, which has been printed
         discard_run(directory, before)
         return status
@@ -134,11 +140,10 @@ def _write_result(directory: Path, result: dict[str, Any]) -> str | None:
     return None
 
 
-def watch(launch: Callable[..., int], job: Job, options: TrainOptions, directory: Path) -> tuple[int, RunState]:
+def watch(launcher: Launcher, request: Request, options: TrainOptions, directory: Path) -> tuple[int, RunState]:
     """Run the workers under a display; returns the exit status and what the run reported."""
-    command = [sys.executable, "-m", "echelon.train", msgspec.json.encode(options).decode()]
-    with Display(directory, job_info(options, job)) as display:
-        status = launch(job, command, on_line=display.print, on_tick=display.update, shown=True)
+    with Display(directory, job_info(options, request.job)) as display:
+        status = launcher.run(launcher.plan(request), Output(display.print, display.update, shown=True))
     return status, display.state
 
 

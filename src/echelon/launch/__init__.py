@@ -1,15 +1,18 @@
 """Launchers: they start the processes of a job and supervise them until all have ended.
 
-`local` runs a job as processes of this machine, `devices` runs one process per device of a worker, and `in_process`
-runs a job as threads, for tests and debuggers. Below them, `supervise` watches the processes of a job and forwards
-signals, and `processes` starts, kills and reaps one child process.
+A launcher (`interface`) makes a `plan`, which says which process runs where, and runs it. `local` starts processes of
+this machine. Launchers for other machines start an `agent` there for each process, and speak to it over a byte stream
+(`streams`). `remote` is such a process as the launcher sees it, and `coordinate` starts them all when the ports are
+known. `run` and `supervise` watch the processes of a job, wherever they run. `devices` runs one process per device of a
+worker, and `in_process` runs a job as threads, for tests.
 
-To add a launcher, write a module with the functions `run`, `check` and `hosts_of`, as `local` has them, and add it to
-`LAUNCHERS`: `--launcher` accepts every name of that table.
+To add a launcher, write a class like `LocalLauncher`, let it pass `echelon.testing.check_launcher`, and add it to
+`LAUNCHERS`: `--launcher` accepts every name of that table, and `package.module:NAME` for a launcher of your own.
 """
 
-from echelon.launch import local
+from echelon.launch.interface import Launcher
+from echelon.launch.local import LocalLauncher
 
-LAUNCHERS = {"local": local}
+LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in (LocalLauncher(),)}
 
-__all__ = ["LAUNCHERS"]
+__all__ = ["LAUNCHERS", "Launcher"]

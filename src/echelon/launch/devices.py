@@ -8,7 +8,7 @@ port of this machine, whose listening socket device 0 inherits.
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from echelon.environment import Job, sleeping_threads, user_threads
 from echelon.errors import UsageError
@@ -99,14 +99,17 @@ def _command(command: Sequence[str], job: Job, index: int, num_devices: int, lis
     )
 
 
-def library_variables(job: Job, num_workers: int, *, num_devices: int = 1, one_machine: bool) -> dict[str, str]:
+def library_variables(
+    job: Job, num_workers: int, *, num_devices: int = 1, one_machine: bool, given: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Return variables for torch, Gloo and NCCL: threads per process, and the network interface between processes.
 
     `num_workers` workers with `num_devices` processes each share this machine's cores. By default torch starts one
-    thread per core in each process.
+    thread per core in each process. `given` are the user's own variables, which may set the number of threads.
     """
     variables = sleeping_threads()
-    if user_threads() is None or job.local_workers is not None:  # not the user's, but a launcher's for whole workers
+    chosen = user_threads() is not None or "OMP_NUM_THREADS" in (given or {})
+    if not chosen or job.local_workers is not None:  # not the user's, but a launcher's for whole workers
         variables["OMP_NUM_THREADS"] = str(max(1, usable_cores() // (num_workers * num_devices)))
         variables["ECHELON_LOCAL_WORKERS"] = str(num_workers)
     interface = job.interface or ("lo" if one_machine else None)

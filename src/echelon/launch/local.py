@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,106 +14,93 @@ from echelon.cluster.messages import WORKER, WorkerExited
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch.devices import library_variables
-from echelon.launch.joining import Joining
-from echelon.launch.processes import LOOPBACK, listen_on_loopback
-from echelon.launch.supervise import Command, OnLine, Supervisor, print_line
-from echelon.transport.control import frame
+from echelon.launch.interface import Output
+from echelon.launch.joining import JoinedFile
+from echelon.launch.plan import SCHEDULER, Address, Addresses, Plan, PlannedProcess, Request, describe, make_plan
+from echelon.launch.processes import LOOPBACK, ChildProcess, RunningProcess, listen_on_loopback
+from echelon.launch.report import report_worker_exit
+from echelon.launch.run import run_job
+from echelon.launch.supervise import OnLine, print_line
 from echelon.transport.registration import interface_address
 
 
-def run(
-    job: Job,
-    command: Sequence[str],
-    *,
-    on_line: OnLine = print_line,
-    on_tick: Callable[[], None] = lambda: None,
-    shown: bool = False,
-) -> int:
-    """Run `command` as every worker of `job`, and return the first failing exit status, or 0.
+class LocalLauncher:
+    """Runs all processes on this machine."""
 
-    `shown`: the user has seen all lines of the workers, so an error does not repeat the last ones.
-    """
-    check(job)
-    with ExitStack() as stack:
-        listener = stack.enter_context(listen_on_loopback())
-        port = listener.getsockname()[1]
-        # In a job with servers the scheduler has that port. A store without servers needs another one.
-        rendezvous = stack.enter_context(listen_on_loopback()) if job.num_servers else listener
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="echelon-")))
-        joining = Joining(folder / "joined", job.num_workers)
+    name = "local"
 
-        def report_end(name: str, how: str, failed: bool) -> None:
-            role, rank = name.split()
-            if role == WORKER and not failed:
-                joining.worker_ended(int(rank))
-            if role == WORKER and job.num_servers:
-                _send_to_scheduler(port, WorkerExited(int(rank), how, failed))
+    def add_arguments(self, group: argparse._ArgumentGroup) -> None:
+        """Add nothing: the flags of all launchers are enough."""
 
-        def tick() -> None:
-            for one in {listener, rendezvous}:  # the processes that inherited them have started
-                one.close()
-            if missing := joining.missing():
-                supervisor.fail(f"{WORKER} {missing[0]}", missing[1])
-            on_tick()
+    def plan(self, request: Request) -> Plan:
+        """Put every process on this machine. Workers have the address that groups files name."""
+        if request.hosts:
+            raise UsageError(
+                f"--launcher local starts all processes on this machine, but -H names {len(request.hosts)} hosts: "
+                "use --launcher ssh or mpi, or omit -H"
+            )
+        job = request.job
+        host = job.host or (interface_address(job.interface) if job.interface else LOOPBACK)
+        return make_plan(replace(request, job=replace(job, scheduler_host=host)))
 
-        own = replace(job, joined_file=str(joining.path))
-        commands = [replace(one, shown=shown) for one in _commands(own, command, listener, rendezvous)]
-        supervisor = Supervisor(on_line, tick, report_end)
-        status = supervisor.run(commands)
-        if not status and (warning := joining.warning()):
-            print(f"echelon: warning: {warning}", file=sys.stderr, flush=True)
-        return status
+    def describe(self, plan: Plan) -> str:
+        """Return the plan as text."""
+        return describe(plan)
+
+    def run(self, plan: Plan, output: Output) -> int:
+        """Run the job."""
+        with ExitStack() as stack:
+            return run_job(plan, output, _LocalBackend(plan, stack))
 
 
-def check(job: Job) -> None:
-    """Raise UsageError for an invalid job configuration."""
-    if job.num_workers < 1:
-        raise UsageError(f"a job needs at least one worker (-n), not {job.num_workers}")
-    if job.num_servers < 0:
-        raise UsageError(f"the number of servers (-s) cannot be {job.num_servers}")
-    hosts_of(job)
+def run(job: Job, command: Sequence[str], *, on_line: OnLine = print_line) -> int:
+    """Run `command` as every worker of a job on this machine, and return its exit status."""
+    launcher = LocalLauncher()
+    return launcher.run(launcher.plan(Request(job, command)), Output(on_line))
 
 
-def hosts_of(job: Job) -> dict[int, str]:
-    """Return the host of each worker, as groups files name it."""
-    host = job.host or (interface_address(job.interface) if job.interface else LOOPBACK)
-    return dict.fromkeys(range(job.num_workers), host)
+class _LocalBackend:
+    """Child processes, of which the scheduler and worker 0 inherit listening sockets."""
+
+    def __init__(self, plan: Plan, stack: ExitStack) -> None:
+        self._plan = plan
+        self._listeners = {
+            process.name: stack.enter_context(listen_on_loopback()) for process in plan.processes if process.listens
+        }
+        first = _address(self._listeners[f"{WORKER} 0"])
+        scheduler = self._listeners.get(f"{SCHEDULER} 0")
+        self._addresses = Addresses(_address(scheduler) if scheduler else first, first)
+        self._joined = JoinedFile(Path(stack.enter_context(TemporaryDirectory(prefix="echelon-"))) / "joined")
+        self._on_joined: Callable[[list[str]], None] = lambda lines: None
+
+    def start(self, planned: PlannedProcess) -> RunningProcess:
+        """Start a process."""
+        whole = self._plan.complete(planned, self._addresses)
+        environment = {**whole.environment, "ECHELON_JOINED_FILE": str(self._joined.path)}
+        if planned.role == WORKER:
+            library = library_variables(planned.job, planned.local_workers, one_machine=True, given=planned.variables)
+            environment = {**library, **environment}
+        listener = self._listeners.get(planned.name)
+        fds = [] if listener is None else [listener.fileno()]
+        if fds:
+            environment["ECHELON_LISTEN_FD"] = str(fds[0])
+        return ChildProcess(planned.name, planned.arguments, environment, pass_fds=fds)
+
+    def turn(self) -> None:
+        """Close what the children have inherited, and read which workers have joined."""
+        for listener in self._listeners.values():
+            listener.close()
+        if lines := self._joined.new_lines():
+            self._on_joined(lines)
+
+    def on_joined(self, handler: Callable[[list[str]], None]) -> None:
+        """Pass lines of the file of joined workers to a handler."""
+        self._on_joined = handler
+
+    def report_exit(self, exited: WorkerExited) -> None:
+        """Tell the scheduler that a worker's process has ended."""
+        report_worker_exit(self._plan.complete(self._plan.processes[0], self._addresses).job, exited)
 
 
-def _send_to_scheduler(port: int, message: WorkerExited) -> None:
-    """Report the end of a worker. Only the launcher can detect that a worker ended before it registered."""
-    try:
-        with socket.create_connection((LOOPBACK, port), timeout=1.0) as connection:
-            connection.sendall(frame(message))
-    except OSError:
-        pass  # the scheduler has ended, too
-
-
-def _commands(job: Job, command: Sequence[str], listener: socket.socket, rendezvous: socket.socket) -> list[Command]:
-    """Return the commands of all processes. Worker 0 hosts the rendezvous of stores without servers."""
-    port = listener.getsockname()[1]
-    rendezvous_port = rendezvous.getsockname()[1] if job.num_servers else None
-
-    def process(role: str, rank: int, arguments: Sequence[str], inherits: socket.socket | None = None) -> Command:
-        own = replace(job, role=role, rank=rank, scheduler_host=LOOPBACK, scheduler_port=port)
-        environment = replace(own, rendezvous_port=rendezvous_port).to_environment()
-        if inherits is not None:
-            environment["ECHELON_LISTEN_FD"] = str(inherits.fileno())
-        if role == WORKER:
-            environment |= library_variables(job, job.num_workers, one_machine=True)
-        return Command(
-            f"{role} {rank}",
-            arguments,
-            environment,
-            essential=role != WORKER,
-            pass_fds=(inherits.fileno(),) if inherits is not None else (),
-            needed=not job.num_servers,
-        )
-
-    workers = [process(WORKER, rank, command, None if rank else rendezvous) for rank in range(job.num_workers)]
-    if not job.num_servers:
-        return workers
-    python = sys.executable
-    scheduler = process("scheduler", 0, [python, "-m", "echelon.scheduler"], listener)
-    servers = [process("server", rank, [python, "-m", "echelon.server"]) for rank in range(job.num_servers)]
-    return [scheduler, *servers, *workers]
+def _address(listener: socket.socket) -> Address:
+    return Address(*listener.getsockname()[:2])

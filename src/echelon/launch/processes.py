@@ -1,4 +1,4 @@
-"""Child processes: starting them, detecting their end, and killing them with everything they have started.
+"""The processes of a job: what the supervisor needs of each of them, and those that are children of this process.
 
 A child leads a session of its own, so that its own children can be killed with it. It is killed when this process dies,
 even by SIGKILL (PDEATHSIG). The session is signalled only until its leader is reaped, because afterwards the kernel may
@@ -15,7 +15,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from echelon.environment import child_environment
 from echelon.errors import UsageError
@@ -25,6 +25,52 @@ _PR_SET_PDEATHSIG = 1
 _STAT_SESSION = 3  # fields of /proc/PID/stat after the command name, which may contain spaces and brackets
 _STAT_CPU_TIMES = slice(11, 15)  # user and system time, of the process and of the children it has waited for
 _libc = ctypes.CDLL(None)
+
+
+class RunningProcess(Protocol):
+    """A process of the job that was started, on this machine or on another one."""
+
+    @property
+    def where(self) -> str:
+        """Its number and, if it runs on another machine, the host."""
+        ...
+
+    def fileno(self) -> int | None:
+        """Return what becomes readable when there is something to read; None: not yet."""
+        ...
+
+    def read_output(self) -> bytes | None:
+        """Return the output since the last call, None if there is none, or b"" if it has ended."""
+        ...
+
+    def exit_code(self) -> int | None:
+        """Return the exit status, the negative number of the signal that killed it, or None while it runs."""
+        ...
+
+    def how_ended(self) -> str:
+        """Say how it ended, as in "exited with status 1"."""
+        ...
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process and all that it has started, unless it has ended."""
+        ...
+
+    def reap(self) -> int:
+        """Kill what is left of it, wait for its end, and return its exit code."""
+        ...
+
+    def close(self) -> None:
+        """Reap the process and release what belongs to it. A second call does nothing."""
+        ...
+
+    def cpu_ticks(self) -> int:
+        """Return the processor time that it has used, in clock ticks of the kernel."""
+        ...
+
+
+def how_ended(code: int) -> str:
+    """Say what an exit code means, as in "was killed by signal 9"."""
+    return f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
 
 
 class ChildProcess:
@@ -65,6 +111,31 @@ class ChildProcess:
         self.pid = self._popen.pid  # of the process and of its session
         self.stdin, self.stdout = self._popen.stdin, self._popen.stdout
         self._pidfd: int | None = None
+
+    @property
+    def where(self) -> str:
+        """Its number."""
+        return f"pid {self.pid}"
+
+    def fileno(self) -> int | None:
+        """Return the pipe of its output, which does not block from now on."""
+        assert self.stdout is not None
+        os.set_blocking(self.stdout.fileno(), False)
+        return self.stdout.fileno()
+
+    def read_output(self) -> bytes | None:
+        """Return the output since the last call, None if there is none, or b"" if it has ended."""
+        assert self.stdout is not None
+        if self.stdout.closed:
+            return b""
+        data: bytes | None = self.stdout.read()
+        if data == b"":
+            self.stdout.close()
+        return data
+
+    def how_ended(self) -> str:
+        """Say how it ended."""
+        return how_ended(self.reap())
 
     @property
     def pidfd(self) -> int:

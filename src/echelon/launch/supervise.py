@@ -1,8 +1,9 @@
-"""Running the processes of a job on this machine: start them, label their output, forward signals, leave none behind.
+"""Running the processes of a job: start them, label their output, forward signals, leave none behind.
 
-One thread runs one loop. A job with servers survives the death of a worker, but not that of a server or the scheduler.
-Workers may continue after the servers have ended, for example to evaluate, but an idle one is killed. Ctrl-C and
-SIGTERM are forwarded to the workers, which get time to save a checkpoint; a second one kills everything at once.
+The processes may run anywhere (`processes.RunningProcess`). One thread runs one loop. A job with servers survives the
+death of a worker, but not that of a server or the scheduler. Workers may continue after the servers have ended, for
+example to evaluate, but an idle one is killed. Ctrl-C and SIGTERM are forwarded to the workers, which get time to save
+a checkpoint; a second one kills everything at once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from echelon.launch.last_lines import LastLines, advice_for, is_short_error
-from echelon.launch.processes import ChildProcess
+from echelon.launch.processes import ChildProcess, RunningProcess
 
 GRACE_S = 5.0  # to end, for processes that are stopped because another one failed
 SAVING_S = 30.0  # to end, for workers that get a signal: enough for a step and a checkpoint, as in Slurm and Kubernetes
@@ -31,6 +32,7 @@ LAST_LINES = 20
 MAX_LINE_BYTES = 1 << 20  # a longer line is shown in parts, because all of it would be kept in memory
 
 OnLine = Callable[[str, str], None]  # gets a process's name and a line of its output
+Start = Callable[["Command"], RunningProcess]
 OnEnd = Callable[[str, str, bool], None]  # gets a process's name, how it ended, and whether it failed
 
 
@@ -56,7 +58,8 @@ class Command:
 @dataclass(slots=True, eq=False)
 class _Child:
     command: Command
-    process: ChildProcess
+    process: RunningProcess
+    output_fd: int | None = None  # where its output is read, from when it is known until it has ended
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     partial: bytes = b""  # the beginning of a line whose end has not arrived
     ended: bool = False
@@ -79,6 +82,11 @@ def print_line(name: str, text: str) -> None:
     print(f"[{name}] {text}", flush=True)
 
 
+def start_child(command: Command) -> RunningProcess:
+    """Start a command as a child of this process."""
+    return ChildProcess(command.name, command.arguments, command.environment, pass_fds=command.pass_fds)
+
+
 class Supervisor:
     """Starts commands and runs until all of them have ended."""
 
@@ -87,7 +95,9 @@ class Supervisor:
         on_line: OnLine = print_line,
         on_tick: Callable[[], None] = lambda: None,
         on_end: OnEnd = lambda name, how, failed: None,
+        start: Start = start_child,
     ) -> None:
+        self._start_process = start
         self._output = LastLines(on_line)
         self._on_tick = on_tick
         self._on_end = on_end
@@ -119,18 +129,18 @@ class Supervisor:
             print(f"echelon: {self._reason}{self._why()}{self._ended_before()}", file=sys.stderr, flush=True)
         return self._status
 
+    def watch(self, fileno: int, on_readable: Callable[[], None]) -> None:
+        """Call a function whenever a file of the launcher is readable."""
+        self._selector.register(fileno, selectors.EVENT_READ, on_readable)
+
     def _start(self, command: Command) -> None:
-        process = ChildProcess(command.name, command.arguments, command.environment, pass_fds=command.pass_fds)
-        child = _Child(command, process)
-        self._children.append(child)
-        assert process.stdout is not None
-        os.set_blocking(process.stdout.fileno(), False)
-        self._selector.register(process.stdout, selectors.EVENT_READ, child)
+        self._children.append(_Child(command, self._start_process(command)))
 
     def _turn(self) -> None:
         self._on_tick()
+        self._watch_new_outputs()
         for key, _ in self._selector.select(TICK_S):
-            self._read(key.data)
+            self._read(key.data) if isinstance(key.data, _Child) else key.data()
         while self._signals:
             self._forward_signal(self._signals.popleft())
         ended = self._ended()
@@ -143,6 +153,14 @@ class Supervisor:
             self._check_for_idle_workers(time.monotonic())
         if time.monotonic() >= self._deadline:
             self._kill_late_children()
+
+    def _watch_new_outputs(self) -> None:
+        """Begin to read the output of processes; that of a process elsewhere is known when its host answers."""
+        for child in self._children:
+            if child.output_fd is None and child.output_ended == math.inf:
+                child.output_fd = child.process.fileno()
+                if child.output_fd is not None:
+                    self._selector.register(child.output_fd, selectors.EVENT_READ, child)
 
     def _ended(self) -> list[_Child]:
         """Return the processes whose end can be handled: all that ended, but those whose cause has not ended yet."""
@@ -159,10 +177,8 @@ class Supervisor:
     def _handle_end(self, child: _Child) -> None:
         child.ended = True
         code = child.process.reap()
-        assert child.process.stdout is not None
-        if not child.process.stdout.closed:
-            self._read(child)
-        how = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
+        self._read(child)
+        how = child.process.how_ended()
         is_cause = bool(code) and not self._status
         if is_cause:
             self._fail(128 - code if code < 0 else code, child, how)
@@ -198,7 +214,7 @@ class Supervisor:
         if child is None or not child.command.needed or not (child.lines and is_short_error(child.lines[-1])):
             return ""
         early = [other for other in self._children if other.ended_before_failure]
-        return "".join(f"; {other.name} (pid {other.process.pid}) had exited before, with status 0" for other in early)
+        return "".join(f"; {other.name} ({other.process.where}) had exited before, with status 0" for other in early)
 
     def fail(self, name: str, why: str) -> None:
         """End the job, because the named process ended in a way that the others cannot continue after."""
@@ -209,7 +225,7 @@ class Supervisor:
 
     def _fail(self, status: int, child: _Child, how: str) -> None:
         self._status = status
-        self._reason = f"{child.name} (pid {child.process.pid}) {how}"
+        self._reason = f"{child.name} ({child.process.where}) {how}"
 
     def _kill_late_children(self) -> None:
         for child in self._children:
@@ -221,7 +237,7 @@ class Supervisor:
             elif not self._status:
                 self._fail(1, child, f"had not ended {2 * GRACE_S:g} s after the last worker")
             elif idle or (self._interrupted and not child.command.essential):
-                self._reason += f"; {child.name} (pid {child.process.pid}) had not ended and was killed"
+                self._reason += f"; {child.name} ({child.process.where}) had not ended and was killed"
             child.process.send_signal(signal.SIGKILL)
             child.killed = True
 
@@ -262,16 +278,16 @@ class Supervisor:
         self._stop(number, [child for child in self._children if not child.command.essential], SAVING_S)
 
     def _read(self, child: _Child) -> None:
-        stream = child.process.stdout
-        assert stream is not None
-        data: bytes | None = stream.read()
-        if data is None:  # nothing to read after all; the pipe does not block
-            return
-        if not data:
-            self._selector.unregister(stream)
-            stream.close()
-            child.output_ended = time.monotonic()
-            data = b"\n" if child.partial else b""
+        """Take all output of a process that has arrived."""
+        while child.output_ended == math.inf and (data := child.process.read_output()) is not None:
+            if not data:
+                if child.output_fd is not None:
+                    self._selector.unregister(child.output_fd)
+                child.output_ended = time.monotonic()
+                data = b"\n" if child.partial else b""
+            self._take(child, data)
+
+    def _take(self, child: _Child, data: bytes) -> None:
         *whole, rest = (child.partial + data).split(b"\n")
         cut = len(rest) // MAX_LINE_BYTES * MAX_LINE_BYTES
         whole += [rest[at : at + MAX_LINE_BYTES] for at in range(0, cut, MAX_LINE_BYTES)]
@@ -290,13 +306,16 @@ class Supervisor:
 
     def _read_remaining_output(self) -> None:
         deadline = time.monotonic() + 1.0
-        while self._selector.get_map() and time.monotonic() < deadline:
+        while any(c.output_ended == math.inf for c in self._children) and time.monotonic() < deadline:
             for key, _ in self._selector.select(0.05):
-                self._read(key.data)
+                self._read(key.data) if isinstance(key.data, _Child) else key.data()
         self._output.release_overdue(math.inf)
         self._on_tick()
 
     def _kill_all(self) -> None:
+        for child in self._children:  # all at once: each end on another machine takes time to be confirmed
+            if child.is_running:
+                child.process.send_signal(signal.SIGKILL)
         for child in self._children:
             child.process.close()
         self._selector.close()

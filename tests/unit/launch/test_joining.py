@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launch.joining import Joining
+from echelon.launch.joining import JoinedFile, Joining
 
 
 @pytest.fixture
-def joining(tmp_path: Path) -> Joining:
-    return Joining(tmp_path / "joined", num_workers=3)
+def joining() -> Joining:
+    return Joining(num_workers=3)
 
 
 def join(joining: Joining, rank: int, store: str = "dist_sync") -> None:
-    with joining.path.open("a") as file:
-        file.write(f"{rank} {store}\n")
+    joining.add_lines([f"{rank} {store}"])
 
 
 def test_a_worker_that_ends_without_joining_is_missed_once_another_joins(joining: Joining) -> None:
@@ -44,6 +43,15 @@ def test_stores_of_one_worker_wait_for_nobody(joining: Joining) -> None:
     assert joining.warning() is None, "the store itself warns"
 
 
-def test_a_job_without_stores_gets_a_warning(tmp_path: Path, joining: Joining) -> None:
+def test_a_job_without_stores_gets_a_warning(joining: Joining) -> None:
     assert "the 3 workers ran independently" in str(joining.warning())
-    assert Joining(tmp_path / "alone", num_workers=1).warning() is None
+    assert Joining(num_workers=1).warning() is None
+
+
+def test_each_line_of_the_file_is_read_once(tmp_path: Path) -> None:
+    file = JoinedFile(tmp_path / "joined")
+    assert file.new_lines() == []
+    file.path.write_text("0 dist_sync\n")
+    assert file.new_lines() == ["0 dist_sync"]
+    file.path.write_text("0 dist_sync\n1 dist_sync\n")
+    assert file.new_lines() == ["1 dist_sync"]

@@ -27,7 +27,8 @@ PARSER.set_defaults(kv_store="local")
 def check(parser: argparse.ArgumentParser, arguments: str, job: Job | None = None, data: str = "digits") -> None:
     """Check a command line; with a job, as the command that starts it."""
     given = parser.parse_args(arguments.split())
-    check_flags(given, options_from(given, data), job or Job(), starts_job=job is not None)
+    hosts = None if job is None else dict.fromkeys(range(job.num_workers), "127.0.0.1")
+    check_flags(given, options_from(given, data), job or Job(), worker_hosts=hosts)
 
 
 @pytest.mark.parametrize(

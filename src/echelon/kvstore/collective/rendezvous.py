@@ -72,12 +72,13 @@ def rendezvous_of_store(name: str, job: Job) -> Rendezvous | None:
         raise UsageError(
             f"{name} runs without servers, but the job has {job.num_servers}, and its scheduler listens at "
             f"{job.scheduler_host}:{job.scheduler_port}: set DMLC_NUM_SERVER=0 for the workers and start neither, or "
-            "set ECHELON_RENDEZVOUS_PORT to a free port of the same machine, on which worker 0 must run"
+            "set ECHELON_RENDEZVOUS_PORT to a free port of worker 0's machine, and ECHELON_RENDEZVOUS_HOST to the "
+            "address of that machine if it is another one"
         )
     return Rendezvous(
         rank=job.rank * job.num_devices + job.device_index,
         size=job.num_workers * job.num_devices,
-        host=job.scheduler_host,
+        host=job.rendezvous_host or job.scheduler_host,
         port=job.rendezvous_port or job.scheduler_port,
         names=[name for worker in range(job.num_workers) for name in _device_names(worker, job)],
         listen_fd=job.listen_fd,

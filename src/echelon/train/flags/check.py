@@ -20,7 +20,6 @@ from echelon import models
 from echelon.cluster.shares import find_groups, read_groups
 from echelon.environment import Job
 from echelon.errors import UsageError, unknown_name
-from echelon.launch.local import hosts_of
 from echelon.schemes import rules_for
 from echelon.schemes.stores import store_kind, stores_with
 from echelon.train.recipe.options import DTYPES, ENGINES, TrainOptions
@@ -71,17 +70,19 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 
 
-def check_flags(given: Namespace, options: TrainOptions, job: Job, *, starts_job: bool = False) -> None:
+def check_flags(
+    given: Namespace, options: TrainOptions, job: Job, *, worker_hosts: Mapping[int, str] | None = None
+) -> None:
     """Raise UsageError if the flags cannot work; `options` is made from `given`.
 
-    `starts_job`: the same command starts the job's workers and servers, so their numbers are checked too.
+    `worker_hosts`: the same command starts the job, with its workers on these hosts, so it is checked, too.
     """
     _check_single_flags(given)
     _check_combinations(options)
     _check_network(options)
     store_kind(options.kv_store)  # raises for an unknown name
-    if starts_job:
-        _check_job(options, job)
+    if worker_hosts is not None:
+        _check_job(options, job, worker_hosts)
     schedule_for(options, ProcessRank(0, 1), batches_per_epoch=1, begin_epoch=0)  # raises for invalid settings
     device_batch(options.batch_size, len(options.devices))
     _check_data(options)  # imports torch, like all that follows
@@ -157,7 +158,7 @@ def _check_network(options: TrainOptions) -> None:
         models.check_options(options.network, options.network_options)
 
 
-def _check_job(options: TrainOptions, job: Job) -> None:
+def _check_job(options: TrainOptions, job: Job, worker_hosts: Mapping[int, str]) -> None:
     """Check the numbers of workers and servers against the store, the groups, the shares and the slow ranks."""
     name, kind, num_workers = options.kv_store, store_kind(options.kv_store), job.num_workers
     if num_workers > 1 and not kind.spans_workers:
@@ -166,7 +167,7 @@ def _check_job(options: TrainOptions, job: Job) -> None:
         raise UsageError(f"--kv-store {name} needs a server, but -s is 0: give -s 1 or more (dist_sync needs none)")
     _check_scheme_flags(options)
     if not kind.collective:
-        rules_for(name, options.staleness, _groups(options, job), options.lr_scale)
+        rules_for(name, options.staleness, _groups(options, worker_hosts), options.lr_scale)
     ranks = [rank for rank in options.pace.slow if rank >= num_workers]
     if ranks:
         raise UsageError(f"--slow names worker {ranks[0]}, but ranks go from 0 to {num_workers - 1}")
@@ -185,12 +186,12 @@ def _check_scheme_flags(options: TrainOptions) -> None:
             )
 
 
-def _groups(options: TrainOptions, job: Job) -> list[list[int]] | None:
-    """Return the groups of ranks that the workers of this machine will read."""
+def _groups(options: TrainOptions, worker_hosts: Mapping[int, str]) -> list[list[int]] | None:
+    """Return the groups of ranks that the workers will read."""
     given = find_groups(options.groups)
     if given is None or not store_kind(options.kv_store).takes_groups:
         return None
-    return read_groups(given, hosts_of(job))
+    return read_groups(given, worker_hosts)
 
 
 def _check_data(options: TrainOptions) -> None:

@@ -1,0 +1,220 @@
+"""The agent: starts one process of a job for a launcher on another machine. `python -m echelon.launch.agent`.
+
+It reads messages from its standard input and writes messages to its standard output (`agent_messages`); the launcher
+has started it over ssh or the like. When the launcher ends, dies or is silent too long, the agent kills its process.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from echelon.cluster.messages import WORKER, WorkerExited
+from echelon.environment import Job
+from echelon.errors import EchelonError, JobError, UsageError
+from echelon.launch.addresses import announced_address, interface_towards, listen
+from echelon.launch.agent_messages import (
+    ALIVE_S,
+    LOST_S,
+    Alive,
+    Bind,
+    Bound,
+    CannotStart,
+    Ended,
+    Frames,
+    FromAgent,
+    Hello,
+    Output,
+    ReportExit,
+    Signal,
+    Start,
+    Started,
+    ToAgent,
+    decode_to_agent,
+    encode,
+)
+from echelon.launch.devices import library_variables
+from echelon.launch.joining import JoinedFile
+from echelon.launch.processes import ChildProcess
+from echelon.launch.report import report_worker_exit
+from echelon.launch.streams import PipeStream, Stream
+from echelon.system import code_digest
+
+
+class Agent:
+    """One agent: its stream to the launcher, and its process once that is started."""
+
+    def __init__(self, stream: Stream, folder: Path, task: int | None = None) -> None:
+        """`folder` is for files of the process, `task` the number that the system that started the agent gave it."""
+        self._stream = stream
+        self._joined = JoinedFile(folder / "joined")
+        self._frames = Frames()
+        self._selector = selectors.DefaultSelector()
+        self._listener: socket.socket | None = None
+        self._process: ChildProcess | None = None
+        self._job: Job | None = None
+        self._ended = False
+        self._last_received = self._last_sent = time.monotonic()
+        self._send(Hello(socket.gethostname(), os.getpid(), code_digest(), task))
+
+    def run(self) -> int:
+        """Serve the launcher until the process has ended or the launcher has."""
+        self._selector.register(self._stream.fileno(), selectors.EVENT_READ, self._read_launcher)
+        try:
+            while not self._ended:
+                for key, _ in self._selector.select(ALIVE_S / 2):
+                    key.data()
+                self._tick()
+            self._drain()
+        finally:
+            if self._process is not None:
+                self._process.close()
+            self._selector.close()
+        return 0
+
+    def handle_signal(self, number: int) -> None:
+        """Pass a signal of the system that started this agent on to the process, or end if there is none."""
+        if self._process is not None:
+            self._process.send_signal(number)
+        else:
+            self._ended = True
+
+    def _send(self, message: FromAgent) -> None:
+        self._last_sent = time.monotonic()
+        self._stream.write(encode(message))
+
+    def _tick(self) -> None:
+        self._stream.flush()
+        now = time.monotonic()
+        if now - self._last_sent >= ALIVE_S:
+            self._send_alive()
+        if now - self._last_received > LOST_S:
+            print(f"agent: no message from the launcher for {LOST_S:g} s; its process is killed", file=sys.stderr)
+            self._ended = True
+
+    def _send_alive(self) -> None:
+        self._send(Alive(self._process.cpu_ticks() if self._process else 0, self._joined.new_lines()))
+
+    def _drain(self) -> None:
+        """Send what is left, for a short time: a launcher that is gone does not take it."""
+        deadline = time.monotonic() + 2.0
+        while self._stream.unsent and time.monotonic() < deadline:
+            self._stream.flush()
+            time.sleep(0.01)
+
+    def _read_launcher(self) -> None:
+        while (data := self._stream.read()) is not None:
+            if not data:
+                self._ended = True
+                return
+            self._last_received = time.monotonic()
+            for body in self._frames.feed(data):
+                try:
+                    self._handle(decode_to_agent(body))
+                except (EchelonError, OSError) as error:
+                    self._send(CannotStart(str(error)))
+                    self._ended = True
+
+    def _handle(self, message: ToAgent) -> None:
+        match message:
+            case Bind(interface, name, peers):
+                self._listener = listen(announced_address(interface, name, peers))
+                host, port = self._listener.getsockname()[:2]
+                self._send(Bound(host, port))
+            case Start():
+                self._start(message)
+            case Signal(number):
+                if self._process is not None:
+                    self._process.send_signal(number)
+            case ReportExit(rank, how, failed):
+                if self._job is not None:
+                    report_worker_exit(self._job, WorkerExited(rank, how, failed))
+            case Alive():
+                pass
+
+    def _start(self, start: Start) -> None:
+        if start.folder is not None:
+            try:
+                os.chdir(start.folder)
+            except OSError as error:
+                raise UsageError(
+                    f"the folder {start.folder} cannot be used: {error.strerror}; create it there, or let "
+                    "--sync-dst-dir copy this one"
+                ) from error
+        self._job = Job.from_environment(start.environment)
+        environment = {**self._variables(start), **start.environment, "ECHELON_JOINED_FILE": str(self._joined.path)}
+        fds: tuple[int, ...] = ()
+        if self._listener is not None:
+            fds = (self._listener.fileno(),)
+            environment["ECHELON_LISTEN_FD"] = str(self._listener.fileno())
+        self._process = process = ChildProcess(start.name, start.arguments, environment, pass_fds=fds)
+        if self._listener is not None:
+            self._listener.close()
+        self._send(Started(process.pid))
+        output = process.fileno()
+        assert output is not None
+        self._selector.register(output, selectors.EVENT_READ, self._read_output)
+        self._selector.register(process.pidfd, selectors.EVENT_READ, self._handle_end)
+
+    def _variables(self, start: Start) -> dict[str, str]:
+        """Return variables for libraries: the threads that this machine has for its workers, and the interface."""
+        assert self._job is not None
+        if self._job.role != WORKER:
+            return {}
+        interface = self._job.interface or interface_towards(self._job.rendezvous_host or self._job.scheduler_host)
+        job = replace(self._job, interface=interface)
+        return library_variables(job, start.local_workers, one_machine=False, given=start.environment)
+
+    def _read_output(self) -> None:
+        assert self._process is not None
+        data = self._process.read_output()
+        if data:
+            self._send(Output(data))
+        elif data == b"":
+            self._unregister_output()
+
+    def _unregister_output(self) -> None:
+        for key in list(self._selector.get_map().values()):
+            if key.data == self._read_output:
+                self._selector.unregister(key.fileobj)
+
+    def _handle_end(self) -> None:
+        assert self._process is not None
+        code = self._process.reap()
+        self._read_output()
+        self._send_alive()
+        self._send(Ended(code))
+        self._ended = True
+
+
+def main() -> int:
+    """Run an agent over this process's standard input and output."""
+    # Nothing but messages may go to the launcher: what else this process prints goes to its standard error.
+    messages = os.dup(1)
+    os.dup2(2, 1)
+    return serve(PipeStream(os.dup(0), messages))
+
+
+def serve(stream: Stream, task: int | None = None) -> int:
+    """Run an agent over a stream to its launcher, and return the agent's own exit status."""
+    with TemporaryDirectory(prefix="echelon-agent-") as folder:
+        agent = Agent(stream, Path(folder), task)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+        signal.signal(signal.SIGTERM, lambda number, _: agent.handle_signal(number))
+        signal.signal(signal.SIGHUP, lambda number, _: sys.exit(128 + number))
+        try:
+            return agent.run()
+        except JobError as error:
+            print(f"agent: {error}", file=sys.stderr)
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Starting the processes of a plan through agents, once it is known where the scheduler and worker 0 listen.
+
+Each agent says `Hello`. The agents of processes that listen then bind a free port of their own machine. When all ports
+are known, every process is started with complete addresses, so no port is ever guessed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from socket import socket
+
+from echelon.cluster.messages import WORKER, WorkerExited
+from echelon.launch.addresses import announced_address, listen
+from echelon.launch.agent_messages import Bind, ReportExit, Start
+from echelon.launch.plan import SCHEDULER, Address, Addresses, Plan, PlannedProcess
+from echelon.launch.processes import ChildProcess, RunningProcess
+from echelon.launch.remote import RemoteProcess
+from echelon.launch.report import report_worker_exit
+from echelon.system import code_digest
+
+START_S = 60.0  # for the agents of all hosts to start
+
+Connect = Callable[[PlannedProcess], RemoteProcess]
+
+
+@dataclass(slots=True)
+class _Place:
+    """A process behind an agent, and how far its start has come."""
+
+    planned: PlannedProcess
+    process: RemoteProcess
+    checked: bool = False
+    asked_to_bind: bool = False
+    started: bool = False
+
+
+class AgentBackend:
+    """Starts processes through agents; the scheduler, if the plan has it on this machine, as a child.
+
+    `connect` starts or awaits the agent of a process. `folder` is the working directory of all processes.
+    """
+
+    def __init__(self, plan: Plan, connect: Connect, *, folder: str | None = None, start_s: float = START_S) -> None:
+        self._plan = plan
+        self._connect = connect
+        self._folder = os.getcwd() if folder is None else folder
+        self._start_s = start_s
+        self._deadline = time.monotonic() + start_s
+        self._places: dict[str, _Place] = {}
+        self._digest = code_digest()
+        self._scheduler: Address | None = None
+        self._on_joined: Callable[[list[str]], None] = lambda lines: None
+
+    def start(self, planned: PlannedProcess) -> RunningProcess:
+        """Begin to start a process. `turn` does the rest."""
+        if planned.host is None and planned.role == SCHEDULER:
+            return self._start_scheduler(planned)
+        process = self._connect(planned)
+        process.on_joined = lambda lines: self._on_joined(lines)
+        self._places[planned.name] = _Place(planned, process)
+        return process
+
+    def on_joined(self, handler: Callable[[list[str]], None]) -> None:
+        """Pass lines of the file of joined workers to a handler."""
+        self._on_joined = handler
+
+    def turn(self) -> None:
+        """Send what is due. Called several times per second."""
+        for place in self._places.values():
+            place.process.tick()
+            if place.process.hello and not place.checked:
+                self._check(place)
+        waiting = [place for place in self._places.values() if not place.started]
+        if not waiting:
+            return
+        addresses = self._addresses()
+        for place in waiting:
+            if place.process.exit_code() is None and place.checked:
+                self._advance(place, addresses)
+        if time.monotonic() > self._deadline:
+            for place in waiting:
+                place.process.fail(f"did not start on {place.process.host} within {self._start_s:g} s")
+
+    def report_exit(self, exited: WorkerExited) -> None:
+        """Tell the scheduler that a worker's process has ended."""
+        if scheduler := self._places.get(f"{SCHEDULER} 0"):
+            scheduler.process.send(ReportExit(exited.rank, exited.how, exited.failed))
+        elif self._scheduler is not None:
+            planned = self._plan.complete(self._plan.processes[0], Addresses(self._scheduler, self._scheduler))
+            report_worker_exit(planned.job, exited)
+
+    def _advance(self, place: _Place, addresses: Addresses | None) -> None:
+        planned = place.planned
+        if planned.listens and not place.asked_to_bind:
+            place.asked_to_bind = True
+            peers = [host.name for host in self._plan.hosts()]
+            name = planned.host.name if planned.host else place.process.host
+            place.process.send(Bind(planned.job.interface, name, peers))
+        elif addresses is not None:
+            place.started = True
+            whole = self._plan.complete(planned, addresses)
+            arguments = list(whole.arguments)
+            place.process.send(Start(planned.name, arguments, whole.environment, self._folder, planned.local_workers))
+
+    def _addresses(self) -> Addresses | None:
+        """Return where scheduler and worker 0 listen, once both are known."""
+        scheduler, first = self._bound(f"{SCHEDULER} 0") or self._scheduler, self._bound(f"{WORKER} 0")
+        if first is None or (self._plan.job.num_servers and scheduler is None):
+            return None
+        return Addresses(scheduler or first, first)
+
+    def _bound(self, name: str) -> Address | None:
+        place = self._places.get(name)
+        return place.process.bound if place else None
+
+    def _check(self, place: _Place) -> None:
+        place.checked = True
+        hello = place.process.hello
+        assert hello is not None
+        if hello.digest != self._digest:
+            place.process.fail(
+                f"cannot run on {place.process.host}: its Echelon has other code (digest {hello.digest}) than the "
+                f"launcher's (digest {self._digest}); install the same on both, or copy it with --sync-dst-dir"
+            )
+
+    def _start_scheduler(self, planned: PlannedProcess) -> RunningProcess:
+        hosts = [host.name for host in self._plan.hosts()]
+        listener = self._listener(planned, hosts)
+        self._scheduler = Address(*listener.getsockname()[:2])
+        whole = self._plan.complete(planned, Addresses(self._scheduler, self._scheduler))
+        environment = {**whole.environment, "ECHELON_LISTEN_FD": str(listener.fileno())}
+        with listener:
+            return ChildProcess(planned.name, whole.arguments, environment, pass_fds=[listener.fileno()])
+
+    def _listener(self, planned: PlannedProcess, hosts: Sequence[str]) -> socket:
+        return listen(announced_address(planned.job.interface, os.uname().nodename, hosts))

@@ -1,0 +1,83 @@
+"""Running a planned job under the supervisor: what all launchers share, once they can start processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from echelon.cluster.messages import WORKER, WorkerExited
+from echelon.launch.interface import Output
+from echelon.launch.joining import Joining
+from echelon.launch.plan import Plan, PlannedProcess
+from echelon.launch.processes import RunningProcess
+from echelon.launch.supervise import Command, Supervisor, start_child
+
+
+class Backend(Protocol):
+    """Starts the processes of a plan."""
+
+    def start(self, planned: PlannedProcess) -> RunningProcess:
+        """Start a process, or begin to."""
+        ...
+
+    def turn(self) -> None:
+        """Do what is due. Called several times per second."""
+        ...
+
+    def on_joined(self, handler: Callable[[list[str]], None]) -> None:
+        """Pass lines of the file of joined workers to a handler."""
+        ...
+
+    def report_exit(self, exited: WorkerExited) -> None:
+        """Tell the scheduler that a worker's process has ended."""
+        ...
+
+
+def run_job(plan: Plan, output: Output, backend: Backend, helpers: Sequence[Command] = ()) -> int:
+    """Run a plan to its end, and return 0, the first failing exit status, or 128 + the number of a signal.
+
+    `helpers` are programs of this machine, such as mpirun, that run as long as the job.
+    """
+    planned = {process.name: process for process in plan.processes}
+    joining = Joining(plan.job.num_workers)
+    backend.on_joined(joining.add_lines)
+
+    def start(command: Command) -> RunningProcess:
+        process = planned.get(command.name)
+        return backend.start(process) if process else start_child(command)
+
+    def report_end(name: str, how: str, failed: bool) -> None:
+        process = planned.get(name)
+        if process is None or process.role != WORKER:
+            return
+        if not failed:
+            joining.worker_ended(process.rank)
+        if plan.job.num_servers:
+            backend.report_exit(WorkerExited(process.rank, how, failed))
+
+    def tick() -> None:
+        backend.turn()
+        if missing := joining.missing():
+            supervisor.fail(f"{WORKER} {missing[0]}", missing[1])
+        output.on_tick()
+
+    supervisor = Supervisor(output.on_line, tick, report_end, start)
+    commands = [_command(plan, process, shown=output.shown) for process in plan.processes]
+    status = supervisor.run([*commands, *helpers])
+    if not status and (warning := joining.warning()):
+        print(f"echelon: warning: {warning}", file=sys.stderr, flush=True)
+    return status
+
+
+def _command(plan: Plan, process: PlannedProcess, *, shown: bool) -> Command:
+    """Return what the supervisor knows about a process."""
+    is_worker = process.role == WORKER
+    return Command(
+        process.name,
+        process.arguments,
+        {},
+        essential=not is_worker,
+        needed=is_worker and not plan.job.num_servers,
+        shown=shown,
+    )
