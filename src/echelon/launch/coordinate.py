@@ -97,8 +97,7 @@ class AgentBackend:
         if planned.listens and not place.asked_to_bind:
             place.asked_to_bind = True
             peers = [host.name for host in self._plan.hosts()]
-            name = planned.host.name if planned.host else place.process.host
-            place.process.send(Bind(planned.job.interface, name, peers))
+            place.process.send(Bind(planned.job.interface, place.process.host, peers))
         elif addresses is not None:
             place.started = True
             whole = self._plan.complete(planned, addresses)
