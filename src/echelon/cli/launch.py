@@ -20,6 +20,7 @@ from echelon.launch import LAUNCHERS, Launcher
 from echelon.launch.hosts import read_hosts
 from echelon.launch.interface import Output
 from echelon.launch.plan import Request
+from echelon.launch.run import protect
 from echelon.train.flags.parser import Parser
 from echelon.transport import by_name
 
@@ -173,7 +174,7 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(launcher.describe(plan))
         return 0
-    return launcher.run(plan, Output())
+    return launcher.run(protect(plan), Output())
 
 
 def _allowed(given: Sequence[str]) -> str | None:

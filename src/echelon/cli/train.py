@@ -18,6 +18,7 @@ from echelon.errors import EchelonError
 from echelon.launch import Launcher
 from echelon.launch.interface import Output
 from echelon.launch.plan import Request
+from echelon.launch.run import protect
 from echelon.report.display import Display, stdout_console
 from echelon.report.result import result_lines
 from echelon.report.runs import discard_run, latest_run, new_run
@@ -143,7 +144,7 @@ def _write_result(directory: Path, result: dict[str, Any]) -> str | None:
 def watch(launcher: Launcher, request: Request, options: TrainOptions, directory: Path) -> tuple[int, RunState]:
     """Run the workers under a display; returns the exit status and what the run reported."""
     with Display(directory, job_info(options, request.job)) as display:
-        status = launcher.run(launcher.plan(request), Output(display.print, display.update, shown=True))
+        status = launcher.run(protect(launcher.plan(request)), Output(display.print, display.update, shown=True))
     return status, display.state
 
 

@@ -19,7 +19,7 @@ from echelon.launch.joining import JoinedFile
 from echelon.launch.plan import SCHEDULER, Address, Addresses, Plan, PlannedProcess, Request, describe, make_plan
 from echelon.launch.processes import LOOPBACK, ChildProcess, RunningProcess, listen_on_loopback
 from echelon.launch.report import report_worker_exit
-from echelon.launch.run import run_job
+from echelon.launch.run import protect, run_job
 from echelon.launch.supervise import OnLine, print_line
 from echelon.transport.registration import interface_address
 
@@ -56,7 +56,7 @@ class LocalLauncher:
 def run(job: Job, command: Sequence[str], *, on_line: OnLine = print_line) -> int:
     """Run `command` as every worker of a job on this machine, and return its exit status."""
     launcher = LocalLauncher()
-    return launcher.run(launcher.plan(Request(job, command)), Output(on_line))
+    return launcher.run(protect(launcher.plan(Request(job, command))), Output(on_line))
 
 
 class _LocalBackend:

@@ -103,6 +103,15 @@ class Plan:
         """Return the host of each worker, as groups files name it."""
         return {process.rank: str(process.host or self.job.scheduler_host) for process in self.of_role(WORKER)}
 
+    def with_credentials(self, credentials: str) -> Plan:
+        """Return the plan of a job with this secret."""
+
+        def give(job: Job) -> Job:
+            return replace(job, credentials=credentials)
+
+        processes = tuple(replace(process, job=give(process.job)) for process in self.processes)
+        return replace(self, request=replace(self.request, job=give(self.job)), processes=processes)
+
     def complete(self, process: PlannedProcess, addresses: Addresses) -> PlannedProcess:
         """Return a process of this plan with the addresses of its job."""
         first = addresses.scheduler if self.job.num_servers else addresses.rendezvous
@@ -154,7 +163,7 @@ def describe(plan: Plan) -> str:
 
 def shown_environment(plan: Plan, process: PlannedProcess) -> dict[str, str]:
     """Return the environment of a process as a dry run shows it: with placeholders for what is known later."""
-    job = process.job
+    job = replace(process.job, credentials=None)
     variables = {**process.variables, **job.to_environment()}
     listener = plan.processes[0] if plan.job.num_servers else plan.of_role(WORKER)[0]
     if not plan.job.scheduler_port:

@@ -12,6 +12,7 @@ from echelon.launch.joining import Joining
 from echelon.launch.plan import Plan, PlannedProcess
 from echelon.launch.processes import RunningProcess
 from echelon.launch.supervise import Command, Supervisor, start_child
+from echelon.transport.credentials import Credentials
 
 
 class Backend(Protocol):
@@ -32,6 +33,14 @@ class Backend(Protocol):
     def report_exit(self, exited: WorkerExited) -> None:
         """Tell the scheduler that a worker's process has ended."""
         ...
+
+
+def protect(plan: Plan) -> Plan:
+    """Return a plan whose job has a secret of its own, unless it runs without protection or the user gave a secret."""
+    job = plan.job
+    if job.security == "none" or job.credentials is not None:
+        return plan
+    return plan.with_credentials(Credentials.create().to_text())
 
 
 def run_job(plan: Plan, output: Output, backend: Backend, helpers: Sequence[Command] = ()) -> int:
