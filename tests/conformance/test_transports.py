@@ -118,6 +118,9 @@ class _Endpoint:
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
         return self.inner.recv(timeout_s)
 
+    def disconnect(self, peer: Peer) -> None:
+        self.inner.disconnect(peer)
+
     def wake(self) -> None:
         self.inner.wake()
 

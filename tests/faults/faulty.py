@@ -76,6 +76,7 @@ class _FaultyEndpoint:
         self._again: list[tuple[Peer, list[memoryview]]] = []
         self.placer: Placer | None = None  # not used: answers are copied to their places
         self.address = inner.address
+        self.disconnect = inner.disconnect
         self.wake = inner.wake
         self.close = inner.close
 

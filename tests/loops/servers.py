@@ -80,6 +80,7 @@ class _Held:
 class _DelayedEndpoint:
     def __init__(self, inner: Endpoint, delay_s: float) -> None:
         self.address = inner.address
+        self.disconnect = inner.disconnect
         self.wake = inner.wake
         self.close = inner.close
         self.placer: Placer | None = None

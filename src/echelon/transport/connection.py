@@ -10,7 +10,9 @@ reader is a state machine with one state per part of the message:
     FRAMES    one of the other frames        -> FRAMES, or the message is complete
 
 When the head is complete, a `placer` may choose the memory for the other frames, so that their bytes go from the kernel
-to their final place.
+to their final place. It may also refuse them, before memory is taken for them.
+
+One call of `read` receives a limited number of bytes, so that no connection keeps its process from reading the others.
 """
 
 from __future__ import annotations
@@ -20,19 +22,24 @@ import itertools
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from echelon.transport.interface import Buffer, Peer, Placer
 
 BUFFER_BYTES = 4 << 20
-MAX_FRAMES = 1 << 20
-MAX_HEAD = 64 << 20
+MAX_FRAMES = 1 << 18
+MAX_HEAD = 32 << 20
 MAX_BYTES = 1 << 38
+MAX_NAME = 256  # bytes of the first message to a server
+TURN_BYTES = 16 << 20  # received from one connection before the others have their turn
 _MAX_SENT_AT_ONCE = 256  # buffers in one call of sendmsg; the kernel allows 1024
 _COUNT = struct.Struct("!I")
+Place = Callable[[memoryview, list[int]], Sequence[memoryview] | None]  # a `Placer` for one peer
 
 
 class ConnectionBroken(Exception):
@@ -56,17 +63,24 @@ class MessageReader:
 
     def __init__(self) -> None:
         self.state = COUNT
+        self.max_head = MAX_HEAD
+        self.interrupted = False  # whether the last call of `read` stopped although more bytes may be available
         self._target = memoryview(bytearray(_COUNT.size))  # where the bytes of this state go
         self._filled = 0
         self._sizes: Sequence[int] = ()
         self._frames: list[memoryview] = []
         self._places: list[memoryview] = []  # the memory of the frames that are still to come, the next one last
 
-    def read(self, recv_into: Callable[[memoryview], int], placer: Placer | None) -> list[memoryview] | None:
-        """Read until a message is complete and return its frames, or None if no more bytes are available now."""
-        while True:
+    def read(self, recv_into: Callable[[memoryview], int], place: Place | None) -> list[memoryview] | None:
+        """Read until a message is complete and return its frames.
+
+        Return None if no more bytes are available now, or if it is the turn of other connections (`interrupted`).
+        """
+        left = TURN_BYTES
+        self.interrupted = False
+        while left > 0:
             while self._filled == len(self._target):
-                self.state = _ON_COMPLETE[self.state](self, placer)
+                self.state = _ON_COMPLETE[self.state](self, place)
                 if self.state is COUNT:
                     frames, self._frames = self._frames, []
                     return frames
@@ -79,26 +93,34 @@ class MessageReader:
             if not count:
                 raise ConnectionBroken("the other side closed the connection")
             self._filled += count
+            left -= count
+        self.interrupted = True
+        return None
 
-    def _count_complete(self, placer: Placer | None) -> State:
+    @property
+    def is_within_message(self) -> bool:
+        """Whether a part of a message has arrived, and the rest has not."""
+        return self.state is not COUNT or self._filled > 0
+
+    def _count_complete(self, place: Place | None) -> State:
         (count,) = _COUNT.unpack(self._target)
         if not 0 < count <= MAX_FRAMES:
             raise ConnectionBroken(f"a message of {count} frames")
         self._target, self._filled = memoryview(bytearray(8 * count)), 0
         return SIZES
 
-    def _sizes_complete(self, placer: Placer | None) -> State:
+    def _sizes_complete(self, place: Place | None) -> State:
         self._sizes = struct.unpack(f"!{len(self._target) // 8}Q", self._target)
-        if self._sizes[0] > MAX_HEAD or sum(self._sizes) > MAX_BYTES:
+        if self._sizes[0] > self.max_head or sum(self._sizes) > MAX_BYTES:
             raise ConnectionBroken(f"a message of {sum(self._sizes)} bytes")
-        self._target, self._filled = memoryview(bytearray(self._sizes[0])), 0
+        self._target, self._filled = _memory(self._sizes[0]), 0
         return HEAD
 
-    def _head_complete(self, placer: Placer | None) -> State:
-        self._places = self._choose_places(self._target, placer)
-        return self._frame_complete(placer)
+    def _head_complete(self, place: Place | None) -> State:
+        self._places = self._choose_places(self._target, place)
+        return self._frame_complete(place)
 
-    def _frame_complete(self, placer: Placer | None) -> State:
+    def _frame_complete(self, place: Place | None) -> State:
         self._frames.append(self._target)
         self._filled = 0
         if self._places:
@@ -107,15 +129,23 @@ class MessageReader:
         self._target = memoryview(bytearray(_COUNT.size))
         return COUNT
 
-    def _choose_places(self, head: memoryview, placer: Placer | None) -> list[memoryview]:
+    def _choose_places(self, head: memoryview, place: Place | None) -> list[memoryview]:
         sizes = list(self._sizes[1:])
-        chosen = placer(head, sizes) if placer is not None and sizes else None
+        chosen = place(head, sizes) if place is not None and sizes else None
         if chosen is not None and [len(place) for place in chosen] == sizes:
             return list(reversed(chosen))
-        return [np.empty(size, np.uint8).data for size in reversed(sizes)]  # not zeroed, unlike a bytearray
+        return [_memory(size) for size in reversed(sizes)]
 
 
-_ON_COMPLETE: tuple[Callable[[MessageReader, Placer | None], State], ...] = (  # by state
+def _memory(size: int) -> memoryview:
+    """Return memory that is not zeroed, unlike a bytearray: its pages are allocated when bytes arrive."""
+    try:
+        return np.empty(size, np.uint8).data
+    except MemoryError as error:
+        raise ConnectionBroken(f"no memory for a frame of {size} bytes") from error
+
+
+_ON_COMPLETE: tuple[Callable[[MessageReader, Place | None], State], ...] = (  # by state
     MessageReader._count_complete,
     MessageReader._sizes_complete,
     MessageReader._head_complete,
@@ -134,13 +164,26 @@ class Connection:
         self.socket = connected
         self.name: Peer | None = None  # a server's connection has none until the client has sent its name
         self.closed = False
-        self._reader = MessageReader()
+        self.reader = MessageReader()
+        self.received_at = 0.0  # when a part of a message that is not complete arrived
+        self.sent_at = 0.0  # when the kernel accepted bytes, or the first ones began to wait
+        self.waiting_bytes = 0  # that the kernel has not accepted yet
+        self.is_paused = False  # whether it is not read, because the other side does not read its answers
         self._outgoing: deque[memoryview] = deque()
         self._lock = threading.Lock()  # of _outgoing
 
     def read(self, placer: Placer | None) -> list[memoryview] | None:
-        """Return the frames of the next message, or None if it is not complete yet."""
-        return self._reader.read(self.socket.recv_into, placer)
+        """Return the frames of the next message, or None if it is not complete yet (see `MessageReader.read`)."""
+        place = None if placer is None else partial(placer, b"" if self.name is None else self.name)
+        frames = self.reader.read(self.socket.recv_into, place)
+        if frames is None and self.reader.is_within_message:
+            self.received_at = time.monotonic()
+        return frames
+
+    def is_stalled(self, now: float, limit_s: float) -> bool:
+        """Return whether a message that is half received or half sent has made no progress for a time."""
+        receives, sends = self.reader.is_within_message and not self.is_paused, self.waiting_bytes > 0
+        return (receives and now - self.received_at > limit_s) or (sends and now - self.sent_at > limit_s)
 
     def send(self, frames: Sequence[Buffer]) -> bool:
         """Queue a message and send what the kernel accepts now. Return False if something is left for `flush`."""
@@ -148,8 +191,11 @@ class Connection:
         head = struct.pack(f"!I{len(views)}Q", len(views), *(view.nbytes for view in views))
         with self._lock:
             waiting = bool(self._outgoing)
+            if not waiting:
+                self.sent_at = time.monotonic()
             self._outgoing.append(memoryview(head))
             self._outgoing.extend(view.cast("B") for view in views if view.nbytes)
+            self.waiting_bytes += len(head) + sum(view.nbytes for view in views)
             return False if waiting else self._flush()
 
     def flush(self) -> bool:
@@ -165,7 +211,10 @@ class Connection:
                 return False
             except OSError as error:
                 self._outgoing.clear()
+                self.waiting_bytes = 0
                 raise ConnectionBroken(str(error)) from error
+            self.waiting_bytes -= sent
+            self.sent_at = time.monotonic()
             while sent:
                 first = self._outgoing[0]
                 if sent < len(first):

@@ -31,6 +31,9 @@ class _Endpoint:
         except queue.Empty:
             return None
 
+    def disconnect(self, peer: Peer) -> None:
+        pass  # there is no stream of bytes whose messages could be out of step
+
     def wake(self) -> None:
         self.messages.put(None)
 

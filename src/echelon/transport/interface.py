@@ -13,14 +13,19 @@ from typing import Protocol
 
 Buffer = bytes | bytearray | memoryview
 Peer = int | bytes
-Placer = Callable[[memoryview, list[int]], Sequence[memoryview] | None]
+Placer = Callable[[Peer, memoryview, list[int]], Sequence[memoryview] | None]
+
+
+class FramesRefused(Exception):
+    """Raised by a placer: these frames must not be received. The endpoint ends the connection."""
 
 
 class Endpoint(Protocol):
     """One process's end of its connections.
 
-    `placer(first_frame, sizes)` may return the memory for the other frames of an incoming message, whose sizes are
-    given, or None. An endpoint may ignore it. If it does not, the received frames are these same memoryviews.
+    `placer(peer, first_frame, sizes)` may return the memory for the other frames of an incoming message, whose sizes
+    are given, or None, or raise FramesRefused. An endpoint that does not copy frames ignores it. If the memory fits,
+    the received frames are these same memoryviews.
     """
 
     placer: Placer | None
@@ -36,6 +41,10 @@ class Endpoint(Protocol):
 
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
         """Return the next message, or None when the time is up or `wake` was called."""
+        ...
+
+    def disconnect(self, peer: Peer) -> None:
+        """End the connection of a peer, whose messages cannot be trusted. It may connect again."""
         ...
 
     def wake(self) -> None:

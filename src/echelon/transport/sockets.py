@@ -16,22 +16,29 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from echelon.errors import JobError
-from echelon.transport.connection import Connection, ConnectionBroken
-from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer
+from echelon.transport.connection import MAX_HEAD, MAX_NAME, Connection, ConnectionBroken
+from echelon.transport.interface import Block, Buffer, Endpoint, FramesRefused, Peer, Placer
 
 CONNECT_S = 30.0
 RECONNECT_S = 1.0
 LINGER_S = 2.0
+STALLED_S = 60.0  # after which a server ends a connection that is stuck in the middle of a message
+CHECK_S = 1.0  # how often a server looks for such connections
+MAX_WAITING_BYTES = 64 << 20  # of answers to one client: a server reads no requests of a client that has more,
+RESUME_BYTES = 32 << 20  # until it has read so many that this is left
+_TURN_MESSAGES = 64  # read from one connection before the others have their turn
 
 
 class _Flusher:
     """A thread that sends, on any connection, what the kernel did not accept at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_drained: Callable[[], None]) -> None:
+        """`on_drained` is called when few bytes are left of a connection that was paused."""
+        self._on_drained = on_drained
         self._waiting: set[Connection] = set()
         self._lock = threading.Lock()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -71,6 +78,8 @@ class _Flusher:
             done = connection.flush()
         except ConnectionBroken:  # the reader of this connection gets the error, too
             done = True
+        if connection.is_paused and connection.waiting_bytes <= RESUME_BYTES:
+            self._on_drained()
         if done:
             with self._lock:
                 self._waiting.discard(connection)
@@ -84,6 +93,8 @@ class _Sockets:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         self._messages: deque[tuple[Peer, list[memoryview]]] = deque()
+        self._unread: list[Connection] = []  # whose turn ended before all of their bytes were read
+        self._connections: dict[Peer, Connection] = {}  # by name
         self._flusher: _Flusher | None = None
         self.placer: Placer | None = None
 
@@ -91,14 +102,15 @@ class _Sockets:
         """Return the next message, or None when the time is up or `wake` was called."""
         deadline = time.monotonic() + timeout_s
         while not self._messages:
-            ready = self._selector.select(max(0.0, deadline - time.monotonic()))
+            unread, self._unread = self._unread, []
+            ready = self._selector.select(0.0 if unread else max(0.0, deadline - time.monotonic()))
             woken = False
-            for key, _ in ready:
-                if key.data is None:
+            for source in {id(one): one for one in (*(key.data for key, _ in ready), *unread)}.values():
+                if source is None:
                     woken = self._clear_wake()
                 else:
-                    self._read(key.data)
-            if not self._messages and (woken or not ready or time.monotonic() >= deadline):
+                    self._read(source)
+            if not self._messages and (woken or not (ready or unread) or time.monotonic() >= deadline):
                 return None
         return self._messages.popleft()
 
@@ -114,12 +126,19 @@ class _Sockets:
         return True
 
     def _read(self, source: Any) -> None:
-        """Read all complete messages of a connection."""
+        """Read the complete messages of a connection, as many as fit one turn."""
         connection: Connection = source
+        if connection.closed:
+            return  # it was dropped while it waited for its turn
         try:
-            while (frames := connection.read(self.placer)) is not None:
+            for _ in range(_TURN_MESSAGES):
+                frames = connection.read(self.placer)
+                if frames is None:
+                    break
                 self._receive(connection, frames)
-        except ConnectionBroken:
+            if frames is not None or connection.reader.interrupted:
+                self._unread.append(connection)
+        except (ConnectionBroken, FramesRefused):
             self._drop(connection)
 
     def _receive(self, connection: Connection, frames: list[memoryview]) -> None:
@@ -131,12 +150,21 @@ class _Sockets:
 
     def _send(self, connection: Connection, frames: Sequence[Buffer]) -> None:
         if not connection.send(frames):
-            self._flusher = self._flusher or _Flusher()
+            self._flusher = self._flusher or _Flusher(self.wake)
             self._flusher.add(connection)
 
+    def disconnect(self, peer: Peer) -> None:
+        """End the connection of a peer, if there is one."""
+        connection = self._connections.get(peer)
+        if connection is not None:
+            self._drop(connection)
+
     def _drop(self, connection: Connection) -> None:
-        self._selector.unregister(connection.socket)
-        connection.close()
+        if not connection.closed:
+            if connection.name is not None and self._connections.get(connection.name) is connection:
+                del self._connections[connection.name]
+            self._selector.unregister(connection.socket)
+            connection.close()
 
     def _close(self, connections: Sequence[Connection]) -> None:
         if self._flusher is not None:
@@ -156,13 +184,23 @@ class ServerSockets(_Sockets):
         self._listener = socket.create_server(("", 0), backlog=128)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
-        self._clients: dict[Peer, Connection] = {}
         self._unnamed: list[Connection] = []  # clients that have not sent their name yet
+        self._paused: list[Connection] = []  # that are not read, because they do not read their answers
+        self._checked_at = 0.0  # when connections were last checked for progress
         self.address = f"tcp://{host}:{self._listener.getsockname()[1]}"
+
+    def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
+        """Return the next message, or None when the time is up or `wake` was called."""
+        if self._paused:
+            self._resume_drained()
+        now = time.monotonic()
+        if now - self._checked_at >= CHECK_S:
+            self._check_progress(now)
+        return super().recv(timeout_s)
 
     def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
         """Answer a client. A message to a client that has disconnected is dropped."""
-        connection = self._clients.get(peer)
+        connection = self._connections.get(peer)
         if connection is not None:
             try:
                 self._send(connection, frames)
@@ -172,17 +210,47 @@ class ServerSockets(_Sockets):
     def close(self) -> None:
         """Close all connections."""
         self._listener.close()
-        self._close([*self._clients.values(), *self._unnamed])
+        self._close([*self._connections.values(), *self._unnamed])
 
     def _read(self, source: Any) -> None:
         if source is not self._listener:
-            super()._read(source)
+            if source.waiting_bytes > MAX_WAITING_BYTES:
+                self._pause(source)
+            else:
+                super()._read(source)
             return
         try:
             connection = Connection(self._listener.accept()[0])
         except OSError:
             return  # the client has closed the connection again
+        connection.reader.max_head = MAX_NAME
         self._unnamed.append(connection)
+        self._add(connection)
+
+    def _check_progress(self, now: float) -> None:
+        """End connections that are stuck in the middle of a message."""
+        was_busy, self._checked_at = now - self._checked_at > STALLED_S / 2, now
+        for connection in [*self._connections.values(), *self._unnamed]:
+            if was_busy:  # this process has not read for a while, so the other side may have made progress
+                connection.received_at = connection.sent_at = now
+            elif connection.is_stalled(now, STALLED_S):
+                self._drop(connection)
+
+    def _pause(self, connection: Connection) -> None:
+        """Read no more requests of a client that does not read its answers."""
+        if not connection.is_paused:
+            connection.is_paused = True
+            self._selector.unregister(connection.socket)
+            self._paused.append(connection)
+
+    def _resume_drained(self) -> None:
+        for connection in [one for one in self._paused if one.waiting_bytes <= RESUME_BYTES]:
+            self._resume(connection)
+            self._unread.append(connection)
+
+    def _resume(self, connection: Connection) -> None:
+        connection.is_paused = False
+        self._paused.remove(connection)
         self._add(connection)
 
     def _receive(self, connection: Connection, frames: list[memoryview]) -> None:
@@ -190,14 +258,17 @@ class ServerSockets(_Sockets):
             super()._receive(connection, frames)
             return
         connection.name = bytes(frames[0])  # a client's first message is its name
+        connection.reader.max_head = MAX_HEAD
         self._unnamed.remove(connection)
-        self._clients[connection.name] = connection
+        if before := self._connections.get(connection.name):
+            self._drop(before)  # the client has connected again
+        self._connections[connection.name] = connection
 
     def _drop(self, connection: Connection) -> None:
         if connection in self._unnamed:
             self._unnamed.remove(connection)
-        elif connection.name is not None and self._clients.get(connection.name) is connection:
-            del self._clients[connection.name]
+        if connection.is_paused:
+            self._resume(connection)
         super()._drop(connection)
 
 
@@ -210,7 +281,6 @@ class ClientSockets(_Sockets):
         super().__init__()
         self._name = f"{name}.{secrets.token_hex(4)}".encode()
         self._addresses = list(addresses)
-        self._servers: dict[Peer, Connection] = {}
         for server, address in enumerate(addresses):
             try:
                 self._connect(server, CONNECT_S)
@@ -221,31 +291,26 @@ class ClientSockets(_Sockets):
     def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
         """Send a request to a server. If the server cannot be reached now, the message is lost; the caller retries."""
         try:
-            if peer not in self._servers:
+            if peer not in self._connections:
                 self._connect(peer, RECONNECT_S)
-            self._send(self._servers[peer], frames)
+            self._send(self._connections[peer], frames)
         except ConnectionBroken:
-            self._drop(self._servers[peer])
+            self._drop(self._connections[peer])
         except OSError:
             pass
 
     def close(self) -> None:
         """Close all connections."""
-        self._close(list(self._servers.values()))
+        self._close(list(self._connections.values()))
 
     def _connect(self, server: Peer, timeout_s: float) -> None:
         assert isinstance(server, int)
         host, _, port = self._addresses[server].removeprefix("tcp://").rpartition(":")
         connection = Connection(socket.create_connection((host, int(port)), timeout_s))
         connection.name = server
-        self._servers[server] = connection
+        self._connections[server] = connection
         self._add(connection)
         self._send(connection, [self._name])
-
-    def _drop(self, connection: Connection) -> None:
-        if connection.name is not None and self._servers.get(connection.name) is connection:
-            del self._servers[connection.name]
-        super()._drop(connection)
 
 
 def private_memory(num_bytes: int) -> memoryview:

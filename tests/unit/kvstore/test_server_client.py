@@ -74,7 +74,7 @@ def test_frames_of_an_answer_go_to_the_given_memory(setup: Setup) -> None:
     ticket = setup.client.send(0, Pull(setup.client.next_id(), 0, [0], True), places=places)
     assert setup.servers.placer is not None
     head = memoryview(b"\x00 not an answer")
-    assert setup.servers.placer(head, [2, 4]) is None
+    assert setup.servers.placer(0, head, [2, 4]) is None
     setup.servers.deliver(0, (Done(ticket.id), [b"ab", b"cdef"]))
     setup.client.wait([ticket])
     assert memory == b"abcdef"

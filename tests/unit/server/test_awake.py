@@ -48,6 +48,9 @@ class Scripted:
     def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
         pass
 
+    def disconnect(self, peer: Peer) -> None:
+        pass
+
     def wake(self) -> None:
         pass
 

@@ -159,7 +159,7 @@ class Client:
             ticket.frames = list(frames[1:])
         ticket.response = response
 
-    def _place(self, head: memoryview, sizes: list[int]) -> Sequence[memoryview] | None:
+    def _place(self, peer: Peer, head: memoryview, sizes: list[int]) -> Sequence[memoryview] | None:
         """Return where the endpoint stores the frames of an answer: weights need no copy then."""
         try:
             response = decode_response(head)
