@@ -77,6 +77,7 @@ class Host:
     first: ChildProcess
     sshd: ChildProcess | None = None
     variables: dict[str, str] = field(default_factory=dict)
+    _num_removed: int = 0
 
     @property
     def address(self) -> str:
@@ -150,6 +151,15 @@ class Host:
     def hide(self, path: Path) -> None:
         """Let a folder be empty on this host from now on."""
         self.run(["mount", "-t", "tmpfs", "none", str(path)])
+
+    def remove(self, path: Path) -> None:
+        """Let a file be missing on this host from now on."""
+        self._num_removed += 1
+        own, folder = f"/run/removed{self._num_removed}", path.parent
+        layers = f"lowerdir={folder},upperdir={own}/upper,workdir={own}/work"
+        self.run(["mkdir", "-p", f"{own}/upper", f"{own}/work"])
+        self.run(["mount", "-t", "overlay", "-o", layers, "none", str(folder)])
+        self.run(["rm", str(path)])
 
     def kill_all(self) -> None:
         """Kill everything that runs on this host, except its first process and its sshd."""

@@ -13,7 +13,13 @@ To add a launcher, write a class like `LocalLauncher`, let it pass `echelon.test
 from echelon.launch.interface import Launcher
 from echelon.launch.local import LocalLauncher
 from echelon.launch.ray.launcher import RayLauncher
+from echelon.launch.ssh import SshLauncher
 
-LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in (LocalLauncher(), RayLauncher())}
+_ALL: tuple[Launcher, ...] = (
+    LocalLauncher(),
+    SshLauncher(),
+    RayLauncher(),
+)
+LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in _ALL}
 
 __all__ = ["LAUNCHERS", "Launcher"]

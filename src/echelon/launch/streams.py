@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 from collections.abc import Callable
 from typing import IO, Protocol
@@ -10,6 +11,7 @@ from typing import IO, Protocol
 from echelon.launch.processes import ChildProcess
 
 READ_BYTES = 1 << 16
+ENDING_S = 2.0  # for a program to exit after it has closed its output
 
 
 class Stream(Protocol):
@@ -116,7 +118,11 @@ class ProgramStream(PipeStream):
         return os.pread(self._errors.fileno(), size, 0).decode(errors="replace")
 
     def why_ended(self) -> str:
-        """Say why the program ended, from its exit code and what it wrote to its standard error."""
+        """Say why the program ended, from its exit code and what it wrote to its standard error.
+
+        A program may close its output before it exits.
+        """
+        select.select([self._program.pidfd], [], [], ENDING_S)
         return self._explain(self._program.reap(), self.errors())
 
     def close(self) -> None:
