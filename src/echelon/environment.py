@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,8 +20,11 @@ from echelon.errors import UsageError
 HIGHEST_PORT = 65535
 ROLES = ("worker", "server", "scheduler")
 SECURITY = ("auto", "proof", "none")
+SECURITY_POLICY = "ECHELON_SECURITY"
 CREDENTIALS = "ECHELON_CREDENTIALS"
 CREDENTIALS_FILE = "ECHELON_CREDENTIALS_FILE"
+HUB = "ECHELON_HUB"  # host:port of the launcher, for agents that another system has started
+TASK = "ECHELON_TASK"  # the number of such an agent, or the name of the variable that has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,25 @@ def _check_rank(job: Job) -> None:
 def variable(name: str) -> str | None:
     """Return one of the variables that describe no job, or None if it is not set."""
     return os.environ.get(name)
+
+
+def task_from_environment() -> tuple[tuple[str, int], int | None]:
+    """Return the address of the launcher's hub, and the number that the system that started this agent gave it."""
+    host, _, port = os.environ.get(HUB, "").rpartition(":")
+    if not host:
+        raise UsageError(f"finds no launcher, because {HUB} is not set; a launcher starts it, not a user")
+    name = TASK
+    text = os.environ.get(TASK, "")
+    if text and not text.isdecimal():
+        name, text = text, os.environ.get(text, "")
+        if not text:
+            raise UsageError(f"does not know its number, because {name} is not set")
+    return (host, _port(HUB, port)), _number(name, text) if text else None
+
+
+def find_own_python() -> None:
+    """Let `python` in commands mean the Python of this process, as it does where the launcher runs."""
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
@@ -260,7 +283,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # the variable
     "joined_file": ("ECHELON_JOINED_FILE", _text),
     "allow_optimizers": ("ECHELON_ALLOW_OPTIMIZERS", import_paths),
     "rendezvous_hosted": ("TORCHELASTIC_USE_AGENT_STORE", lambda name, text: text == "True"),
-    "security": ("ECHELON_SECURITY", _security),
+    "security": (SECURITY_POLICY, _security),
     "credentials": (CREDENTIALS, _text),
     "credentials_file": (CREDENTIALS_FILE, _text),
 }

@@ -12,12 +12,14 @@ To add a launcher, write a class like `LocalLauncher`, let it pass `echelon.test
 
 from echelon.launch.interface import Launcher
 from echelon.launch.local import LocalLauncher
+from echelon.launch.mpi import MpiLauncher
 from echelon.launch.ray.launcher import RayLauncher
 from echelon.launch.ssh import SshLauncher
 
 _ALL: tuple[Launcher, ...] = (
     LocalLauncher(),
     SshLauncher(),
+    MpiLauncher(),
     RayLauncher(),
 )
 LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in _ALL}

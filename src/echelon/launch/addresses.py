@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from collections.abc import Iterator, Sequence
 
 import psutil
 
 from echelon.errors import UsageError
+from echelon.launch.processes import LOOPBACK
 from echelon.transport.registration import interface_address
+
+_OUTSIDE = "198.51.100.1"  # an address that is never this machine's (RFC 5737); nothing is sent to it
 
 
 def announced_address(interface: str | None, name: str, peers: Sequence[str]) -> str:
@@ -29,6 +33,19 @@ def announced_address(interface: str | None, name: str, peers: Sequence[str]) ->
         f"the address of {name} for the other hosts is unknown: the name stands for no address of this machine, which "
         f"has {have}; name its interface with -i"
     )
+
+
+def launcher_address(interface: str | None, hosts: Sequence[str], *, one_machine: bool) -> str:
+    """Return the address of this machine for hosts that connect to the launcher.
+
+    `hosts` are those of the hosts file. Without one, another system chooses the hosts, which reach this machine over
+    its default route, unless the job stays on `one_machine`.
+    """
+    if interface or hosts:
+        return announced_address(interface, os.uname().nodename, hosts)
+    if one_machine:
+        return LOOPBACK
+    return address_towards(_OUTSIDE) or announced_address(None, os.uname().nodename, [])
 
 
 def own_addresses() -> list[tuple[str, str]]:

@@ -6,11 +6,11 @@ are known, every process is started with complete addresses, so no port is ever 
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from socket import socket
 
 from echelon.cluster.messages import WORKER, WorkerExited
 from echelon.launch.addresses import announced_address, listen
@@ -40,12 +40,22 @@ class _Place:
 class AgentBackend:
     """Starts processes through agents; the scheduler, if the plan has it on this machine, as a child.
 
-    `connect` starts or awaits the agent of a process. `folder` is the working directory of all processes.
+    `connect` starts or awaits the agent of a process. `folder` is the working directory of all processes. `address` is
+    that of this machine, at which the hosts reach it.
     """
 
-    def __init__(self, plan: Plan, connect: Connect, *, folder: str | None = None, start_s: float = START_S) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        connect: Connect,
+        *,
+        folder: str | None = None,
+        start_s: float = START_S,
+        address: str | None = None,
+    ) -> None:
         self._plan = plan
         self._connect = connect
+        self._own_address = address
         self._folder = os.getcwd() if folder is None else folder
         self._start_s = start_s
         self._deadline = time.monotonic() + start_s
@@ -81,8 +91,15 @@ class AgentBackend:
             if place.process.exit_code() is None and place.checked:
                 self._advance(place, addresses)
         if time.monotonic() > self._deadline:
-            for place in waiting:
-                place.process.fail(f"did not start on {place.process.host} within {self._start_s:g} s")
+            self._give_up(waiting)
+
+    def _give_up(self, waiting: Sequence[_Place]) -> None:
+        """End processes that did not start in time. Those without an agent keep the others waiting."""
+        silent = [place for place in waiting if place.process.hello is None and place.process.exit_code() is None]
+        names = ", ".join(f"{place.planned.name} on {place.process.host}" for place in silent)
+        why = f"; no agent has connected for {names}" if silent else ""
+        for place in silent or waiting:
+            place.process.fail(f"did not start on {place.process.host} within {self._start_s:g} s{why}")
 
     def report_exit(self, exited: WorkerExited) -> None:
         """Tell the scheduler that a worker's process has ended."""
@@ -96,13 +113,21 @@ class AgentBackend:
         planned = place.planned
         if planned.listens and not place.asked_to_bind:
             place.asked_to_bind = True
-            peers = [host.name for host in self._plan.hosts()]
-            place.process.send(Bind(planned.job.interface, place.process.host, peers))
+            place.process.send(self._bind(place))
         elif addresses is not None:
             place.started = True
             whole = self._plan.complete(planned, addresses)
             arguments = list(whole.arguments)
             place.process.send(Start(planned.name, arguments, whole.environment, self._folder, planned.local_workers))
+
+    def _bind(self, place: _Place) -> Bind:
+        """Return the request for a listening socket. Without a hosts file, the launcher's machine is the known peer."""
+        interface, host = place.planned.job.interface, place.planned.host
+        if host is not None or self._own_address is None:
+            return Bind(interface, str(host or place.process.host), [host.name for host in self._plan.hosts()])
+        if ipaddress.ip_address(self._own_address).is_loopback:
+            return Bind(interface, self._own_address, [])
+        return Bind(interface, place.process.host, [self._own_address])
 
     def _addresses(self) -> Addresses | None:
         """Return where scheduler and worker 0 listen, once both are known."""
@@ -126,13 +151,13 @@ class AgentBackend:
             )
 
     def _start_scheduler(self, planned: PlannedProcess) -> RunningProcess:
-        hosts = [host.name for host in self._plan.hosts()]
-        listener = self._listener(planned, hosts)
+        listener = listen(self._own_address or self._announced_address(planned))
         self._scheduler = Address(*listener.getsockname()[:2])
         whole = self._plan.complete(planned, Addresses(self._scheduler, self._scheduler))
         environment = {**whole.environment, "ECHELON_LISTEN_FD": str(listener.fileno())}
         with listener:
             return ChildProcess(planned.name, whole.arguments, environment, pass_fds=[listener.fileno()])
 
-    def _listener(self, planned: PlannedProcess, hosts: Sequence[str]) -> socket:
-        return listen(announced_address(planned.job.interface, os.uname().nodename, hosts))
+    def _announced_address(self, planned: PlannedProcess) -> str:
+        hosts = [host.name for host in self._plan.hosts()]
+        return announced_address(planned.job.interface, os.uname().nodename, hosts)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from echelon.cluster.messages import WORKER, WorkerExited
@@ -43,10 +44,17 @@ def protect(plan: Plan) -> Plan:
     return plan.with_credentials(Credentials.create().to_text())
 
 
-def run_job(plan: Plan, output: Output, backend: Backend, helpers: Sequence[Command] = ()) -> int:
+def run_job(
+    plan: Plan,
+    output: Output,
+    backend: Backend,
+    helpers: Sequence[Command] = (),
+    watched: Mapping[int, Callable[[], None]] = MappingProxyType({}),
+) -> int:
     """Run a plan to its end, and return 0, the first failing exit status, or 128 + the number of a signal.
 
-    `helpers` are programs of this machine, such as mpirun, that run as long as the job.
+    `helpers` are programs of this machine that run as long as the job. `watched` maps files of the launcher, such as
+    that of a hub, to what is called whenever they are readable.
     """
     planned = {process.name: process for process in plan.processes}
     joining = Joining(plan.job.num_workers)
@@ -72,6 +80,8 @@ def run_job(plan: Plan, output: Output, backend: Backend, helpers: Sequence[Comm
         output.on_tick()
 
     supervisor = Supervisor(output.on_line, tick, report_end, start)
+    for fileno, on_readable in watched.items():
+        supervisor.watch(fileno, on_readable)
     commands = [_command(plan, process, shown=output.shown) for process in plan.processes]
     status = supervisor.run([*commands, *helpers])
     if not status and (warning := joining.warning()):

@@ -1,0 +1,215 @@
+"""The MPI launcher: one `mpirun`, of Open MPI or MPICH, starts an agent for each server and worker.
+
+MPI is only a way to start programs on hosts here; the job does not use its messages. The task's rank in MPI decides
+which process of the plan it runs. The scheduler runs beside the launcher. Since the tasks are agents, which end with
+status 0, mpirun does not end the job when one worker fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from echelon.environment import variable
+from echelon.errors import UsageError
+from echelon.launch.addresses import launcher_address
+from echelon.launch.hub import Hub, task_command, variable_names
+from echelon.launch.interface import Output
+from echelon.launch.plan import SCHEDULER, Plan, PlannedProcess, Request, describe, make_plan
+from echelon.launch.ssh_client import package_folder
+from echelon.launch.tasks import TaskProgram, run_tasks
+
+MPIRUN = "mpirun"
+HOSTS_FILE = "<hosts file>"
+_INSTALL = "install Open MPI (apt-get install openmpi-bin) or MPICH (apt-get install mpich)"
+_ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE", "COBALT_NODEFILE", "FLUX_JOB_ID")
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """How an implementation of MPI starts programs.
+
+    `rank` is the variable with a task's number. `fixed` are arguments of every start: tasks may use all cores of their
+    host, and the death of a task does not end the others.
+    """
+
+    name: str
+    rank: str
+    fixed: tuple[str, ...]
+    anywhere: tuple[str, ...]  # to start more tasks than the hosts that mpirun chooses have cores
+    hosts_file: tuple[str, ...]  # before the path of a file that has one line per task, in the order of ranks
+    own_address: str | None  # before the launcher's address, which the hosts of a file connect to
+    variables: Callable[[Sequence[str]], list[str]]  # pass on variables by name: no command line shows their values
+    advice: Mapping[str, str]  # what to do about an error that contains a text
+
+
+_SSH_ADVICE = {
+    "Permission denied": "mpirun logs in to hosts with ssh: let 'ssh HOST true' work without a password",
+    "Host key verification failed": "mpirun logs in to hosts with ssh: let 'ssh HOST true' work without a question",
+    "No module named": "every host needs the same Python with Echelon, at the same path",
+}
+OPEN_MPI = Flavour(
+    "Open MPI",
+    rank="OMPI_COMM_WORLD_RANK",
+    fixed=("--bind-to", "none", "--mca", "orte_abort_on_non_zero_status", "0"),
+    anywhere=("--oversubscribe",),
+    hosts_file=("--map-by", "seq", "--hostfile"),
+    own_address=None,
+    variables=lambda names: [word for name in names for word in ("-x", name)],
+    advice={
+        "attempt to run as root": "use another user, or set OMPI_ALLOW_RUN_AS_ROOT=1 and "
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, for example in a container",
+        **_SSH_ADVICE,
+    },
+)
+MPICH = Flavour(
+    "MPICH",
+    rank="PMI_RANK",
+    fixed=("-bind-to", "none", "-disable-auto-cleanup"),
+    anywhere=(),
+    hosts_file=("-f",),
+    own_address="-localhost",
+    variables=lambda names: ["-genvlist", ",".join(names)],
+    advice=_SSH_ADVICE,
+)
+_VERSIONS = {r"Open MPI|OpenRTE|PRRTE|prterun": OPEN_MPI, r"HYDRA|MPICH|Intel\(R\) MPI": MPICH}
+
+
+def flavour_of(program: str, version: str) -> Flavour:
+    """Return the implementation that `mpirun --version` names."""
+    for pattern, flavour in _VERSIONS.items():
+        if re.search(pattern, version):
+            return flavour
+    first = version.strip().partition("\n")[0]
+    raise UsageError(f"{program} belongs neither to Open MPI nor to MPICH: '{program} --version' says {first!r}")
+
+
+def mpirun_command(
+    flavour: Flavour,
+    plan: Plan,
+    *,
+    program: str,
+    variables: Sequence[str],
+    hosts_file: str,
+    address: str,
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """Return the command line of mpirun."""
+    arguments = [program, "-n", str(len(tasks_of(plan))), *flavour.fixed]
+    if plan.hosts():
+        arguments += [*flavour.hosts_file, hosts_file]
+        arguments += [flavour.own_address, address] if flavour.own_address else []
+    else:
+        arguments += flavour.anywhere
+    return [*arguments, *flavour.variables(variables), *extra, *task_command()]
+
+
+def tasks_of(plan: Plan) -> list[PlannedProcess]:
+    """Return the processes that mpirun starts, by their ranks in MPI."""
+    return [process for process in plan.processes if process.role != SCHEDULER]
+
+
+def hosts_text(plan: Plan) -> str:
+    """Return the hosts file for mpirun. Both implementations put task t on the host of line t."""
+    return "".join(f"{process.host}\n" for process in tasks_of(plan) if process.host)
+
+
+class MpiLauncher:
+    """Starts a job with mpirun."""
+
+    name = "mpi"
+
+    def add_arguments(self, group: argparse._ArgumentGroup) -> None:
+        """Add the flags of this launcher."""
+        group.add_argument(
+            "--mpi-program", default=MPIRUN, metavar="MPIRUN", help="the mpirun of Open MPI or MPICH (default: mpirun)"
+        )
+        group.add_argument(
+            "--mpi-args",
+            action="append",
+            default=[],
+            metavar="ARGUMENTS",
+            help="more arguments for mpirun, in one word: --mpi-args='--mca plm_rsh_agent rsh'",
+        )
+
+    def plan(self, request: Request) -> Plan:
+        """Put the scheduler on this machine, and the other processes on the hosts."""
+        for host in request.hosts:
+            if host.user or host.port:
+                raise UsageError(
+                    f"mpirun cannot be given the user or the port of ssh for {host.name}: write only the host into the "
+                    f"hosts file, and User and Port into ~/.ssh/config ('Host {host.name}')"
+                )
+        if request.sync_dst_dir:
+            raise UsageError(
+                "--sync-dst-dir belongs to --launcher ssh; with --launcher mpi all hosts need this folder at the same "
+                "path, for example on a shared disk"
+            )
+        return make_plan(request)
+
+    def describe(self, plan: Plan) -> str:
+        """Return the command line of mpirun, its hosts file and the plan."""
+        program, flavour = _find(plan)
+        address = launcher_address_of(plan)
+        variables = [*variable_names(plan.job), *_python_path()]
+        command = _command(plan, flavour, program, variables, HOSTS_FILE, address)
+        hosts = [f"{HOSTS_FILE}:", *(f"    {line}" for line in hosts_text(plan).split())] if plan.hosts() else []
+        return "\n".join([f"{flavour.name}: {shlex.join(command)}", *hosts, describe(plan)])
+
+    def run(self, plan: Plan, output: Output) -> int:
+        """Run the job."""
+        program, flavour = _find(plan)
+        address = launcher_address_of(plan)
+        with TemporaryDirectory(prefix="echelon-mpi-") as folder:
+            hosts_file = Path(folder, "hosts")
+            hosts_file.write_text(hosts_text(plan))
+
+            def start(hub: Hub) -> TaskProgram:
+                variables = {**hub.environment(flavour.rank), **_python_path()}
+                command = _command(plan, flavour, program, list(variables), str(hosts_file), address)
+                return TaskProgram(MPIRUN, command, variables, lambda lines: _advice(flavour, lines))
+
+            return run_tasks(plan, output, address, start)
+
+
+def launcher_address_of(plan: Plan) -> str:
+    """Return the address of this machine for the hosts of the job."""
+    one_machine = not any(map(variable, _ALLOCATIONS)) and not plan.request.options.get("mpi_args")
+    return launcher_address(plan.job.interface, [host.name for host in plan.hosts()], one_machine=one_machine)
+
+
+def _find(plan: Plan) -> tuple[str, Flavour]:
+    """Return the mpirun to use and its implementation."""
+    program = str(plan.request.options.get("mpi_program") or MPIRUN)
+    if shutil.which(program) is None:
+        raise UsageError(f"--launcher mpi needs the program {program}, which is not in PATH: {_INSTALL}")
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    return program, flavour_of(program, done.stdout + done.stderr)
+
+
+def _command(
+    plan: Plan, flavour: Flavour, program: str, variables: Sequence[str], hosts_file: str, address: str
+) -> list[str]:
+    extra = [word for text in plan.request.options.get("mpi_args") or [] for word in shlex.split(text)]
+    return mpirun_command(
+        flavour, plan, program=program, variables=variables, hosts_file=hosts_file, address=address, extra=extra
+    )
+
+
+def _python_path() -> dict[str, str]:
+    """Return the variable that lets hosts find Echelon if it is not installed: at the same path as here."""
+    folder = package_folder(Path(__file__).parents[1], Path.cwd(), None)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [variable("PYTHONPATH"), folder]))} if folder else {}
+
+
+def _advice(flavour: Flavour, lines: Sequence[str]) -> str:
+    text = "\n".join(lines)
+    return next((advice for part, advice in flavour.advice.items() if part in text), "")
