@@ -168,6 +168,11 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **variables}
 
 
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables of this process."""
+    os.environ.update(variables)
+
+
 def user_threads() -> int | None:
     """Return OMP_NUM_THREADS, or None if it is not set."""
     text = os.environ.get("OMP_NUM_THREADS")

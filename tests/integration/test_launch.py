@@ -144,7 +144,7 @@ print(threading.active_count(), any(os.readlink(path).startswith("socket:") for 
     [
         (["-n", "0", "-s", "1", "true"], "a job needs at least one worker (-n), not 0"),
         (["-n", "1", "-s", "1"], "no command to launch"),
-        (["-n", "1", "--launcher", "nosuch", "true"], "unknown launcher 'nosuch'; choose one of local"),
+        (["-n", "1", "--launcher", "nosuch", "true"], "unknown launcher 'nosuch'; "),
         (["-n", "1", "--transport", "pigeon", "true"], "unknown transport 'pigeon'; choose one of auto, shm, tcp"),
         (["-n", "1", "nosuchprogram"], "there is no program 'nosuchprogram'"),
     ],

@@ -167,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
         allow_optimizers=_allowed(options.allow_optimizer),
     )
     launcher = launcher_of(options.launcher)
-    if launcher.name == "local":  # other machines may have programs that this one does not have
+    if launcher.name in ("local", "inproc"):  # other machines may have programs that this one does not have
         program = command_of(program)
     plan = launcher.plan(request_from(options, job, program))
     _check_settings(job, plan.worker_hosts())

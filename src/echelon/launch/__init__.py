@@ -10,6 +10,7 @@ To add a launcher, write a class like `LocalLauncher`, let it pass `echelon.test
 `LAUNCHERS`: `--launcher` accepts every name of that table, and `package.module:NAME` for a launcher of your own.
 """
 
+from echelon.launch.inproc import InprocLauncher
 from echelon.launch.interface import Launcher
 from echelon.launch.local import LocalLauncher
 from echelon.launch.mpi import MpiLauncher
@@ -21,6 +22,7 @@ _ALL: tuple[Launcher, ...] = (
     SshLauncher(),
     MpiLauncher(),
     RayLauncher(),
+    InprocLauncher(),
 )
 LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in _ALL}
 

@@ -8,6 +8,7 @@ port of this machine, whose listening socket device 0 inherits.
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Mapping, Sequence
 
 from echelon.environment import Job, sleeping_threads, user_threads
@@ -28,6 +29,10 @@ def run_devices(command: Sequence[str], num_devices: int, on_line: OnLine = prin
     """Run `command` for every device of this worker, and return the first failing exit status, or 0."""
     if num_devices < 1:
         raise UsageError(f"a worker needs at least one device, not {num_devices}")
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            f"{num_devices} devices need a process each, and this worker is a thread: use --launcher local"
+        )
     job = Job.from_environment()
     with listen_on_loopback() as listener:
         commands = [_command(command, job, index, num_devices, listener) for index in range(num_devices)]

@@ -91,13 +91,14 @@ class JobThreads:
         for thread in self.threads:
             thread.start()
 
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end of all threads, or for `timeout_s`. Return whether all have ended."""
+    def join(self, timeout_s: float | None = None, *, only: str = "") -> bool:
+        """Wait for the threads whose names begin with `only`, or for `timeout_s`. Return whether they have ended."""
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        for thread in self.threads:
+        threads = [thread for thread in self.threads if thread.name.startswith(only)]
+        for thread in threads:
             left = deadline - time.monotonic()
             thread.join(None if left == math.inf else max(0.0, left))
-        return not any(thread.is_alive() for thread in self.threads)
+        return not any(thread.is_alive() for thread in threads)
 
     def _run_worker(self, job: Job) -> None:
         failed = True
