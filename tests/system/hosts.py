@@ -94,6 +94,13 @@ class Host:
         """The file of keys that may log in; write "" to it so that ssh asks for a password."""
         return self.folder / "ssh" / "authorized_keys"
 
+    def prefix(self, cwd: Path | None = None) -> list[str]:
+        """Return the words before a command that let it run on this host."""
+        return [
+            *("nsenter", f"--target={self.first.pid}", "--net", "--mount", "--uts"),
+            *(f"--wdns={cwd or self.disk}", "--"),
+        ]
+
     def start(
         self,
         arguments: Sequence[str],
@@ -106,7 +113,7 @@ class Host:
     ) -> subprocess.Popen[str]:
         """Start a program on this host. The returned process is the program itself, so signals reach it."""
         return subprocess.Popen(
-            self._enter([*arguments], cwd),
+            [*self.prefix(cwd), *arguments],
             env={**os.environ, **self.variables, **(environment or {})},
             stdin=stdin,
             stdout=stdout,
@@ -168,14 +175,14 @@ class Host:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    def start_sshd(self) -> None:
-        """Start the sshd of this host, and wait until it listens."""
+    def start_sshd(self, *settings: str) -> None:
+        """Start the sshd of this host with further lines of its configuration, and wait until it listens."""
         config = self.folder / "ssh" / "sshd_config"
         listen = "\n".join(f"ListenAddress {address}" for address in self.addresses)
         variables = " ".join(f'"{name}={value}"' for name, value in self.variables.items())
-        config.write_text(_SSHD_CONFIG.format(port=SSH_PORT, listen=listen, variables=variables))
+        config.write_text(_SSHD_CONFIG.format(port=SSH_PORT, listen=listen, variables=variables) + "\n".join(settings))
         log = str(self.folder / "sshd.log")
-        command = self._enter(["/usr/sbin/sshd", "-D", "-E", log, "-f", "/etc/ssh/sshd_config"])
+        command = [*self.prefix(), "/usr/sbin/sshd", "-D", "-E", log, "-f", "/etc/ssh/sshd_config"]
         self.sshd = sshd = ChildProcess(f"sshd of {self.name}", command, {})
         until(lambda: SSH_PORT in listening_ports(sshd.pid), f"sshd of {self.name} listens; see {log}")
 
@@ -186,10 +193,6 @@ class Host:
             self.sshd = None
         self.kill_all()
         self.first.close()
-
-    def _enter(self, arguments: Sequence[str], cwd: Path | None = None) -> list[str]:
-        enter = ["nsenter", f"--target={self.first.pid}", "--net", "--mount", "--uts"]
-        return [*enter, f"--wd={cwd or self.disk}", "--", *arguments]
 
 
 @dataclass
@@ -267,6 +270,8 @@ def _write_files(folder: Path, addresses: Mapping[str, Sequence[str]], keys: Map
     (folder / "disk").symlink_to(folder.parent / "disk")
     (folder / "resolv.conf").touch()
     lines = ["127.0.0.1 localhost", *(f"{those[0]} {name}" for name, those in addresses.items())]
+    # torch asks for the names of its addresses as IPv6 writes them, and warns if there are none.
+    lines += [f"::ffff:{address} {name}.mapped" for name, those in addresses.items() for address in those]
     (folder / "hosts").write_text("\n".join(lines) + "\n")
     for name, text in keys.items():
         (folder / "ssh" / name).write_text(text)

@@ -24,6 +24,7 @@ def test_a_host_has_its_own_name_addresses_and_disk(network: Network) -> None:
     login.run(["ssh", "h2", f"echo text > {network.disk}/file"])
     assert (h2.own / "file").read_text() == "text\n"
     assert not (network.disk / "file").exists()
+    assert h2.run(["cat", "file"]).stdout == "text\n"
     assert not h1.run(["cat", "file"], check=False).stdout
 
 
