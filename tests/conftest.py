@@ -1,6 +1,7 @@
 """Settings and fixtures of all tests. Those of `leaks` are autouse: a test that leaves something behind fails."""
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,6 +18,14 @@ settings.register_profile(
     "echelon", deadline=None, max_examples=50, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("echelon")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_settings(marked_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let tests have settings of their own, because jobs that no launcher started write the user's credentials."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,11 @@ from echelon.cluster.messages import (
 from echelon.environment import Job
 from echelon.errors import EchelonError, UsageError
 from echelon.observe.events import EventLog
-from echelon.transport.control import HEARTBEAT_S, FrameReader, frame
+from echelon.transport.admission import Admission, Strangers, Unproven
+from echelon.transport.channel import Channel, send_all
+from echelon.transport.control import HEARTBEAT_S, READ_BYTES, SEND_S, FrameReader, frame
+from echelon.transport.credentials import Security
+from echelon.transport.sockets import listen
 
 
 def serve(job: Job, listener: socket.socket | None = None) -> int:
@@ -47,11 +51,11 @@ def serve(job: Job, listener: socket.socket | None = None) -> int:
 def _listener(job: Job) -> socket.socket:
     if job.listen_fd is not None:
         return socket.socket(fileno=job.listen_fd)
-    port = job.scheduler_port
+    host, port = job.scheduler_host, job.scheduler_port
     if not port:
         raise UsageError("the scheduler has no port: set DMLC_PS_ROOT_PORT, to the same value for all roles")
     try:
-        return socket.create_server(("", port), backlog=128)
+        return listen(job.host or host, port)
     except OSError as error:
         raise UsageError(
             f"the scheduler cannot listen at port {port}: {os.strerror(error.errno or 0)}; set another "
@@ -62,8 +66,8 @@ def _listener(job: Job) -> socket.socket:
 class _Peer:
     """A connection and when data last arrived on it."""
 
-    def __init__(self, connection: socket.socket, now: float) -> None:
-        self.socket = connection
+    def __init__(self, channel: Channel, now: float) -> None:
+        self.channel = channel
         self.reader = FrameReader()
         self.last_received = now
 
@@ -72,56 +76,59 @@ class _Scheduler:
     def __init__(self, job: Job, listener: socket.socket, events: EventLog) -> None:
         self._job = job
         self._events = events
-        self._listener = listener
         self._membership = Membership(job.num_workers, job.num_servers)
         self._selector = selectors.DefaultSelector()
+        strangers = Strangers("the scheduler", events)
+        self._admission = Admission(listener, Security.of(job), self._selector, strangers)
+        self._buffer = memoryview(bytearray(READ_BYTES))
         self._peers: dict[int, _Peer] = {}
         self._last_number = 0
         self._waits_since = time.monotonic()  # for the processes that have not registered
         self._stall_printed = False
 
     def run(self) -> int:
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
         try:
             while not self._membership.over or any(map(self._membership.waits_for, self._peers)):
                 for key, _ in self._selector.select(HEARTBEAT_S / 2):
-                    if key.data is None:
-                        self._accept()
+                    if isinstance(key.data, Admission | Unproven):
+                        self._admit(key.data)
                     else:
                         self._read(key.data)
+                self._admission.expire()
                 if not self._check_time():
                     break
         finally:
             for peer in list(self._peers):
                 self._drop(peer)
+            self._admission.close()
             self._selector.close()
-            self._listener.close()
         if self._membership.failure:
             print(f"job stopped: {self._membership.failure}", file=sys.stderr, flush=True)
             return 1
         return 0
 
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(5.0)
-        self._last_number += 1
-        self._peers[self._last_number] = _Peer(connection, time.monotonic())
-        self._selector.register(connection, selectors.EVENT_READ, self._last_number)
+    def _admit(self, source: Admission | Unproven) -> None:
+        """Let a process in that has proved the credentials of the job."""
+        channel = self._admission.advance(source)
+        if channel is not None:
+            self._last_number += 1
+            self._peers[self._last_number] = _Peer(channel, time.monotonic())
+            self._selector.register(channel, selectors.EVENT_READ, self._last_number)
 
     def _read(self, number: int) -> None:
         peer = self._peers.get(number)
         if peer is None:
             return
         try:
-            data = peer.socket.recv(65536)
-            if not data:
+            count = peer.channel.recv_into(self._buffer)
+            if not count:
                 self._lost(number, "its connection closed")
                 return
             peer.last_received = time.monotonic()
-            for message in peer.reader.feed(data):
+            for message in peer.reader.feed(self._buffer[:count]):
                 self._handle(number, message)
+        except BlockingIOError:
+            return  # a part of a TLS record
         except Malformed as error:
             self._events.write("malformed", reason=str(error))
             self._lost(number, str(error))
@@ -186,7 +193,7 @@ class _Scheduler:
                 view = message
             if peer := self._peers.get(to):
                 try:
-                    peer.socket.sendall(frame(message))
+                    send_all(peer.channel, frame(message), SEND_S)
                 except OSError:
                     pass  # the next read reports that this peer is lost
         if view is not None:
@@ -221,8 +228,8 @@ class _Scheduler:
 
     def _drop(self, number: int) -> None:
         peer = self._peers.pop(number)
-        self._selector.unregister(peer.socket)
-        peer.socket.close()
+        self._selector.unregister(peer.channel)
+        peer.channel.close()
 
 
 if __name__ == "__main__":

@@ -12,11 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from echelon import environment as job_environment
 from echelon.cluster.messages import Barrier, Failed, Halt, Push, PushHeader, decode_response, encode
+from echelon.transport.admission import connect
+from echelon.transport.channel import send_all
 from echelon.transport.control import MAX_FRAME, frame
+from echelon.transport.credentials import Security
 from echelon.transport.sockets import TcpTransport
 from jobs import Fault, Gate, Job, Plan, Row, until
-from leaks import listening_ports
+from leaks import listening_ports, read_environment
 
 AT_THE_GATE = (
     r"server 0 holds key 'narrow'(?: and 1 more)? at clock 3 "
@@ -55,8 +59,9 @@ def test_a_stall_is_reported_and_invalid_messages_do_no_harm(tmp_path: Path) -> 
         until(lambda: job.at_clock(1, 2), "worker 1 at its gate")
         (server_port,) = listening_ports(job.pid("server", 0))
         (scheduler_port,) = listening_ports(job.pid("scheduler", 0))
-        disturb_server(server_port)
-        disturb_scheduler(scheduler_port)
+        security = security_of(job.pid("server", 0))
+        disturb_server(server_port, security)
+        disturb_scheduler(scheduler_port, security)
         until(
             lambda: len(malformed(job, "server 0")) >= 2 and len(malformed(job, "scheduler 0")) >= 3,
             "all counted",
@@ -91,11 +96,16 @@ def malformed(job: Job, who: str) -> list[Row]:
     return [row for row in job.events("malformed") if row["who"] == who]
 
 
-def disturb_server(port: int) -> None:
+def security_of(pid: int) -> Security:
+    """Return the credentials of a job's process: a process of the job may be wrong, too."""
+    return Security.of(job_environment.Job.from_environment(read_environment(pid)))
+
+
+def disturb_server(port: int, security: Security) -> None:
     """Send bytes of another protocol, invalid messages, and a valid one from a process that is not in the job."""
     with socket.create_connection(("127.0.0.1", port)) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)))
-    stranger = TcpTransport().connect("stranger", [f"tcp://127.0.0.1:{port}"])
+    stranger = TcpTransport(security).connect("stranger", [f"tcp://127.0.0.1:{port}"])
     with closing(stranger):
         stranger.send(0, [b"\xff not a request", b"frame"])
         stranger.send(0, [b""])
@@ -107,9 +117,9 @@ def disturb_server(port: int) -> None:
     assert "not in the view" in answer.reason
 
 
-def disturb_scheduler(port: int) -> None:
+def disturb_scheduler(port: int, security: Security) -> None:
     """Send bytes of another protocol, a length beyond the limit, an invalid body, half a frame, and commands."""
     invalid = [b"GET / HTTP/1.1\r\n\r\n", struct.pack("!I", MAX_FRAME + 1), struct.pack("!I", 3) + b"\xff\xff\xff"]
     for data in [*invalid, struct.pack("!I", 100) + b"half", frame(Halt("stop")) + frame(Barrier(99))]:
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            stranger.sendall(data)
+        with closing(connect(("127.0.0.1", port), security, 10.0)) as peer:
+            send_all(peer, data, 10.0)

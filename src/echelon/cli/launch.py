@@ -27,6 +27,12 @@ from echelon.transport import by_name
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:[=:](?P<value>.*))?", re.DOTALL)
 
 
+GIVEN_UP = {  # by Job.security
+    "proof": "--no-encryption: whoever can read or change packets on the network can read and change the weights",
+    "none": "--insecure: whoever reaches a port of this job can read and change its weights, or stop it",
+}
+
+
 def add_job_arguments(parser: argparse.ArgumentParser, default_workers: int | None = None) -> None:
     """Add the flags that describe a job, which `launch` and `train` share."""
     required = default_workers is None
@@ -52,6 +58,21 @@ def add_job_arguments(parser: argparse.ArgumentParser, default_workers: int | No
         )
     parser.add_argument("--dry-run", action="store_true", help="print what would be started where, and start nothing")
     parser.add_argument("--transport", help="auto, shm or tcp (default: ECHELON_TRANSPORT, or auto)")
+    security = parser.add_mutually_exclusive_group()
+    security.add_argument(
+        "--no-encryption",
+        action="store_const",
+        const="proof",
+        dest="security",
+        help="processes prove that they belong to the job, but messages between machines are not encrypted",
+    )
+    security.add_argument(
+        "--insecure",
+        action="store_const",
+        const="none",
+        dest="security",
+        help="processes prove nothing: whoever reaches a port of the job can read and change its weights",
+    )
     parser.add_argument(
         "--stall-seconds",
         type=float,
@@ -117,6 +138,9 @@ def job_from(options: argparse.Namespace, **more: object) -> Job:
     stall_seconds = environment.stall_seconds if options.stall_seconds is None else options.stall_seconds
     if not 0 < stall_seconds < math.inf:
         raise UsageError(f"--stall-seconds must be above 0 and finite, not {stall_seconds:g}")
+    security = options.security or environment.security
+    if security in GIVEN_UP:
+        print(f"echelon: warning: {GIVEN_UP[security]}", file=sys.stderr, flush=True)
     return Job(
         num_workers=options.num_workers,
         num_servers=servers,
@@ -127,6 +151,9 @@ def job_from(options: argparse.Namespace, **more: object) -> Job:
         heartbeat_timeout_s=environment.heartbeat_timeout_s,
         transport=transport,
         stall_seconds=stall_seconds,
+        security=security,
+        credentials=environment.credentials,
+        credentials_file=environment.credentials_file,
         **more,  # type: ignore[arg-type]
     )
 

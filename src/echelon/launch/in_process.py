@@ -11,13 +11,14 @@ from functools import partial
 from typing import TypeVar
 
 from echelon.cluster.shares import Groups
-from echelon.environment import Job
+from echelon.environment import Job, job_of_thread
 from echelon.kvstore import KVStore, create
 from echelon.kvstore.servers.session import SESSIONS
 from echelon.kvstore.worker import thread_is_worker
 from echelon.launch.processes import listen_on_loopback
 from echelon.scheduler import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
+from echelon.transport.credentials import with_credentials
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.interface import Transport
 
@@ -42,13 +43,15 @@ def run(
     listener = listen_on_loopback()
     port = listener.getsockname()[1]
     shared = transport or InProcessTransport()
-    job = Job(
-        scheduler_port=port,
-        num_workers=num_workers,
-        num_servers=num_servers,
-        timeout_s=timeout_s,
-        stall_seconds=timeout_s / 2,
-        allow_optimizers=allow_optimizers,
+    job = with_credentials(
+        Job(
+            scheduler_port=port,
+            num_workers=num_workers,
+            num_servers=num_servers,
+            timeout_s=timeout_s,
+            stall_seconds=timeout_s / 2,
+            allow_optimizers=allow_optimizers,
+        )
     )
     results: dict[int, T] = {}
 
@@ -78,7 +81,7 @@ class JobThreads:
         self._work = work
         programs: dict[str, Callable[[], object]] = {"scheduler 0": partial(serve_scheduler, job, listener)}
         for rank in range(job.num_servers):
-            programs[f"server {rank}"] = partial(serve_server, job.as_role("server", rank), transport)
+            programs[f"server {rank}"] = partial(self._run_server, job.as_role("server", rank))
         for rank in range(job.num_workers):
             programs[f"worker {rank}"] = partial(self._run_worker, job.as_role("worker", rank))
         self.threads = [
@@ -99,6 +102,10 @@ class JobThreads:
             left = deadline - time.monotonic()
             thread.join(None if left == math.inf else max(0.0, left))
         return not any(thread.is_alive() for thread in threads)
+
+    def _run_server(self, job: Job) -> None:
+        with job_of_thread(job):
+            serve_server(job, self._transport)
 
     def _run_worker(self, job: Job) -> None:
         failed = True

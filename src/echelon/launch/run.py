@@ -13,7 +13,7 @@ from echelon.launch.joining import Joining
 from echelon.launch.plan import Plan, PlannedProcess
 from echelon.launch.processes import RunningProcess
 from echelon.launch.supervise import Command, Supervisor, start_child
-from echelon.transport.credentials import Credentials
+from echelon.transport.credentials import with_credentials
 
 
 class Backend(Protocol):
@@ -38,10 +38,8 @@ class Backend(Protocol):
 
 def protect(plan: Plan) -> Plan:
     """Return a plan whose job has a secret of its own, unless it runs without protection or the user gave a secret."""
-    job = plan.job
-    if job.security == "none" or job.credentials is not None:
-        return plan
-    return plan.with_credentials(Credentials.create().to_text())
+    credentials = with_credentials(plan.job).credentials
+    return plan if credentials is None else plan.with_credentials(credentials)
 
 
 def run_job(

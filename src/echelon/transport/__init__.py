@@ -7,6 +7,7 @@ means that the process has died, and `registration` is how a process joins a job
 """
 
 from echelon.errors import unknown_name
+from echelon.transport.credentials import Security
 from echelon.transport.interface import Transport
 from echelon.transport.shared_memory import SharedMemoryTransport
 from echelon.transport.sockets import TcpTransport
@@ -16,8 +17,11 @@ __all__ = ["NAMES", "SharedMemoryTransport", "TcpTransport", "Transport", "by_na
 NAMES = ("auto", "shm", "tcp")
 
 
-def by_name(name: str) -> Transport:
-    """Return the transport of `--transport`. `auto` shares memory with processes of the same machine."""
+def by_name(name: str, security: Security | None = None) -> Transport:
+    """Return the transport of `--transport`. `auto` shares memory with processes of the same machine.
+
+    Without `security`, connections are protected as the job says that the environment describes.
+    """
     if name not in NAMES:
         raise unknown_name("transport", name, NAMES)
-    return TcpTransport() if name == "tcp" else SharedMemoryTransport()
+    return TcpTransport(security) if name == "tcp" else SharedMemoryTransport(security)

@@ -64,7 +64,6 @@ class Unproven:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.deadline = time.monotonic() + HANDSHAKE_S
         self.peer = str(connected.getpeername()[0])
-        self.received_anything = False
         self._handshake = handshake
         self._security = security
         self._channel: PlainChannel | TlsChannel = PlainChannel(connected)
@@ -116,8 +115,7 @@ class Unproven:
         part = bytearray(self._handshake.needed - len(self._incoming))
         count = self._channel.recv_into(memoryview(part))
         if not count:
-            raise HandshakeError("it closed the connection before it had proved the credentials of the job")
-        self.received_anything = True
+            raise ConnectionResetError("it closed the connection before it had proved the credentials of the job")
         self._incoming += part[:count]
         if len(self._incoming) == self._handshake.needed:
             self._outgoing = memoryview(self._handshake.receive(self._incoming))
@@ -248,6 +246,11 @@ class Admission:
         self.strangers = strangers
         selector.register(listener, selectors.EVENT_READ, self)
 
+    @property
+    def num_unproven(self) -> int:
+        """How many connections have not proved the credentials yet."""
+        return len(self._unproven)
+
     def advance(self, source: Admission | Unproven) -> Channel | None:
         """Handle what the selector reports: accept a connection, or continue a handshake. Return a proved channel."""
         unproven = self._accept() if isinstance(source, Admission) else source
@@ -257,8 +260,9 @@ class Admission:
             channel = unproven.advance()
         except HandshakeError as error:
             self._refuse(unproven, str(error))
-        except OSError as error:
-            self._refuse(unproven, f"its connection broke ({error}) before it had proved the credentials of the job")
+        except OSError:  # it has given up, for example because this process was not ready to answer in time
+            self._forget(unproven)
+            unproven.close()
         else:
             if channel is not None:
                 self._forget(unproven)
@@ -269,7 +273,6 @@ class Admission:
         """Refuse the connections that have not proved the credentials in time."""
         now = time.monotonic()
         for unproven in [one for one in self._unproven if one.deadline < now]:
-            unproven.received_anything = True
             self._refuse(unproven, f"it did not prove the credentials of the job within {HANDSHAKE_S:g} s")
 
     def close(self) -> None:
@@ -320,15 +323,12 @@ class Admission:
             self._spare_file = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _refuse_oldest(self, reason: str) -> None:
-        oldest = next(iter(self._unproven))
-        oldest.received_anything = True
-        self._refuse(oldest, reason)
+        self._refuse(next(iter(self._unproven)), reason)
 
     def _refuse(self, unproven: Unproven, reason: str) -> None:
         self._forget(unproven)
         unproven.close()
-        if unproven.received_anything:  # a connection that only opened and closed again claimed nothing
-            self.strangers.add(unproven.peer, reason)
+        self.strangers.add(unproven.peer, reason)
 
     def _forget(self, unproven: Unproven) -> None:
         del self._unproven[unproven]

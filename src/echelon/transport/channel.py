@@ -7,10 +7,13 @@ TLS may have encrypted and sent a part of them. One thread may read while anothe
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from echelon.transport.handshake import OTHER_CREDENTIALS, HandshakeError
@@ -42,9 +45,27 @@ class Channel(Protocol):
         """Return how many bytes can be read although no selector reports them."""
         ...
 
+    def shutdown(self) -> None:
+        """End the connection, so that a thread that waits for it wakes up. It still has to be closed."""
+        ...
+
     def close(self) -> None:
         """Close the connection."""
         ...
+
+
+def send_all(channel: Channel, data: bytes, timeout_s: float) -> None:
+    """Send all of `data`; wait up to `timeout_s` for the other side to read."""
+    deadline = time.monotonic() + timeout_s
+    left = memoryview(data)
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLOUT)
+    while left:
+        try:
+            left = left[channel.sendmsg([left]) :]
+        except BlockingIOError:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise TimeoutError(f"the other side has read nothing for {timeout_s:g} s") from None
 
 
 class PlainChannel:
@@ -67,6 +88,11 @@ class PlainChannel:
     def pending(self) -> int:
         """Return 0: all bytes are in the kernel."""
         return 0
+
+    def shutdown(self) -> None:
+        """End the connection, so that a thread that waits for it wakes up."""
+        with suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
 
 
 class TlsChannel:
@@ -112,6 +138,11 @@ class TlsChannel:
                 raise BlockingIOError from None
         self._refused = None
         return sent
+
+    def shutdown(self) -> None:
+        """End the connection, so that a thread that waits for it wakes up."""
+        with suppress(OSError):
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)  # SSLSocket's own forgets that there was TLS
 
 
 def _first_bytes(buffers: Sequence[memoryview]) -> memoryview:

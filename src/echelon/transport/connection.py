@@ -1,4 +1,4 @@
-"""One TCP connection that carries messages of frames, without copying frames on the way in or out.
+"""One connection that carries messages of frames. Frames are not copied on the way in or out.
 
 On the wire a message is the number of its frames, their sizes, the first frame (the head) and the other frames. The
 reader is a state machine with one state per part of the message:
@@ -10,7 +10,7 @@ reader is a state machine with one state per part of the message:
     FRAMES    one of the other frames        -> FRAMES, or the message is complete
 
 When the head is complete, a `placer` may choose the memory for the other frames, so that their bytes go from the kernel
-to their final place. It may also refuse them, before memory is taken for them.
+or from TLS to their final place. It may also refuse them, before memory is taken for them.
 
 One call of `read` receives a limited number of bytes, so that no connection keeps its process from reading the others.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import select
 import socket
 import struct
 import threading
@@ -29,13 +30,14 @@ from functools import partial
 
 import numpy as np
 
+from echelon.transport.channel import Channel
 from echelon.transport.interface import Buffer, Peer, Placer
 
 BUFFER_BYTES = 4 << 20
 MAX_FRAMES = 1 << 18
 MAX_HEAD = 32 << 20
 MAX_BYTES = 1 << 38
-MAX_NAME = 256  # bytes of the first message to a server
+MAX_NAME = 512  # bytes of the first message to a server
 TURN_BYTES = 16 << 20  # received from one connection before the others have their turn
 _MAX_SENT_AT_ONCE = 256  # buffers in one call of sendmsg; the kernel allows 1024
 _COUNT = struct.Struct("!I")
@@ -154,14 +156,13 @@ _ON_COMPLETE: tuple[Callable[[MessageReader, Place | None], State], ...] = (  # 
 
 
 class Connection:
-    """A connected socket, the message that is being received, and the messages that wait to be sent."""
+    """A channel, the message that is being received, and the messages that wait to be sent."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(self, channel: Channel) -> None:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            connected.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
-        connected.setblocking(False)
-        self.socket = connected
+            channel.socket.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+        self.channel = channel
+        self.fileno = channel.fileno
         self.name: Peer | None = None  # a server's connection has none until the client has sent its name
         self.closed = False
         self.reader = MessageReader()
@@ -175,7 +176,7 @@ class Connection:
     def read(self, placer: Placer | None) -> list[memoryview] | None:
         """Return the frames of the next message, or None if it is not complete yet (see `MessageReader.read`)."""
         place = None if placer is None else partial(placer, b"" if self.name is None else self.name)
-        frames = self.reader.read(self.socket.recv_into, place)
+        frames = self.reader.read(self.channel.recv_into, place)
         if frames is None and self.reader.is_within_message:
             self.received_at = time.monotonic()
         return frames
@@ -206,7 +207,7 @@ class Connection:
     def _flush(self) -> bool:
         while self._outgoing and not self.closed:
             try:
-                sent = self.socket.sendmsg(list(itertools.islice(self._outgoing, _MAX_SENT_AT_ONCE)))
+                sent = self.channel.sendmsg(list(itertools.islice(self._outgoing, _MAX_SENT_AT_ONCE)))
             except BlockingIOError:
                 return False
             except OSError as error:
@@ -228,11 +229,15 @@ class Connection:
         """Close the connection. Messages that wait to be sent get `linger_s` to leave."""
         with self._lock:
             try:
-                self.socket.settimeout(linger_s)
-                while linger_s and self._outgoing and not self.closed:
-                    self.socket.sendall(self._outgoing.popleft())
-            except OSError:
+                self._flush_until(time.monotonic() + linger_s)
+            except ConnectionBroken:
                 pass
             self.closed = True
             self._outgoing.clear()
-            self.socket.close()
+            self.channel.close()
+
+    def _flush_until(self, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(self.channel.fileno(), select.POLLOUT)
+        while (left_s := deadline - time.monotonic()) > 0 and not self._flush():
+            poll.poll(left_s * 1e3)

@@ -1,4 +1,4 @@
-"""Control connections: length-prefixed messages over TCP between the scheduler and every other process.
+"""Control connections: length-prefixed messages between the scheduler and every other process.
 
 The kernel closes the sockets of a killed process, so the scheduler detects a death at once and without false alarms.
 Heartbeats are only needed for machines that disappear without closing their connections.
@@ -7,7 +7,7 @@ Heartbeats are only needed for machines that disappear without closing their con
 from __future__ import annotations
 
 import os
-import socket
+import select
 import struct
 import sys
 import threading
@@ -15,10 +15,17 @@ import time
 from collections.abc import Callable, Iterator
 
 from echelon.cluster.messages import ControlMessage, Heartbeat, Malformed, decode_control, encode
+from echelon.environment import Job
 from echelon.errors import JobError
+from echelon.transport.admission import connect
+from echelon.transport.channel import Channel, send_all
+from echelon.transport.credentials import Security
 
 HEARTBEAT_S = 1.0
 MAX_FRAME = 16 << 20
+READ_BYTES = 64 << 10  # received at once: at least a TLS record, so that none is received in parts
+SEND_S = 5.0
+CONNECT_S = 5.0
 _LENGTH = struct.Struct("!I")
 
 
@@ -28,7 +35,7 @@ class FrameReader:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[ControlMessage]:
+    def feed(self, data: bytes | memoryview) -> Iterator[ControlMessage]:
         """Add bytes and yield the messages that are complete now. Raises Malformed at the first invalid one."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
@@ -79,14 +86,14 @@ class Deadline:
         print(f"{waited}, and waits up to {self._timeout_s:g} s (ECHELON_TIMEOUT)", file=sys.stderr, flush=True)
 
 
-def connect(host: str, port: int, timeout_s: float, who: str, stall_seconds: float) -> socket.socket:
+def connect_to_scheduler(job: Job, timeout_s: float, who: str) -> Channel:
     """Connect to the scheduler, which may not have started yet. `who` names this process in reports of the wait."""
-    deadline = Deadline(who, timeout_s, stall_seconds)
+    host, port = job.scheduler_host, job.scheduler_port
+    security = Security.of(job)
+    deadline = Deadline(who, timeout_s, job.stall_seconds)
     while True:
         try:
-            connection = socket.create_connection((host, port), timeout=min(5.0, deadline.left_s))
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return connection
+            return connect((host, port), security, min(CONNECT_S, deadline.left_s))
         except OSError as error:
             if deadline.expired:
                 raise JobError(
@@ -104,14 +111,13 @@ class ControlClient:
     When the connection is lost, `lost` says why.
     """
 
-    def __init__(self, connection: socket.socket, on_message: Callable[[ControlMessage], None]) -> None:
-        self._socket = connection
+    def __init__(self, channel: Channel, on_message: Callable[[ControlMessage], None]) -> None:
+        self._channel = channel
         self._on_message = on_message
         self._lock = threading.Lock()
         self._closed = False
         self._last_heartbeat = 0.0
         self.lost: str | None = None
-        connection.settimeout(HEARTBEAT_S)
         self._thread = threading.Thread(target=self._read, name="echelon-control", daemon=True)
         self._thread.start()
 
@@ -119,33 +125,34 @@ class ControlClient:
         """Send a message. If the connection is broken, the reading thread reports it."""
         with self._lock:
             try:
-                self._socket.sendall(frame(message))
+                send_all(self._channel, frame(message), SEND_S)
             except OSError as error:
                 self.lost = self.lost or f"the connection to the scheduler was lost: {error}"
 
     def close(self) -> None:
         """Close the connection and stop the thread."""
         self._closed = True
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+        self._channel.shutdown()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-        self._socket.close()
+        self._channel.close()
 
     def _read(self) -> None:
         reader = FrameReader()
+        buffer = memoryview(bytearray(READ_BYTES))
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
         try:
             while not self._closed:
                 try:
-                    data = self._socket.recv(65536)
-                except TimeoutError:
-                    self.send(Heartbeat())
+                    count = self._channel.recv_into(buffer)
+                except BlockingIOError:
+                    if not poll.poll(HEARTBEAT_S * 1e3):
+                        self.send(Heartbeat())
                     continue
-                if not data:
+                if not count:
                     break
-                for message in reader.feed(data):
+                for message in reader.feed(buffer[:count]):
                     self._on_message(message)
                 self._send_heartbeat_if_due()
         except (OSError, Malformed) as error:

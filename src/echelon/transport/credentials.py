@@ -13,14 +13,13 @@ file, which the first process creates. `Security` adds how connections are prote
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import os
 import secrets
 import ssl
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -75,19 +74,20 @@ class Credentials:
         """Return the credentials of `to_text`. `where` names their source in errors; the secret is never shown."""
         parts = text.strip().split(_SEPARATOR)
         try:
-            key, certificate = (base64.b64decode(part, validate=True) for part in parts)
-            credentials = cls(key, certificate)
-            credentials.context(server_side=False)
-        except (ValueError, binascii.Error, ssl.SSLError, OSError):
-            raise UsageError(
-                f"{where} does not hold credentials of Echelon ({len(text)} characters): it is damaged or incomplete; "
-                "copy it again, or start the job with 'echelon launch', which makes credentials"
-            ) from None
-        return credentials
+            key, certificate, check = (base64.b64decode(part, validate=True) for part in parts)
+            if check == _check(key, certificate):
+                return cls(key, certificate)
+        except ValueError:
+            pass
+        raise UsageError(
+            f"{where} does not hold credentials of Echelon ({len(text)} characters): it is damaged or incomplete; "
+            "copy it again, or start the job with 'echelon launch', which makes credentials"
+        )
 
     def to_text(self) -> str:
         """Return the credentials as one line without spaces, for an environment variable or a file."""
-        return _SEPARATOR.join(base64.b64encode(part).decode() for part in (self.key, self.certificate))
+        parts = self.key, self.certificate, _check(self.key, self.certificate)
+        return _SEPARATOR.join(base64.b64encode(part).decode() for part in parts)
 
     @cached_property
     def secret(self) -> bytes:
@@ -156,6 +156,14 @@ def _security(policy: str, text: str | None, file: str | None) -> Security:
     return Security(policy, read_credentials(Path(file)) if file else user_credentials())
 
 
+def with_credentials(job: Job) -> Job:
+    """Return a job whose processes get their credentials from the launcher: those of the job, or new ones."""
+    if job.security == "none" or job.credentials:
+        return job
+    credentials = read_credentials(Path(job.credentials_file)) if job.credentials_file else Credentials.create()
+    return replace(job, credentials=credentials.to_text(), credentials_file=None)
+
+
 def user_credentials() -> Credentials:
     """Return the credentials of this user, for jobs that no launcher has started. The first call creates the file."""
     path = user_configuration() / FILE_NAME
@@ -198,6 +206,11 @@ def read_credentials(path: Path) -> Credentials:
             f"with 'chmod 600 {path}', or delete it, so that the next start creates a new one"
         )
     return Credentials.parse(text, f"the file {path}")
+
+
+def _check(key: bytes, certificate: bytes) -> bytes:
+    """Return bytes that detect a damaged text."""
+    return hashlib.sha256(key + certificate).digest()[:6]
 
 
 def _pem(name: str, der: bytes) -> str:

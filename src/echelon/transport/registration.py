@@ -29,7 +29,9 @@ from echelon.cluster.messages import (
 )
 from echelon.environment import Job
 from echelon.errors import JobError, UsageError
-from echelon.transport.control import ControlClient, connect
+from echelon.transport.admission import connect
+from echelon.transport.control import ControlClient, connect_to_scheduler
+from echelon.transport.credentials import Security
 from echelon.transport.interface import Endpoint, Transport
 
 _SIOCGIFADDR = 0x8915
@@ -125,13 +127,14 @@ def register(job: Job, role: str, transport: Transport, departed: DepartedJobs =
 
     with departed.joining(job) as timeout_s, ExitStack() as undo:
         who = role if job.rank is None else f"{role} {job.rank}"
-        connection = connect(job.scheduler_host, job.scheduler_port, timeout_s, who, job.stall_seconds)
-        undo.callback(connection.close)
-        host = own_host(job, connection)
+        configured = configured_host(job)  # first, because a mistake needs no scheduler to be found
+        channel = connect_to_scheduler(job, timeout_s, who)
+        undo.callback(channel.close)
+        host = configured or str(channel.socket.getsockname()[0])  # the address that reaches the scheduler
         endpoint = transport.serve(host) if role == SERVER else None
         if endpoint is not None:
             undo.callback(endpoint.close)
-        control = ControlClient(connection, receive)
+        control = ControlClient(channel, receive)
         undo.callback(control.close)
         control.send(Register(role, job.rank, host, os.getpid(), endpoint.address if endpoint else ""))
         rank, roster = _wait_for_roster(job, role, control, mailbox.kept)
@@ -160,11 +163,11 @@ def announce_servers_unused(job: Job, store: str) -> None:
     if address in _ANNOUNCED:
         return
     try:
-        connection = socket.create_connection(address, timeout=_ANNOUNCE_S)
+        channel = connect(address, Security.of(job), _ANNOUNCE_S)
     except OSError:
         return  # nobody waits for this worker
     _ANNOUNCED.add(address)
-    control = ControlClient(connection, lambda _: None)
+    control = ControlClient(channel, lambda _: None)
     control.send(ServersUnused(store))
     atexit.register(control.close)
 
@@ -200,16 +203,11 @@ def _wait_for_roster(
     )
 
 
-def own_host(job: Job, connection: socket.socket) -> str:
-    """Return the address that others reach this process at.
-
-    It is the configured one, that of the configured interface, or the one that reaches the scheduler.
-    """
+def configured_host(job: Job) -> str | None:
+    """Return the address that others reach this process at, if the job names it or its network interface."""
     if job.host:
         return job.host
-    if job.interface:
-        return interface_address(job.interface)
-    return str(connection.getsockname()[0])
+    return interface_address(job.interface) if job.interface else None
 
 
 def interface_address(name: str) -> str:

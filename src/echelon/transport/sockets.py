@@ -3,10 +3,15 @@
 `send` gives the kernel what it accepts at once; a thread, started when it is first needed, sends the rest. Messages are
 received inside `recv`, on the caller's thread (`connection.py`). The client's next `send` restores a broken connection;
 the caller retries lost messages.
+
+Both sides of a connection have proved the job's credentials before its first message (`admission.py`). In that message
+the client says its own name and which server it wants. A client that connects again says the same name, and its new
+connection takes the place of the old one.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
@@ -19,8 +24,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from echelon.errors import JobError
+from echelon.environment import Job
+from echelon.errors import JobError, UsageError
+from echelon.transport.admission import ConnectionRefused, Strangers, connect
+from echelon.transport.admission_thread import AdmissionThread
+from echelon.transport.channel import Channel
 from echelon.transport.connection import MAX_HEAD, MAX_NAME, Connection, ConnectionBroken
+from echelon.transport.credentials import Security
 from echelon.transport.interface import Block, Buffer, Endpoint, FramesRefused, Peer, Placer
 
 CONNECT_S = 30.0
@@ -62,7 +72,7 @@ class _Flusher:
     def _run(self) -> None:
         while not self._stopping:
             with self._lock:
-                waiting = {c.socket.fileno(): c for c in self._waiting if not c.closed}
+                waiting = {c.fileno(): c for c in self._waiting if not c.closed}
             poll = select.poll()
             poll.register(self._wake, select.POLLIN)
             for number in waiting:
@@ -146,7 +156,7 @@ class _Sockets:
         self._messages.append((connection.name, frames))
 
     def _add(self, connection: Connection) -> None:
-        self._selector.register(connection.socket, selectors.EVENT_READ, connection)
+        self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def _send(self, connection: Connection, frames: Sequence[Buffer]) -> None:
         if not connection.send(frames):
@@ -163,7 +173,7 @@ class _Sockets:
         if not connection.closed:
             if connection.name is not None and self._connections.get(connection.name) is connection:
                 del self._connections[connection.name]
-            self._selector.unregister(connection.socket)
+            self._selector.unregister(connection)
             connection.close()
 
     def _close(self, connections: Sequence[Connection]) -> None:
@@ -179,15 +189,16 @@ class _Sockets:
 class ServerSockets(_Sockets):
     """A server's endpoint: a listening socket and one connection per client."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, security: Security) -> None:
         super().__init__()
-        self._listener = socket.create_server(("", 0), backlog=128)
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
+        listener = listen(host, 0)
+        self.address = f"tcp://{host}:{listener.getsockname()[1]}"
+        self.strangers = Strangers(f"the server at {self.address}")
+        self._admission = AdmissionThread(listener, security, self.strangers)
+        self._selector.register(self._admission, selectors.EVENT_READ, self._admission)
         self._unnamed: list[Connection] = []  # clients that have not sent their name yet
         self._paused: list[Connection] = []  # that are not read, because they do not read their answers
         self._checked_at = 0.0  # when connections were last checked for progress
-        self.address = f"tcp://{host}:{self._listener.getsockname()[1]}"
 
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
         """Return the next message, or None when the time is up or `wake` was called."""
@@ -209,23 +220,25 @@ class ServerSockets(_Sockets):
 
     def close(self) -> None:
         """Close all connections."""
-        self._listener.close()
+        self._admission.close()
         self._close([*self._connections.values(), *self._unnamed])
 
     def _read(self, source: Any) -> None:
-        if source is not self._listener:
-            if source.waiting_bytes > MAX_WAITING_BYTES:
-                self._pause(source)
-            else:
-                super()._read(source)
-            return
-        try:
-            connection = Connection(self._listener.accept()[0])
-        except OSError:
-            return  # the client has closed the connection again
+        if source is self._admission:
+            for channel in self._admission.take():
+                self._admit(channel)
+        elif source.waiting_bytes > MAX_WAITING_BYTES:
+            self._pause(source)
+        else:
+            super()._read(source)
+
+    def _admit(self, channel: Channel) -> None:
+        """Read a connection that has proved the credentials of the job. The selector may not report its first bytes."""
+        connection = Connection(channel)
         connection.reader.max_head = MAX_NAME
         self._unnamed.append(connection)
         self._add(connection)
+        super()._read(connection)
 
     def _check_progress(self, now: float) -> None:
         """End connections that are stuck in the middle of a message."""
@@ -240,7 +253,7 @@ class ServerSockets(_Sockets):
         """Read no more requests of a client that does not read its answers."""
         if not connection.is_paused:
             connection.is_paused = True
-            self._selector.unregister(connection.socket)
+            self._selector.unregister(connection)
             self._paused.append(connection)
 
     def _resume_drained(self) -> None:
@@ -257,7 +270,10 @@ class ServerSockets(_Sockets):
         if connection.name is not None:
             super()._receive(connection, frames)
             return
-        connection.name = bytes(frames[0])  # a client's first message is its name
+        name, _, wanted = bytes(frames[0]).partition(b" ")
+        if wanted.decode(errors="replace") != self.address:
+            raise ConnectionBroken(f"this is the server at {self.address}, not {wanted!r}")
+        connection.name = name
         connection.reader.max_head = MAX_HEAD
         self._unnamed.remove(connection)
         if before := self._connections.get(connection.name):
@@ -273,18 +289,19 @@ class ServerSockets(_Sockets):
 
 
 class ClientSockets(_Sockets):
-    """A client's endpoint. Its name has a random part, so that a restarted process is not taken for the dead one."""
+    """A client's endpoint. Its name has a random part, so that no other process can take its place."""
 
     address = ""
 
-    def __init__(self, name: str, addresses: Sequence[str]) -> None:
+    def __init__(self, name: str, addresses: Sequence[str], security: Security) -> None:
         super().__init__()
-        self._name = f"{name}.{secrets.token_hex(4)}".encode()
+        self._name = f"{name}.{secrets.token_hex(16)}".encode()
+        self._security = security
         self._addresses = list(addresses)
         for server, address in enumerate(addresses):
             try:
                 self._connect(server, CONNECT_S)
-            except (OSError, ConnectionBroken) as error:
+            except (OSError, ConnectionBroken, ConnectionRefused) as error:
                 self.close()
                 raise JobError(f"server {server} cannot be reached at {address}: {error}") from error
 
@@ -306,11 +323,11 @@ class ClientSockets(_Sockets):
     def _connect(self, server: Peer, timeout_s: float) -> None:
         assert isinstance(server, int)
         host, _, port = self._addresses[server].removeprefix("tcp://").rpartition(":")
-        connection = Connection(socket.create_connection((host, int(port)), timeout_s))
+        connection = Connection(connect((host, int(port)), self._security, timeout_s))
         connection.name = server
         self._connections[server] = connection
         self._add(connection)
-        self._send(connection, [self._name])
+        self._send(connection, [self._name + b" " + self._addresses[server].encode()])
 
 
 def private_memory(num_bytes: int) -> memoryview:
@@ -318,18 +335,41 @@ def private_memory(num_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, max(1, num_bytes)))[:num_bytes]  # a mapping needs at least one byte
 
 
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at exactly the address that is announced to others."""
+    try:
+        return socket.create_server((host, port), backlog=128)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL and not isinstance(error, socket.gaierror):
+            raise
+        raise UsageError(
+            f"cannot listen at {host}, which is not an address of this machine; set DMLC_NODE_HOST to one that the "
+            "other machines reach, or DMLC_INTERFACE (-i) to its network interface"
+        ) from error
+
+
 class TcpTransport:
-    """The transport across machines: everything is sent as frames."""
+    """The transport across machines: everything is sent as frames.
+
+    Without `security`, connections are protected as the job says that the environment describes.
+    """
 
     name = "tcp"
 
+    def __init__(self, security: Security | None = None) -> None:
+        self._given_security = security
+
+    @property
+    def _security(self) -> Security:
+        return self._given_security or Security.of(Job.from_environment())
+
     def serve(self, host: str) -> Endpoint:
         """Return a server's endpoint."""
-        return ServerSockets(host)
+        return ServerSockets(host, self._security)
 
     def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
         """Return a client's endpoint."""
-        return ClientSockets(name, addresses)
+        return ClientSockets(name, addresses, self._security)
 
     def allocate(self, num_bytes: int) -> Block:
         """Return zeroed private memory."""

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echelon.transport.channel import PlainChannel
 from echelon.transport.connection import MAX_FRAMES, MAX_HEAD, Connection, ConnectionBroken, MessageReader, State
 
 
@@ -104,7 +105,7 @@ def test_the_end_of_the_stream_breaks_the_connection() -> None:
 
 def test_what_the_kernel_does_not_accept_at_once_is_left_for_flush() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        connection = Connection(socket.create_connection(listener.getsockname()))
+        connection = Connection(PlainChannel(socket.create_connection(listener.getsockname())))
         theirs, _ = listener.accept()
     with theirs:
         theirs.setblocking(False)

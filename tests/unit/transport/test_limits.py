@@ -7,16 +7,24 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import pytest
 
 from echelon.transport import connection as connection_module
 from echelon.transport import sockets as sockets_module
+from echelon.transport.admission import connect
 from echelon.transport.connection import MAX_NAME
+from echelon.transport.credentials import Credentials, Security
 from echelon.transport.interface import FramesRefused, Peer
 from echelon.transport.sockets import ClientSockets, ServerSockets
 
 TIMEOUT_S = 30.0
+
+
+@lru_cache
+def security() -> Security:
+    return Security("auto", Credentials.create())
 
 
 def message(*frames: bytes) -> bytes:
@@ -25,7 +33,7 @@ def message(*frames: bytes) -> bytes:
 
 @contextmanager
 def a_server() -> Iterator[ServerSockets]:
-    server = ServerSockets("127.0.0.1")
+    server = ServerSockets("127.0.0.1", security())
     try:
         yield server
     finally:
@@ -35,8 +43,9 @@ def a_server() -> Iterator[ServerSockets]:
 @contextmanager
 def a_client(server: ServerSockets, name: bytes = b"raw") -> Iterator[socket.socket]:
     host, _, port = server.address.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host, int(port)), TIMEOUT_S) as client:
-        client.sendall(message(name))
+    with connect((host, int(port)), security(), TIMEOUT_S).socket as client:
+        client.settimeout(TIMEOUT_S)
+        client.sendall(message(name + b" " + server.address.encode()))
         yield client
 
 
@@ -144,7 +153,7 @@ def test_a_name_is_short() -> None:
 
 def test_a_client_that_was_disconnected_can_connect_again() -> None:
     with a_server() as server:
-        client = ClientSockets("worker", [server.address])
+        client = ClientSockets("worker", [server.address], security())
         client.send(0, [b"one"])
         (name,) = peers_of(server, 1)
         server.disconnect(name)

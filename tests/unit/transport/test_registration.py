@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
+from contextlib import closing
 
 import pytest
 
@@ -12,7 +13,10 @@ from echelon.cluster.messages import ServersUnused
 from echelon.environment import Job
 from echelon.errors import JobError
 from echelon.scheduler import serve
+from echelon.transport.admission import connect
+from echelon.transport.channel import send_all
 from echelon.transport.control import frame
+from echelon.transport.credentials import Security
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.registration import DepartedJobs, register
 
@@ -60,14 +64,14 @@ def test_idle_servers_do_not_give_up_while_a_worker_trains_without_them(capfd: p
             register(job, "server", InProcessTransport(), DepartedJobs()).__enter__()
         statuses["server"] = int(ended.value.code or 0)
 
-    with socket.create_connection(("127.0.0.1", port)) as worker:
-        worker.sendall(frame(ServersUnused("nccl")))
-        threads = [
-            threading.Thread(target=lambda: statuses.update(scheduler=serve(job, listener))),
-            threading.Thread(target=serve_as_server),
-        ]
-        for thread in threads:
-            thread.start()
+    threads = [
+        threading.Thread(target=lambda: statuses.update(scheduler=serve(job, listener))),
+        threading.Thread(target=serve_as_server),
+    ]
+    threads[0].start()
+    with closing(connect(("127.0.0.1", port), Security.of(job), 10.0)) as worker:
+        send_all(worker, frame(ServersUnused("nccl")), 10.0)
+        threads[1].start()
         threads[0].join(2 * job.timeout_s)
         assert all(thread.is_alive() for thread in threads), statuses
     for thread in threads:
