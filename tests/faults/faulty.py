@@ -53,7 +53,9 @@ class FaultyTransport:
 
     def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
         """Return a worker's endpoint, to whose messages the faults apply."""
-        return _FaultyEndpoint(self, self._inner.connect(name, addresses), int(name.removeprefix("worker-")))
+        return _FaultyEndpoint(
+            self, self._inner.connect(name, addresses), int(name.removeprefix("worker-").partition(".")[0])
+        )
 
     def take(self, rank: int, kind: str, clock: int | None, actions: Sequence[str]) -> str | None:
         """Return the action of a matching fault, and record that it fired."""

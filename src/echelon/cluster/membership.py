@@ -75,7 +75,9 @@ class Membership:
         taken = {m.rank for m in self._members.values() if m.role == request.role}
         free = (rank for rank in range(self._wanted[request.role]) if rank not in taken)
         rank = next(free) if request.rank is None else request.rank
-        self._members[connection] = Member(request.role, rank, request.host, request.pid, request.address)
+        self._members[connection] = Member(
+            request.role, rank, request.host, request.pid, request.address, request.token
+        )
         sends = [Send(connection, Registered(rank))]
         if self.unused is not None and request.role == SERVER:
             sends.append(Send(connection, self.unused))

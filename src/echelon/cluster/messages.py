@@ -30,13 +30,19 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A process of the job, as it registered with the scheduler."""
+    """A process of the job, as it registered with the scheduler. `token` is random, and no other process has it."""
 
     role: str
     rank: int
     host: str
     pid: int
     address: str = ""
+    token: str = ""
+
+    @property
+    def endpoint_name(self) -> str:
+        """How the names of its connections to servers begin, so that they cannot be another process's."""
+        return f"{self.role}-{self.rank}.{self.token}"
 
     def __str__(self) -> str:
         return f"{self.role} {self.rank} (pid {self.pid} on {self.host})"
@@ -53,6 +59,7 @@ class Register(_Message, frozen=True):
     host: str
     pid: int
     address: str
+    token: str = ""
 
 
 class Heartbeat(_Message, frozen=True):

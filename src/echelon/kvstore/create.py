@@ -31,7 +31,7 @@ from echelon.kvstore.uncaught import print_job_errors_in_one_line
 from echelon.kvstore.worker import is_thread, transport_for
 from echelon.observe.events import EventLog
 from echelon.schemes import check_lr_scale, rules_for, store_kind
-from echelon.transport import by_name
+from echelon.transport import transport_of
 from echelon.transport.interface import Transport
 from echelon.transport.registration import announce_servers_unused
 
@@ -155,7 +155,7 @@ def join(
         undo.callback(store_session.close)
         events = EventLog.open(job.run_dir, "worker", session.rank)
         undo.callback(events.close)
-        endpoint = transport.connect(f"worker-{session.rank}", [server.address for server in session.servers])
+        endpoint = transport.connect(session.endpoint_name, [server.address for server in session.servers])
         undo.callback(endpoint.close)
         undo.callback(store_session.close)  # before the endpoint is closed, because the session's thread wakes it
         store_session.on_change = endpoint.wake
@@ -187,7 +187,7 @@ def serve_and_exit(job: Job) -> None:
         sys.exit(serve_scheduler(job))
     from echelon.server.serve import serve as serve_server
 
-    sys.exit(serve_server(job, by_name(job.transport)))
+    sys.exit(serve_server(job, transport_of(job)))
 
 
 def _create_collective(

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from echelon.environment import Job, job_of_thread
-from echelon.transport import by_name
+from echelon.transport import transport_of
 from echelon.transport.interface import Transport
 
 
@@ -47,4 +47,4 @@ def is_thread() -> bool:
 def transport_for(job: Job) -> Transport:
     """Return this thread's transport if the job is its own, or the one that the job names."""
     worker = _THREAD.get()
-    return worker.transport if worker is not None and worker.job is job else by_name(job.transport)
+    return worker.transport if worker is not None and worker.job is job else transport_of(job)

@@ -5,11 +5,11 @@ import sys
 from echelon.environment import Job
 from echelon.errors import EchelonError
 from echelon.server.serve import serve
-from echelon.transport import by_name
+from echelon.transport import transport_of
 
 try:
     job = Job.from_environment()
-    sys.exit(serve(job, by_name(job.transport)))
+    sys.exit(serve(job, transport_of(job)))
 except EchelonError as error:
     print(f"echelon: {error}", file=sys.stderr)
     sys.exit(2)

@@ -42,6 +42,7 @@ from echelon.server.shard import Shard
 from echelon.system import keep_freed_memory, usable_cores
 from echelon.transport.interface import Endpoint, Peer, Transport
 from echelon.transport.registration import register
+from echelon.transport.sockets import ServerSockets
 
 POLL_S = 1.0
 AWAKE_S = 5e-3  # how long to poll for the next push of a step: waking up from sleep takes a tenth of a millisecond
@@ -67,6 +68,8 @@ def serve(job: Job, transport: Transport) -> int:
                 endpoint.wake()
 
             post.set_handler(on_message)
+            if isinstance(endpoint, ServerSockets):
+                endpoint.strangers.who, endpoint.strangers.events = f"server {post.rank}", events
             allowed = (job.allow_optimizers or "").split(",")
             server = _Server(post.rank, post.roster, endpoint, transport, events, allowed)
             try:
@@ -100,6 +103,7 @@ class _Server:
         self._seats: dict[Peer, _Seat] = {}
         self._num_servers = sum(member.role == SERVER for member in roster.members)
         self._view = [member.rank for member in roster.members if member.role == WORKER]
+        self._names = {m.rank: f"{m.endpoint_name}.".encode() for m in roster.members if m.role == WORKER}
         self._spare_cores = has_spare_cores(roster, rank)
         self._awake_until = 0.0
         self.malformed = 0
@@ -137,6 +141,9 @@ class _Server:
                     f"server {self._rank} drops a message that it cannot decode: {error}", file=sys.stderr, flush=True
                 )
             return
+        if isinstance(request, Configure) and (reason := self._reason_to_refuse(peer, request)):
+            self._endpoint.send(peer, [encode(Failed(request.id, f"server {self._rank}: {reason}"))])
+            return
         if isinstance(request, Configure) and request.rank in self._view:
             self._open(peer, request)
         seat = self._seats.get(peer)
@@ -148,6 +155,15 @@ class _Server:
             reason = "this worker is not in the view: the scheduler declared it dead, or it never joined the job"
             refusal = Failed(request.id, f"server {self._rank}: {reason}", not_in_view=True)
             self._endpoint.send(peer, [encode(refusal)])
+
+    def _reason_to_refuse(self, peer: Peer, request: Configure) -> str | None:
+        """Return why a connection cannot be that of a worker's store: it is another process's, or there is one."""
+        registered = self._names.get(request.rank)
+        if registered is not None and not (isinstance(peer, bytes) and peer.startswith(registered)):
+            return f"this connection is not one of the process that registered as worker {request.rank}"
+        if self._peers.get((request.rank, request.number), peer) != peer:
+            return f"worker {request.rank} already has another connection for its store {request.number}"
+        return None
 
     def _open(self, peer: Peer, request: Configure) -> None:
         """Let a connection be that of a worker's store. The first worker that comes creates the shard of the store."""

@@ -6,13 +6,14 @@ begins, and `channel` is the connection afterwards. `control` is every process's
 means that the process has died, and `registration` is how a process joins a job over it.
 """
 
+from echelon.environment import Job
 from echelon.errors import unknown_name
 from echelon.transport.credentials import Security
 from echelon.transport.interface import Transport
 from echelon.transport.shared_memory import SharedMemoryTransport
 from echelon.transport.sockets import TcpTransport
 
-__all__ = ["NAMES", "SharedMemoryTransport", "TcpTransport", "Transport", "by_name"]
+__all__ = ["NAMES", "SharedMemoryTransport", "TcpTransport", "Transport", "by_name", "transport_of"]
 
 NAMES = ("auto", "shm", "tcp")
 
@@ -25,3 +26,8 @@ def by_name(name: str, security: Security | None = None) -> Transport:
     if name not in NAMES:
         raise unknown_name("transport", name, NAMES)
     return TcpTransport(security) if name == "tcp" else SharedMemoryTransport(security)
+
+
+def transport_of(job: Job) -> Transport:
+    """Return the transport of a job, protected by its credentials."""
+    return by_name(job.transport, Security.of(job))

@@ -7,6 +7,7 @@ import fcntl
 import math
 import os
 import queue
+import secrets
 import socket
 import struct
 import sys
@@ -136,7 +137,8 @@ def register(job: Job, role: str, transport: Transport, departed: DepartedJobs =
             undo.callback(endpoint.close)
         control = ControlClient(channel, receive)
         undo.callback(control.close)
-        control.send(Register(role, job.rank, host, os.getpid(), endpoint.address if endpoint else ""))
+        address = endpoint.address if endpoint else ""
+        control.send(Register(role, job.rank, host, os.getpid(), address, secrets.token_hex(16)))
         rank, roster = _wait_for_roster(job, role, control, mailbox.kept)
         undo = undo.pop_all()
     with undo:

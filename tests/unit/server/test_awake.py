@@ -43,7 +43,7 @@ class Scripted:
         if not self._requests:
             self._inbox.put(Finish())
             return None
-        return b"worker", [memoryview(encode(self._requests.pop(0)))]
+        return b"worker-0..1", [memoryview(encode(self._requests.pop(0)))]
 
     def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
         pass

@@ -49,6 +49,7 @@ class Session:
         workers = [member for member in post.roster.members if member.role == WORKER]
         self.workers = [member.rank for member in workers]
         self.hosts = {member.rank: member.host for member in workers}
+        self.endpoint_name = next(member.endpoint_name for member in workers if member.rank == self.rank)
         self.servers: list[Member] = [member for member in post.roster.members if member.role == SERVER]
         post.set_handler(self._receive)  # last, because a view that arrived meanwhile needs all of the above
 
