@@ -148,13 +148,13 @@ def task_from_environment() -> tuple[tuple[str, int], int | None]:
     """Return the address of the launcher's hub, and the number that the system that started this agent gave it."""
     host, _, port = os.environ.get(HUB, "").rpartition(":")
     if not host:
-        raise UsageError(f"finds no launcher, because {HUB} is not set; a launcher starts it, not a user")
+        raise UsageError(f"{HUB} is not set; a launcher starts agents, not a user")
     name = TASK
     text = os.environ.get(TASK, "")
     if text and not text.isdecimal():
         name, text = text, os.environ.get(text, "")
         if not text:
-            raise UsageError(f"does not know its number, because {name} is not set")
+            raise UsageError(f"{name}, which numbers the tasks, is not set")
     return (host, _port(HUB, port)), _number(name, text) if text else None
 
 

@@ -30,6 +30,7 @@ from echelon.launch.tasks import TaskProgram, run_tasks
 MPIRUN = "mpirun"
 HOSTS_FILE = "<hosts file>"
 _INSTALL = "install Open MPI (apt-get install openmpi-bin) or MPICH (apt-get install mpich)"
+_LAST = {"ECHELON_LAST": ""}  # MPICH 4.0 does not pass on the last variable of its environment
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE", "COBALT_NODEFILE", "FLUX_JOB_ID")
 
 
@@ -175,7 +176,7 @@ class MpiLauncher:
             def start(hub: Hub) -> TaskProgram:
                 variables = {**hub.environment(flavour.rank), **_python_path()}
                 command = _command(plan, flavour, program, list(variables), str(hosts_file), address)
-                return TaskProgram(MPIRUN, command, variables, lambda lines: _advice(flavour, lines))
+                return TaskProgram(MPIRUN, command, variables | _LAST, lambda lines: _advice(flavour, lines))
 
             return run_tasks(plan, output, address, start)
 

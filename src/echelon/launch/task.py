@@ -26,7 +26,7 @@ def main() -> int:
         address, task = task_from_environment()
         return serve(ChannelStream(_connect(address)), task)
     except EchelonError as error:
-        print(f"echelon: the agent on {socket.gethostname()} {error}", file=sys.stderr, flush=True)
+        print(f"the agent on {socket.gethostname()} cannot start: {error}", file=sys.stderr, flush=True)
         return 1
 
 
@@ -35,8 +35,8 @@ def _connect(address: tuple[str, int]) -> Channel:
         return connect(address, Security.of(Job.from_environment()), CONNECT_S)
     except OSError as error:
         raise JobError(
-            f"cannot reach the launcher at {address[0]}:{address[1]}: {error}; is that address reachable from here, "
-            "and open in the firewall? choose another interface with -i"
+            f"no connection to the launcher at {address[0]}:{address[1]}: {error}; check the firewall, or name the "
+            "interface of the launcher's machine that the hosts reach with -i"
         ) from error
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from echelon.environment import CREDENTIALS
 from echelon.launch.coordinate import START_S, AgentBackend
 from echelon.launch.hub import Hub
 from echelon.launch.interface import Output
@@ -80,6 +81,7 @@ class _Starter:
 
     def __init__(self, program: TaskProgram, on_line: OnLine) -> None:
         self._program, self._on_line = program, on_line
+        self._secret = program.environment.get(CREDENTIALS) or "\0"  # a verbose program may print it
         self._process: ChildProcess | None = None
         self._partial = b""
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
@@ -119,7 +121,7 @@ class _Starter:
         while data := self._process.read_output():
             *whole, self._partial = (self._partial + data).split(b"\n")
             for raw in whole:
-                line = raw.decode(errors="replace").rstrip()
+                line = raw.decode(errors="replace").rstrip().replace(self._secret, "<credentials>")
                 self._lines.append(line)
                 if line:
                     self._on_line(self._program.name, line)
