@@ -1,14 +1,15 @@
-"""What Echelon asks of the operating system: usable cores, memory that is kept, signals, and its own source files."""
+"""What Echelon asks of the operating system: usable cores, open files, kept memory, signals, its own source files."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,6 +50,13 @@ def code_digest() -> str:
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files and connections as the hard limit allows. The soft one is often 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # a hard limit of "unlimited" may be above what the kernel accepts
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def keep_freed_memory(block_bytes: int = BLOCK_BYTES, kept_bytes: int = KEPT_BYTES, *, one_arena: bool = False) -> None:

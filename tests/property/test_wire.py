@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+import math
 import struct
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 import pytest
@@ -18,7 +19,6 @@ from echelon.cluster.messages import (
     Abort,
     ControlMessage,
     Halt,
-    Leave,
     Malformed,
     Member,
     OptimizerSpec,
@@ -34,7 +34,8 @@ from echelon.transport.control import MAX_FRAME, FrameReader, frame
 
 Decode = Callable[[bytes | memoryview], Any]
 
-INTS = st.integers(-(2**63), 2**64 - 1)
+INT_MIN, INT_MAX = -(2**63), 2**64 - 1
+INTS = st.integers(INT_MIN, INT_MAX)
 FLOATS = st.floats(allow_nan=False)
 TEXT = st.text("ab/ \0\né漢🂡", max_size=12)
 FEW: dict[str, Any] = {"max_size": 4}
@@ -58,7 +59,9 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(kind)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return st.builds(kind, *(strategy(field.type) for field in msgspec.structs.fields(kind)))
-    origin, arguments = getattr(kind, "__origin__", None), get_args(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return constrained(*arguments)
     if origin is list:
         return st.lists(strategy(arguments[0]), **FEW)
     if origin is dict:
@@ -68,6 +71,17 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
     if origin is tuple:
         return st.tuples(*map(strategy, arguments))
     return st.one_of(*map(strategy, arguments))  # a union
+
+
+def constrained(kind: Any, meta: msgspec.Meta) -> st.SearchStrategy[Any]:
+    """Return a strategy for the values of a type within limits. Texts and lists are always short here."""
+    above = math.inf if meta.lt is None else meta.lt
+    if kind is int:
+        lowest, highest = meta.ge, meta.le if meta.lt is None else above - 1
+        return st.integers(INT_MIN if lowest is None else int(lowest), INT_MAX if highest is None else int(highest))
+    if kind is float:
+        return st.floats(meta.ge, meta.le, exclude_max=False, allow_nan=False).filter(lambda number: number < above)
+    return strategy(kind)
 
 
 FAMILIES: list[tuple[Any, Decode]] = [
@@ -159,7 +173,7 @@ def chunks(data: bytes, cuts: list[int]) -> list[bytes]:
 
 @given(st.lists(CONTROL, max_size=6), st.lists(st.integers(0, 10**6), max_size=20))
 def test_frames_survive_any_chunking(messages: list[Any], cuts: list[int]) -> None:
-    reader = FrameReader()
+    reader = FrameReader(decode_control)
     stream = b"".join(map(frame, messages))
     assert [message for chunk in chunks(stream, cuts) for message in reader.feed(chunk)] == messages
 
@@ -167,14 +181,14 @@ def test_frames_survive_any_chunking(messages: list[Any], cuts: list[int]) -> No
 @settings(max_examples=20)
 @given(st.lists(CONTROL, max_size=4))
 def test_frames_can_be_read_byte_by_byte(messages: list[Any]) -> None:
-    reader = FrameReader()
+    reader = FrameReader(decode_control)
     stream = b"".join(map(frame, messages))
     assert [message for byte in stream for message in reader.feed(bytes([byte]))] == messages
 
 
 @given(CONTROL, CONTROL)
 def test_a_message_is_returned_when_its_last_byte_arrives(first: Any, second: Any) -> None:
-    reader = FrameReader()
+    reader = FrameReader(decode_control)
     stream = frame(first) + frame(second)
     assert list(reader.feed(stream[:-1])) == [first]
     assert list(reader.feed(stream[-1:])) == [second]
@@ -184,7 +198,7 @@ def test_a_message_is_returned_when_its_last_byte_arrives(first: Any, second: An
 def test_messages_before_a_bad_frame_are_returned(messages: list[Any], garbage: bytes, cuts: list[int]) -> None:
     bad = b"\xc1" + garbage  # a byte that MessagePack never uses
     stream = b"".join(map(frame, messages)) + struct.pack("!I", len(bad)) + bad
-    reader = FrameReader()
+    reader = FrameReader(decode_control)
     seen: list[Any] = []
 
     def read() -> None:
@@ -199,15 +213,15 @@ def test_messages_before_a_bad_frame_are_returned(messages: list[Any], garbage: 
 @given(st.integers(MAX_FRAME + 1, 2**32 - 1))
 def test_a_frame_that_is_too_long_is_rejected_before_it_is_read(length: int) -> None:
     with pytest.raises(Malformed, match=f"{length} bytes; at most {MAX_FRAME}"):
-        list(FrameReader().feed(struct.pack("!I", length)))
+        list(FrameReader(decode_control).feed(struct.pack("!I", length)))
 
 
 def test_the_longest_frame_is_read() -> None:
-    body = len(encode(Leave("x" * 70_000))) - 70_000
-    message = Leave("x" * (MAX_FRAME - body))
+    body = len(encode(Abort("x" * 70_000))) - 70_000
+    message = Abort("x" * (MAX_FRAME - body))
     written = frame(message)
     assert len(written) == MAX_FRAME + 4
-    assert list(FrameReader().feed(written)) == [message]
+    assert list(FrameReader(decode_control).feed(written)) == [message]
 
 
 # --- text and values

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from echelon.cluster.messages import Forbidden
+
 
 class Barriers:
     """Barriers are numbered from 1, and every worker reaches them in this order."""
@@ -15,7 +17,10 @@ class Barriers:
         self._done = 0
 
     def reach(self, rank: int, sequence: int) -> None:
-        """Record that a worker has reached a barrier."""
+        """Record that a worker has reached a barrier, which must be the one after its last."""
+        last = self._reached.get(rank, 0)
+        if sequence != last + 1:
+            raise Forbidden(f"it reaches barrier {sequence} after barrier {last}")
         self._reached[rank] = sequence
 
     def close(self, rank: int) -> None:
@@ -30,10 +35,10 @@ class Barriers:
         """Return whether all of these workers wait for the end."""
         return self._ending.issuperset(members)
 
-    def complete(self, members: Sequence[int]) -> list[int]:
-        """Return the barriers that these workers have all reached and that were not returned before."""
-        before = self._done
-        expected = [rank for rank in members if rank not in self._ending]
-        while expected and all(self._reached.get(rank, 0) > self._done for rank in expected):
-            self._done += 1
-        return list(range(before + 1, self._done + 1))
+    def complete(self, members: Sequence[int]) -> int | None:
+        """Return the last barrier that these workers have all reached, or None if it was returned before."""
+        reached = min((self._reached.get(rank, 0) for rank in members if rank not in self._ending), default=0)
+        if reached <= self._done:
+            return None
+        self._done = reached
+        return reached

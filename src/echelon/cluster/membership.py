@@ -4,6 +4,9 @@ The scheduler's loop calls one method per event; each returns the messages to se
 processes have registered, then running, then over. A worker that leaves shrinks the view; a server that leaves ends the
 job. No barrier and no view waits for a process that has left.
 
+A message that its sender must not send, such as a barrier of a store that it has not opened, raises Forbidden and
+changes nothing. Messages of a process that has left are ignored, because it may have sent them before.
+
 A worker has one or more stores, which it numbers in the order of their creation. Each has barriers of its own, which
 do not wait for a worker that has closed the store. A worker without an open store may leave without announcing it.
 """
@@ -22,6 +25,7 @@ from echelon.cluster.messages import (
     ControlMessage,
     Departure,
     Finish,
+    Forbidden,
     Halt,
     Leave,
     Member,
@@ -35,6 +39,8 @@ from echelon.cluster.messages import (
     View,
     WorkerExited,
 )
+
+MAX_OPEN_STORES = 1000  # of one worker at the same time
 
 
 class Send(NamedTuple):
@@ -52,6 +58,7 @@ class Membership:
         self._members: dict[int, Member] = {}
         self._barriers: defaultdict[int, Barriers] = defaultdict(Barriers)  # by the number of the store
         self._open: dict[int, set[int]] = {}  # rank -> the numbers of its open stores, once it has opened one
+        self._num_opened: dict[int, int] = {}  # rank -> how many stores it has opened so far
         self._exited: dict[int, str] = {}  # rank -> how a worker exited that never registered
         self.view = 0
         self.running = False
@@ -69,6 +76,8 @@ class Membership:
         """Register a process. A repeated request gets the same answer again."""
         if (known := self._members.get(connection)) is not None:
             return [Send(connection, Registered(known.rank))]
+        if connection in self._unused:
+            raise Forbidden("it registers on the connection that announced a store without servers")
         refusal = self._refusal(request)
         if refusal is not None:
             return [Send(connection, Refused(refusal))]
@@ -84,7 +93,7 @@ class Membership:
         if len(self._members) == sum(self._wanted.values()):
             self.running, self.view = True, 1
             roster = Roster(sorted(self._members.values(), key=lambda m: (m.role, m.rank)))
-            sends += self._to_all(roster) + self._barriers_done()
+            sends += self._to_all(roster) + self._all_barriers_done()
         return sends + self._finish_if_all_exited()
 
     @property
@@ -92,12 +101,16 @@ class Membership:
         """Whether the missing processes must register in time. Workers whose store has no servers need not."""
         return not (self.running or self.over or self._unused)
 
-    def waits_for(self, connection: int) -> bool:
-        """Whether the end of the job waits for the end of a connection."""
-        return connection not in self._unused
+    def is_used(self, connection: int) -> bool:
+        """Whether a connection is a process of the job: a member, or a worker whose store has no servers."""
+        return connection in self._members or connection in self._unused
 
     def servers_unused(self, connection: int, message: ServersUnused) -> list[Send]:
         """Record that a worker has a store without servers. Servers then wait without a time limit."""
+        if connection in self._members:
+            raise Forbidden("it announces a store without servers on the connection that it registered")
+        if connection not in self._unused and len(self._unused) >= self._wanted[WORKER]:
+            raise Forbidden(f"it announces a store without servers, as all {len(self._unused)} workers have")
         self._num_unused += connection not in self._unused
         self._unused.add(connection)
         if self.unused is not None or self.running or self.over:
@@ -105,55 +118,76 @@ class Membership:
         self.unused = message
         return [Send(c, message) for c, m in self._members.items() if m.role == SERVER]
 
-    def worker_exited(self, message: WorkerExited) -> list[Send]:
+    def worker_exited(self, connection: int, message: WorkerExited) -> list[Send]:
         """Handle the exit of a worker process. If it never registered, the others must not wait for it."""
+        if self.is_used(connection):
+            raise Forbidden(f"it reports the exit of worker {message.rank}, which only launchers do")
+        if message.rank >= (wanted := self._wanted[WORKER]):
+            raise Forbidden(f"it reports the exit of worker {message.rank}, but the job has {wanted} workers")
         workers = [m.rank for m in self._members.values() if m.role == WORKER]
         if self.running or self.over or message.rank in workers:
             return []
         when = "" if self.unused else " before it joined the job"
         self._exited[message.rank] = f"worker {message.rank} {message.how}{when}"
         if message.failed or workers:
-            return self._abort(self._exited[message.rank])
+            return self.abort(self._exited[message.rank])
         return self._finish_if_all_exited()
 
     def barrier(self, connection: int, sequence: int, store: int = 0) -> list[Send]:
         """Record that a worker has reached a barrier of a store."""
-        member = self._members.get(connection)
-        if member is None or member.role != WORKER:
+        rank = self._worker(connection, store)
+        if rank is None:
             return []
-        self._barriers[store].reach(member.rank, sequence)
-        return self._barriers_done()
+        self._barriers[store].reach(rank, sequence)
+        return self._barriers_done(store)
 
     def store_opened(self, connection: int, store: int) -> list[Send]:
         """Record that a worker has created a store."""
-        if member := self._members.get(connection):
-            self._open.setdefault(member.rank, set()).add(store)
+        rank = self._worker(connection)
+        if rank is None:
+            return []
+        number = self._num_opened.get(rank, 0)
+        if store != number:
+            raise Forbidden(f"it opens store {store}, but its next one is store {number}")
+        if len(self._open.get(rank, ())) >= MAX_OPEN_STORES:
+            raise Forbidden(f"it opens store {store}, although {MAX_OPEN_STORES} are open: close some before")
+        self._num_opened[rank] = number + 1
+        self._open.setdefault(rank, set()).add(store)
         return []
 
     def store_ending(self, connection: int, store: int) -> list[Send]:
         """Record that a worker waits until all others have no more pushes to a store."""
-        member = self._members.get(connection)
-        if member is None or member.role != WORKER:
+        rank = self._worker(connection, store)
+        if rank is None:
             return []
-        self._barriers[store].end(member.rank)
-        return self._barriers_done()
+        self._barriers[store].end(rank)
+        return self._barriers_done(store)
 
-    def store_closed(self, connection: int, store: int) -> list[Send]:
+    def store_closed(self, connection: int, message: StoreClosed) -> list[Send]:
         """Record that a worker has closed a store, and tell everybody."""
-        member = self._members.get(connection)
-        if member is None or member.role != WORKER:
+        rank = self._worker(connection, message.store)
+        if rank is None:
             return []
-        self._open.setdefault(member.rank, set()).discard(store)
-        self._barriers[store].close(member.rank)
-        return self._to_all(StoreClosed(store, member.rank)) + self._barriers_done()
+        if rank != message.rank:
+            raise Forbidden(f"it closes store {message.store} of worker {message.rank}, but is worker {rank}")
+        self._open[rank].remove(message.store)
+        self._barriers[message.store].close(rank)
+        return self._to_all(message) + self._barriers_done(message.store)
 
     def num_open_stores(self, connection: int) -> int:
         """Return how many stores of a worker are open."""
         member = self._members.get(connection)
         return len(self._open.get(member.rank, ())) if member is not None else 0
 
-    def halt(self, request: Halt) -> list[Send]:
+    def halt(self, connection: int, request: Halt) -> list[Send]:
         """Forward a worker's request to stop training to all workers."""
+        rank = self._worker(connection)
+        if rank is None:
+            return []
+        if request.store not in self._open.get(rank, ()):
+            if request.store < self._num_opened.get(rank, 0):
+                return []  # it has closed the store meanwhile
+            raise Forbidden(f"it halts store {request.store}, which it has not opened")
         return [Send(c, request) for c, m in self._members.items() if m.role == WORKER]
 
     def leave(self, connection: int, message: Leave) -> list[Send]:
@@ -180,6 +214,17 @@ class Membership:
                 parts.append(f"{role} {', '.join(missing)}")
         return " and ".join(parts)
 
+    def _worker(self, connection: int, store: int | None = None) -> int | None:
+        """Return the rank of a worker, or None if it has left. It must have opened `store` and not closed it."""
+        member = self._members.get(connection)
+        if member is None:
+            return None
+        if member.role != WORKER:
+            raise Forbidden("it sends a message that only workers send")
+        if store is not None and store not in self._open.get(member.rank, ()):
+            raise Forbidden(f"it uses store {store}, which it has not opened or has closed")
+        return member.rank
+
     def _refusal(self, request: Register) -> str | None:
         if request.role not in self._wanted:
             return f"a process of role {request.role!r} cannot register; only workers and servers can"
@@ -204,11 +249,11 @@ class Membership:
             return []
         if member.role == SERVER or not self.running:
             before = "" if self.running else " before the job started"
-            return self._abort(f"{member} {departure.value}{before}: {why}")
+            return self.abort(f"{member} {departure.value}{before}: {why}")
         workers = sorted(m.rank for m in self._members.values() if m.role == WORKER)
         self.view += 1
         view = View(self.view, workers, f"{member} {departure.value}: {why}", departure)
-        sends = self._to_all(view) + self._barriers_done()
+        sends = self._to_all(view) + self._all_barriers_done()
         if not workers:
             self.over = True
             sends += self._to_all(Finish())
@@ -224,22 +269,28 @@ class Membership:
         self.over = True
         return self._to_all(Finish())
 
-    def _barriers_done(self) -> list[Send]:
-        """Return the messages of barriers that are complete now, and forget the stores that all workers have closed."""
+    def _all_barriers_done(self) -> list[Send]:
+        """Return the messages of barriers that are complete because the members of the job have changed."""
+        return [send for store in list(self._barriers) for send in self._barriers_done(store)]
+
+    def _barriers_done(self, store: int) -> list[Send]:
+        """Return the messages of a store whose barrier is complete now; forget a store that all workers have closed."""
+        if not self.running:
+            return []
         workers = {m.rank: c for c, m in self._members.items() if m.role == WORKER}
+        barriers = self._barriers[store]
+        members = [rank for rank in workers if rank not in barriers.closed]
         sends: list[Send] = []
-        if self.running:
-            for store, barriers in list(self._barriers.items()):
-                members = [rank for rank in workers if rank not in barriers.closed]
-                for sequence in barriers.complete(members):
-                    sends += [Send(workers[rank], BarrierDone(sequence, store)) for rank in members]
-                if barriers.has_ended(members):
-                    sends += [Send(workers[rank], StoreEnded(store)) for rank in members]
-                if not members:
-                    del self._barriers[store]
+        if (sequence := barriers.complete(members)) is not None:
+            sends += [Send(workers[rank], BarrierDone(sequence, store)) for rank in members]
+        if barriers.has_ended(members):
+            sends += [Send(workers[rank], StoreEnded(store)) for rank in members]
+        if not members:
+            del self._barriers[store]
         return sends
 
-    def _abort(self, reason: str) -> list[Send]:
+    def abort(self, reason: str) -> list[Send]:
+        """End the job because it has failed."""
         self.over, self.failure = True, reason
         # Servers that nobody uses did not fail, and have nothing to report.
         return self._to_all(Finish() if self.unused and not self.running else Abort(reason))

@@ -8,13 +8,31 @@ starts with the message's type; nothing is pickled. Each data request carries an
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from echelon.cluster.placement import KeySpec, Segment, Slot
 from echelon.errors import JobError
 
 WORKER, SERVER = "worker", "server"
+
+# The scheduler accepts only values within these limits, so that no message makes it loop or fills its memory.
+MAX_TEXT = 4000  # characters of a reason; `shorten` cuts longer ones
+MAX_STORES = 100_000  # that a worker can create during a job
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Name = Annotated[str, Meta(max_length=300)]
+Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
+Pid = Annotated[int, Meta(ge=0, lt=1 << 31)]
+StoreNumber = Annotated[int, Meta(ge=0, lt=MAX_STORES)]
+BarrierNumber = Annotated[int, Meta(ge=1, lt=1 << 53)]
+
+
+def shorten(text: str) -> str:
+    """Return a text that fits into a control message. Of a longer one, the beginning and the end stay."""
+    half = MAX_TEXT // 2 - 1
+    return text if len(text) <= MAX_TEXT else f"{text[:half]}…{text[-half:]}"
 
 
 class Departure(enum.Enum):
@@ -54,12 +72,12 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 class Register(_Message, frozen=True):
     """The first message of a process. With rank None the scheduler assigns the lowest free rank."""
 
-    role: str
-    rank: int | None
-    host: str
-    pid: int
-    address: str
-    token: str = ""
+    role: Name
+    rank: Rank | None
+    host: Name
+    pid: Pid
+    address: Name
+    token: Name = ""
 
 
 class Heartbeat(_Message, frozen=True):
@@ -69,28 +87,28 @@ class Heartbeat(_Message, frozen=True):
 class Barrier(_Message, frozen=True):
     """This worker has reached barrier number `sequence` of a store."""
 
-    sequence: int
-    store: int = 0
+    sequence: BarrierNumber
+    store: StoreNumber = 0
 
 
 class Leave(_Message, frozen=True):
     """This process leaves the job and then closes its connection. `failed`: it leaves because of an error."""
 
-    reason: str
+    reason: Text
     failed: bool = False
 
 
 class Halt(_Message, frozen=True):
     """Asks all workers of a store to stop training, for example at a target accuracy. Forwarded to all workers."""
 
-    reason: str
-    store: int = 0
+    reason: Text
+    store: StoreNumber = 0
 
 
 class StoreOpened(_Message, frozen=True):
     """This worker has created its store number `store`. The numbers count the stores of a worker, from 0."""
 
-    store: int
+    store: StoreNumber
 
 
 class StoreClosed(_Message, frozen=True):
@@ -99,15 +117,15 @@ class StoreClosed(_Message, frozen=True):
     Servers free a store when all workers have closed it.
     """
 
-    store: int
-    rank: int
+    store: StoreNumber
+    rank: Rank
 
 
 class WorkerExited(_Message, frozen=True):
     """Sent by a launcher when a worker process has exited. It matters only if that worker never registered."""
 
-    rank: int
-    how: str
+    rank: Rank
+    how: Text
     failed: bool
 
 
@@ -117,13 +135,13 @@ class ServersUnused(_Message, frozen=True):
     Such a worker may never register. The time limit for registering does not apply while its connection is open.
     """
 
-    store: str
+    store: Name
 
 
 class StoreEnding(_Message, frozen=True):
     """This worker makes no more pushes to a store, and waits for `StoreEnded`. No barrier of the store waits for it."""
 
-    store: int
+    store: StoreNumber
 
 
 # --- control: scheduler -> process
@@ -509,7 +527,7 @@ FromProcess = (
     | ServersUnused
 )
 FromScheduler = Registered | Refused | Roster | View | BarrierDone | StoreEnded | Finish | Abort
-ControlMessage = FromProcess | FromScheduler
+ControlMessage = FromProcess | FromScheduler  # the scheduler forwards some messages of processes
 Setup = Configure | Place | Attach | Init | SetOptimizer | GetStates | PutStates
 Rows = PullRows | PullChanges | PutRows
 Norms = MeasureNorm | ApplyScaled
@@ -519,6 +537,7 @@ Response = Placed | Resumed | Done | SquaredNorm | Gathered | Failed | States | 
 
 _encoder = msgspec.msgpack.Encoder()
 _control: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
+_from_process: msgspec.msgpack.Decoder[FromProcess] = msgspec.msgpack.Decoder(FromProcess)
 _request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _response: msgspec.msgpack.Decoder[Response] = msgspec.msgpack.Decoder(Response)
 
@@ -528,6 +547,15 @@ _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, MemoryEr
 
 class Malformed(JobError):
     """Bytes that are not a valid message. The receiver drops and counts them."""
+
+
+class Forbidden(Malformed):
+    """A message that its sender must not send now. It changed nothing; the receiver closes the connection."""
+
+
+def _brief(error: BaseException) -> str:
+    """Return the text of an error, which may quote what a peer has sent."""
+    return str(error)[:200]
 
 
 def encode(message: _Message) -> bytes:
@@ -540,7 +568,15 @@ def decode_control(data: bytes | memoryview) -> ControlMessage:
     try:
         return _control.decode(data)
     except _UNREADABLE as error:
-        raise Malformed(f"not a control message ({error})") from error
+        raise Malformed(f"not a control message ({_brief(error)})") from error
+
+
+def decode_from_process(data: bytes | memoryview) -> FromProcess:
+    """Decode a message to the scheduler, or raise Malformed."""
+    try:
+        return _from_process.decode(data)
+    except _UNREADABLE as error:
+        raise Malformed(f"not a message to the scheduler ({_brief(error)})") from error
 
 
 def decode_request(data: bytes | memoryview) -> Request:
@@ -548,7 +584,7 @@ def decode_request(data: bytes | memoryview) -> Request:
     try:
         return _request.decode(data)
     except _UNREADABLE as error:
-        raise Malformed(f"not a request ({error})") from error
+        raise Malformed(f"not a request ({_brief(error)})") from error
 
 
 def decode_response(data: bytes | memoryview) -> Response:
@@ -556,4 +592,4 @@ def decode_response(data: bytes | memoryview) -> Response:
     try:
         return _response.decode(data)
     except _UNREADABLE as error:
-        raise Malformed(f"not an answer ({error})") from error
+        raise Malformed(f"not an answer ({_brief(error)})") from error

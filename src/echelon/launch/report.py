@@ -6,7 +6,7 @@ import threading
 import time
 from contextlib import closing, suppress
 
-from echelon.cluster.messages import WorkerExited
+from echelon.cluster.messages import WorkerExited, shorten
 from echelon.environment import Job
 from echelon.errors import JobError
 from echelon.transport.admission import connect
@@ -25,8 +25,9 @@ def report_worker_exit(job: Job, message: WorkerExited) -> None:
 
 def _report(job: Job, message: WorkerExited) -> None:
     deadline = time.monotonic() + job.timeout_s
+    short = WorkerExited(message.rank, shorten(message.how), message.failed)
     with suppress(OSError, JobError), closing(_connect(job, deadline)) as channel:
-        send_all(channel, frame(message), SEND_S)
+        send_all(channel, frame(short), SEND_S)
 
 
 def _connect(job: Job, deadline: float) -> Channel:

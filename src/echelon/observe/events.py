@@ -3,10 +3,14 @@
 `write` only appends to a queue. A thread writes whole lines with O_APPEND several times per second, so lines of
 different processes never mix and a slow disk never delays a step. If the disk stops responding, the oldest events are
 dropped, and an event with their number is written.
+
+Events that any peer can cause as often as it likes, such as malformed messages, are counted: `count` writes the first
+one at once, and then at most one with the number so far every SUMMARY_S.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -18,8 +22,22 @@ from typing import Any, Self
 import msgspec
 
 FLUSH_S = 0.2
+SUMMARY_S = 10.0
 MAX_QUEUED = 100_000
 FILE_NAME = "events.jsonl"
+
+
+class _Counter:
+    """The events of one kind that are counted: the fields of the latest, and how many were written."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.written = 0
+        self.next_at = 0.0
+        self.fields: dict[str, Any] = {}
+
+    def is_due(self, now: float) -> bool:
+        return self.total > self.written and now >= self.next_at
 
 
 class EventLog:
@@ -28,6 +46,7 @@ class EventLog:
     def __init__(self, directory: Path | None, role: str, rank: int) -> None:
         self._who = f"{role} {rank}"
         self._queue: deque[tuple[float, str, dict[str, Any]]] = deque(maxlen=MAX_QUEUED)
+        self._counters: dict[str, _Counter] = {}  # by the kind of event
         self._dropped = 0
         self._stop = threading.Event()
         self._file = -1
@@ -55,6 +74,13 @@ class EventLog:
                 self._dropped += 1
             self._queue.append((time.time(), kind, fields))
 
+    def count(self, kind: str, **fields: Any) -> None:
+        """Count an event, whose `count` is the number of events of this kind so far; returns immediately."""
+        if self._thread is not None:
+            counter = self._counters.setdefault(kind, _Counter())
+            counter.fields = fields
+            counter.total += 1
+
     def close(self) -> None:
         """Write the queued events and stop the thread."""
         if self._thread is not None:
@@ -75,6 +101,7 @@ class EventLog:
         encoder = msgspec.json.Encoder(enc_hook=str)
         while True:
             stopping = self._stop.wait(FLUSH_S)
+            self._queue_counted(math.inf if stopping else time.monotonic())
             lines = []
             while self._queue:
                 at, kind, fields = self._queue.popleft()
@@ -88,6 +115,13 @@ class EventLog:
                 self._append(lines)
             if stopping:
                 return
+
+    def _queue_counted(self, now: float) -> None:
+        """Queue the events that were counted and are due. At the end all of them are."""
+        for kind, counter in list(self._counters.items()):
+            if counter.is_due(now):
+                counter.written, counter.next_at = counter.total, now + SUMMARY_S
+                self.write(kind, **counter.fields, count=counter.written)
 
     def _append(self, lines: list[bytes]) -> None:
         """Append lines in one write, so that those of different processes do not mix; a full disk only loses events."""

@@ -7,12 +7,13 @@ from typing import TypeVar
 
 import pytest
 
-from echelon.cluster.membership import Membership, Send
+from echelon.cluster.membership import MAX_OPEN_STORES, Membership, Send
 from echelon.cluster.messages import (
     Abort,
     BarrierDone,
     Departure,
     Finish,
+    Forbidden,
     Halt,
     Leave,
     Member,
@@ -30,6 +31,7 @@ from echelon.cluster.messages import (
 Message = TypeVar("Message")
 
 SERVERS_AT = 200
+LAUNCHER = 300
 
 
 def worker(rank: int | None = None, pid: int = 1) -> Register:
@@ -40,15 +42,22 @@ def server(rank: int | None = None, pid: int = 2) -> Register:
     return Register("server", rank, "host", pid, "tcp://host:1")
 
 
-def gathered(workers: int, servers: int) -> Membership:
-    """A running job: worker r on connection 100 + r, server r on 200 + r."""
+def gathered(workers: int, servers: int, stores: int = 5) -> Membership:
+    """A running job: worker r on connection 100 + r, server r on 200 + r. All workers have opened some stores."""
     membership = Membership(workers, servers)
     for rank in range(servers):
         membership.register(SERVERS_AT + rank, server(rank))
     for rank in range(workers):
         membership.register(100 + rank, worker(rank))
+        for store in range(stores):
+            membership.store_opened(100 + rank, store)
     assert membership.running
     return membership
+
+
+def close(membership: Membership, rank: int, store: int) -> list[Send]:
+    """Let a worker of `gathered` close a store."""
+    return membership.store_closed(100 + rank, StoreClosed(store, rank))
 
 
 def sent(sends: list[Send], kind: type[Message]) -> dict[int, Message]:
@@ -254,7 +263,7 @@ def test_member_returns_the_process_of_a_connection() -> None:
 def test_a_worker_that_fails_before_it_registers_ends_the_job() -> None:
     membership = Membership(2, 1)
     membership.register(1, server(0))
-    sends = membership.worker_exited(WorkerExited(1, "exited with status 2", failed=True))
+    sends = membership.worker_exited(LAUNCHER, WorkerExited(1, "exited with status 2", failed=True))
     assert sends == [Send(1, Abort("worker 1 exited with status 2 before it joined the job"))]
     assert membership.failure == "worker 1 exited with status 2 before it joined the job"
 
@@ -262,13 +271,13 @@ def test_a_worker_that_fails_before_it_registers_ends_the_job() -> None:
 def test_a_worker_that_others_wait_for_ends_the_job_even_if_it_exits_successfully() -> None:
     membership = Membership(2, 0)
     membership.register(1, worker(0))
-    assert sent(membership.worker_exited(WorkerExited(1, "ended", failed=False)), Abort).keys() == {1}
+    assert sent(membership.worker_exited(LAUNCHER, WorkerExited(1, "ended", failed=False)), Abort).keys() == {1}
     assert membership.over
 
 
 def test_no_worker_can_register_after_another_exited() -> None:
     membership = Membership(2, 0)
-    assert membership.worker_exited(WorkerExited(1, "ended", failed=False)) == []
+    assert membership.worker_exited(LAUNCHER, WorkerExited(1, "ended", failed=False)) == []
     assert membership.register(1, worker(0)) == [Send(1, Refused("worker 1 ended before it joined the job"))]
 
 
@@ -277,8 +286,8 @@ def test_servers_finish_if_no_worker_needs_them(server_first: bool) -> None:
     membership = Membership(2, 1)
     events: list[Callable[[], list[Send]]] = [
         lambda: membership.register(1, server(0)),
-        lambda: membership.worker_exited(WorkerExited(0, "ended", failed=False)),
-        lambda: membership.worker_exited(WorkerExited(1, "ended", failed=False)),
+        lambda: membership.worker_exited(LAUNCHER, WorkerExited(0, "ended", failed=False)),
+        lambda: membership.worker_exited(LAUNCHER, WorkerExited(1, "ended", failed=False)),
     ]
     sends = [send for event in (events if server_first else events[::-1]) for send in event()]
     assert sent(sends, Finish) == {1: Finish()}
@@ -288,8 +297,8 @@ def test_servers_finish_if_no_worker_needs_them(server_first: bool) -> None:
 def test_the_exit_of_a_registered_worker_is_left_to_its_connection() -> None:
     gathering = Membership(2, 0)
     gathering.register(1, worker(0))
-    assert gathering.worker_exited(WorkerExited(0, "ended", failed=True)) == []
-    assert gathered(2, 1).worker_exited(WorkerExited(0, "ended", failed=True)) == []
+    assert gathering.worker_exited(LAUNCHER, WorkerExited(0, "ended", failed=True)) == []
+    assert gathered(2, 1).worker_exited(LAUNCHER, WorkerExited(0, "ended", failed=True)) == []
 
 
 # --- workers whose store has no servers
@@ -305,7 +314,7 @@ def test_servers_are_told_that_nobody_uses_them_and_nobody_has_to_register_in_ti
     assert membership.servers_unused(101, UNUSED) == [], "once is enough"
     assert membership.register(2, server(1)) == [Send(2, Registered(1)), Send(2, UNUSED)]
     assert (limited_before, membership.has_time_limit) == (True, False)
-    assert [membership.waits_for(connection) for connection in (1, 2, 100, 101)] == [True, True, False, False]
+    assert [membership.is_used(connection) for connection in (1, 2, 100, 101, 9)] == [True] * 4 + [False]
 
 
 def test_servers_finish_when_the_workers_that_do_not_use_them_have_ended() -> None:
@@ -330,7 +339,8 @@ def test_a_failed_worker_ends_a_job_whose_servers_nobody_uses() -> None:
     membership = Membership(2, 1)
     membership.register(1, server(0))
     membership.servers_unused(100, UNUSED)
-    assert membership.worker_exited(WorkerExited(1, "exited with status 2", failed=True)) == [Send(1, Finish())]
+    exited = WorkerExited(1, "exited with status 2", failed=True)
+    assert membership.worker_exited(LAUNCHER, exited) == [Send(1, Finish())]
     assert membership.failure == "worker 1 exited with status 2"
 
 
@@ -393,16 +403,11 @@ def test_a_worker_ahead_waits_at_its_own_barrier() -> None:
 def test_a_barrier_waits_for_workers_that_have_not_registered() -> None:
     membership = Membership(2, 0)
     membership.register(1, worker(0))
+    membership.store_opened(1, 0)
     assert membership.barrier(1, 1) == []
     membership.register(2, worker(1))
+    membership.store_opened(2, 0)
     assert sent(membership.barrier(2, 1), BarrierDone).keys() == {1, 2}
-
-
-def test_a_server_does_not_count_at_a_barrier() -> None:
-    membership = gathered(2, 1)
-    assert membership.barrier(200, 1) == []
-    assert membership.barrier(101, 1) == []  # worker 0 is missing, and server 0 does not replace it
-    assert sent(membership.barrier(100, 1), BarrierDone).keys() == {100, 101}
 
 
 # --- stores
@@ -419,7 +424,7 @@ def test_stores_have_barriers_of_their_own() -> None:
 def test_a_closed_store_is_announced_and_its_barriers_do_not_wait() -> None:
     membership = gathered(2, 1)
     membership.barrier(100, 1, store=3)
-    *told, last = membership.store_closed(101, 3)
+    *told, last = close(membership, 1, 3)
     assert sent(told, StoreClosed) == dict.fromkeys((100, 101, 200), StoreClosed(3, 1))
     assert last == Send(100, BarrierDone(1, 3))
     assert membership.barrier(100, 1, store=4) == [], "worker 1 has not closed this one"
@@ -429,20 +434,18 @@ def test_a_store_that_everybody_closed_is_forgotten() -> None:
     membership = gathered(2, 0)
     for store in range(5):
         membership.barrier(100, 1, store)
-        membership.store_closed(100, store)
-        membership.store_closed(101, store)
+        close(membership, 0, store)
+        close(membership, 1, store)
     assert not membership._barriers
 
 
 @pytest.mark.parametrize(("closed", "departure"), [(False, Departure.DIED), (True, Departure.LEFT)])
 def test_a_lost_worker_has_died_unless_its_stores_were_closed(closed: bool, departure: Departure) -> None:
-    membership = gathered(2, 1)
-    membership.store_opened(100, 0)
-    membership.store_opened(100, 1)
-    membership.store_closed(100, 0)
+    membership = gathered(2, 1, stores=2)
+    close(membership, 0, 0)
     assert membership.num_open_stores(100) == 1
     if closed:
-        membership.store_closed(100, 1)
+        close(membership, 0, 1)
     assert sent(membership.lost(100, "its connection closed"), View)[101].departure is departure
 
 
@@ -452,7 +455,7 @@ def test_a_worker_that_ends_is_not_waited_for_and_is_told_when_all_have_ended() 
     membership.barrier(101, 1, store=2)
     assert sent(membership.barrier(102, 1, store=2), BarrierDone).keys() == {100, 101, 102}
     assert sent(membership.store_ending(101, 2), StoreEnded) == {}
-    assert sent(membership.store_closed(102, 2), StoreEnded) == dict.fromkeys((100, 101), StoreEnded(2))
+    assert sent(close(membership, 2, 2), StoreEnded) == dict.fromkeys((100, 101), StoreEnded(2))
 
 
 def test_a_dead_worker_ends_the_wait_for_it() -> None:
@@ -461,19 +464,78 @@ def test_a_dead_worker_ends_the_wait_for_it() -> None:
     assert sent(membership.lost(101, "x"), StoreEnded) == {100: StoreEnded(0)}
 
 
-def test_a_server_or_a_stranger_has_no_stores() -> None:
-    membership = gathered(1, 1)
-    assert membership.store_closed(200, 0) == membership.store_closed(999, 0) == []
-    assert membership.store_opened(999, 0) == membership.store_ending(999, 0) == membership.store_ending(200, 0) == []
-    assert membership.num_open_stores(999) == 0
-
-
 # --- halt
 
 
 def test_halt_reaches_every_worker_and_no_server() -> None:
     membership = gathered(2, 2)
     halt = Halt("accuracy 0.95 is reached")
-    assert membership.halt(halt) == [Send(100, halt), Send(101, halt)]
+    assert membership.halt(101, halt) == [Send(100, halt), Send(101, halt)]
     membership.lost(100, "x")
-    assert membership.halt(halt) == [Send(101, halt)]
+    assert membership.halt(101, halt) == [Send(101, halt)]
+
+
+# --- messages that their sender must not send
+
+Act = Callable[[Membership], object]
+FORBIDDEN: list[tuple[Act, str]] = [
+    (lambda m: m.barrier(200, 1), "only workers send"),
+    (lambda m: m.store_opened(200, 0), "only workers send"),
+    (lambda m: m.halt(200, Halt("stop")), "only workers send"),
+    (lambda m: m.barrier(100, 1, store=5), "it uses store 5, which it has not opened or has closed"),
+    (lambda m: m.store_ending(100, 5), "it uses store 5"),
+    (lambda m: close(m, 0, 5), "it uses store 5"),
+    (lambda m: m.halt(100, Halt("stop", 5)), "it halts store 5, which it has not opened"),
+    (lambda m: m.barrier(100, 2), "it reaches barrier 2 after barrier 0"),
+    (lambda m: m.barrier(100, 1 << 50), "after barrier 0"),
+    (lambda m: m.store_opened(100, 7), "it opens store 7, but its next one is store 5"),
+    (lambda m: m.store_opened(100, 0), "its next one is store 5"),
+    (lambda m: m.store_closed(100, StoreClosed(1, 1)), "it closes store 1 of worker 1, but is worker 0"),
+    (lambda m: m.servers_unused(100, UNUSED), "on the connection that it registered"),
+    (lambda m: m.worker_exited(100, WorkerExited(1, "ended", failed=True)), "which only launchers do"),
+    (lambda m: m.worker_exited(LAUNCHER, WorkerExited(2, "ended", failed=True)), "the job has 2 workers"),
+]
+
+
+@pytest.mark.parametrize(("act", "error"), FORBIDDEN)
+def test_a_forbidden_message_changes_nothing(act: Act, error: str) -> None:
+    membership = gathered(2, 1)
+    with pytest.raises(Forbidden, match=error):
+        act(membership)
+    assert (membership.view, membership.over) == (1, False)
+    assert membership.num_open_stores(100) == 5
+    assert membership.barrier(100, 1) == []
+    assert sent(membership.barrier(101, 1), BarrierDone) == dict.fromkeys((100, 101), BarrierDone(1))
+    assert membership.store_opened(100, 5) == []
+
+
+def test_a_worker_cannot_open_stores_without_end() -> None:
+    membership = gathered(1, 0, stores=MAX_OPEN_STORES)
+    with pytest.raises(Forbidden, match=f"although {MAX_OPEN_STORES} are open: close some"):
+        membership.store_opened(100, MAX_OPEN_STORES)
+    close(membership, 0, 0)
+    membership.store_opened(100, MAX_OPEN_STORES)
+
+
+def test_a_halt_of_a_store_that_the_worker_has_closed_is_ignored() -> None:
+    membership = gathered(2, 0)
+    close(membership, 0, 1)
+    assert membership.halt(100, Halt("stop", 1)) == []
+
+
+def test_each_worker_announces_a_store_without_servers_once() -> None:
+    """More announcements than workers would look as if all workers had ended."""
+    membership = Membership(2, 1)
+    for connection in (100, 101):
+        membership.servers_unused(connection, UNUSED)
+    with pytest.raises(Forbidden, match="as all 2 workers have"):
+        membership.servers_unused(102, UNUSED)
+    with pytest.raises(Forbidden, match="it registers on the connection that announced"):
+        membership.register(100, worker(0))
+
+
+def test_a_departure_completes_many_barriers_with_one_message() -> None:
+    membership = gathered(2, 0)
+    for sequence in range(1, 10_000):
+        membership.barrier(100, sequence)
+    assert [send for send in membership.lost(101, "x") if send.to == 100][1:] == [Send(100, BarrierDone(9_999))]

@@ -1,0 +1,44 @@
+"""The scheduler process: a loop around the pure state machine `cluster.membership`. Imports no torch.
+
+`python -m echelon.scheduler` runs the scheduler of the job that the environment describes. `loop` accepts connections,
+passes messages to the state machine (`dispatch`) and sends what that returns. `peer` is one connection: what it has
+received, what waits to be sent, and how much it may send. `awake` measures time. No connection can stop or delay the
+others: nothing blocks, a turn of the loop handles a bounded number of messages per connection, and an exception ends
+the connection that caused it and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from echelon.environment import Job
+from echelon.errors import UsageError
+from echelon.observe.events import EventLog
+from echelon.scheduler.loop import Scheduler
+from echelon.system import raise_file_limit
+from echelon.transport.sockets import listen
+
+
+def serve(job: Job, listener: socket.socket | None = None) -> int:
+    """Run until the job is over; return 0 if it succeeded. Without `listener`, inherit or create the socket."""
+    raise_file_limit()
+    listener = listener or _listener(job)
+    with EventLog.open(job.run_dir, "scheduler", 0) as events:
+        return Scheduler(job, listener, events).run()
+
+
+def _listener(job: Job) -> socket.socket:
+    if job.listen_fd is not None:
+        return socket.socket(fileno=job.listen_fd)
+    port = job.scheduler_port
+    if not port:
+        raise UsageError("the scheduler has no port: set DMLC_PS_ROOT_PORT, to the same value for all roles")
+    host = job.host or job.scheduler_host
+    try:
+        return listen(host, port)
+    except OSError as error:
+        raise UsageError(
+            f"the scheduler cannot listen at {host}:{port}: {os.strerror(error.errno or 0)}; set another "
+            "DMLC_PS_ROOT_PORT for all roles"
+        ) from error
