@@ -42,10 +42,15 @@ from echelon.launch.agent_messages import (
 )
 from echelon.launch.devices import library_variables
 from echelon.launch.joining import JoinedFile
-from echelon.launch.processes import ChildProcess
+from echelon.launch.processes import READ_BYTES, ChildProcess
 from echelon.launch.report import report_worker_exit
 from echelon.launch.streams import PipeStream, Stream
 from echelon.system import code_digest
+
+MAX_UNSENT = 1 << 18  # bytes that wait to be sent; with more, the process waits
+UNSENT_S = 0.005  # between two attempts to send them
+DRAIN_S = 10.0  # for a launcher to take some of the last bytes; one that is gone takes none
+MAX_PIPE_BYTES = 1 << 20
 
 
 class Agent:
@@ -61,6 +66,8 @@ class Agent:
         self._process: ChildProcess | None = None
         self._job: Job | None = None
         self._ended = False
+        self._output_fd: int | None = None  # while the output is read
+        self._output_ended = False
         self._last_received = self._last_sent = time.monotonic()
         self._send(Hello(socket.gethostname(), os.getpid(), code_digest(), task))
 
@@ -69,7 +76,7 @@ class Agent:
         self._selector.register(self._stream.fileno(), selectors.EVENT_READ, self._read_launcher)
         try:
             while not self._ended:
-                for key, _ in self._selector.select(ALIVE_S / 2):
+                for key, _ in self._selector.select(UNSENT_S if self._stream.unsent else ALIVE_S / 2):
                     key.data()
                 self._tick()
             self._drain()
@@ -92,6 +99,7 @@ class Agent:
 
     def _tick(self) -> None:
         self._stream.flush()
+        self._watch_output(self._stream.unsent < MAX_UNSENT)
         now = time.monotonic()
         if now - self._last_sent >= ALIVE_S:
             self._send_alive()
@@ -103,11 +111,13 @@ class Agent:
         self._send(Alive(self._process.cpu_ticks() if self._process else 0, self._joined.new_lines()))
 
     def _drain(self) -> None:
-        """Send what is left, for a short time: a launcher that is gone does not take it."""
-        deadline = time.monotonic() + 2.0
+        """Send what is left, as long as the launcher takes it."""
+        left, deadline = self._stream.unsent, time.monotonic() + DRAIN_S
         while self._stream.unsent and time.monotonic() < deadline:
+            time.sleep(UNSENT_S)
             self._stream.flush()
-            time.sleep(0.01)
+            if self._stream.unsent < left:
+                left, deadline = self._stream.unsent, time.monotonic() + DRAIN_S
 
     def _read_launcher(self) -> None:
         while (data := self._stream.read()) is not None:
@@ -158,9 +168,7 @@ class Agent:
         if self._listener is not None:
             self._listener.close()
         self._send(Started(process.pid))
-        output = process.fileno()
-        assert output is not None
-        self._selector.register(output, selectors.EVENT_READ, self._read_output)
+        self._watch_output(True)
         self._selector.register(process.pidfd, selectors.EVENT_READ, self._handle_end)
 
     def _variables(self, start: Start) -> dict[str, str]:
@@ -178,17 +186,27 @@ class Agent:
         if data:
             self._send(Output(data))
         elif data == b"":
-            self._unregister_output()
+            self._watch_output(False)
+            self._output_ended = True
 
-    def _unregister_output(self) -> None:
-        for key in list(self._selector.get_map().values()):
-            if key.data == self._read_output:
-                self._selector.unregister(key.fileobj)
+    def _watch_output(self, wanted: bool) -> None:
+        """Read the output, or let the process wait until the launcher has taken what was sent."""
+        if self._process is None or self._output_ended or wanted == (self._output_fd is not None):
+            return
+        if self._output_fd is not None:
+            self._selector.unregister(self._output_fd)
+            self._output_fd = None
+        else:
+            self._output_fd = self._process.fileno()
+            assert self._output_fd is not None
+            self._selector.register(self._output_fd, selectors.EVENT_READ, self._read_output)
 
     def _handle_end(self) -> None:
         assert self._process is not None
         code = self._process.reap()
-        self._read_output()
+        for _ in range(MAX_PIPE_BYTES // READ_BYTES):  # what the pipe holds; a process that escaped may still write
+            if not self._output_ended:
+                self._read_output()
         self._send_alive()
         self._send(Ended(code))
         self._ended = True
@@ -206,7 +224,9 @@ def serve(stream: Stream, task: int | None = None) -> int:
     """Run an agent over a stream to its launcher, and return the agent's own exit status."""
     with TemporaryDirectory(prefix="echelon-agent-") as folder:
         agent = Agent(stream, Path(folder), task)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+        # The launcher decides what Ctrl-C means. Ignored or blocked signals, as under nohup or Ray, would be inherited.
+        signal.signal(signal.SIGINT, lambda number, _: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         signal.signal(signal.SIGTERM, lambda number, _: agent.handle_signal(number))
         signal.signal(signal.SIGHUP, lambda number, _: sys.exit(128 + number))
         try:

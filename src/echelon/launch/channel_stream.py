@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echelon.launch.streams import READ_BYTES
+from echelon.launch.processes import READ_BYTES
 from echelon.transport.channel import Channel
 
 _SEND_BYTES = 1 << 16

@@ -21,6 +21,7 @@ from echelon.environment import child_environment
 from echelon.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
+READ_BYTES = 1 << 16
 _PR_SET_PDEATHSIG = 1
 _STAT_SESSION = 3  # fields of /proc/PID/stat after the command name, which may contain spaces and brackets
 _STAT_CPU_TIMES = slice(11, 15)  # user and system time, of the process and of the children it has waited for
@@ -40,7 +41,7 @@ class RunningProcess(Protocol):
         ...
 
     def read_output(self) -> bytes | None:
-        """Return the output since the last call, None if there is none, or b"" if it has ended."""
+        """Return the next part of the output, None if there is none now, or b"" if it has ended."""
         ...
 
     def exit_code(self) -> int | None:
@@ -124,11 +125,11 @@ class ChildProcess:
         return self.stdout.fileno()
 
     def read_output(self) -> bytes | None:
-        """Return the output since the last call, None if there is none, or b"" if it has ended."""
+        """Return the next part of the output, None if there is none now, or b"" if it has ended."""
         assert self.stdout is not None
         if self.stdout.closed:
             return b""
-        data: bytes | None = self.stdout.read()
+        data: bytes | None = self.stdout.read(READ_BYTES)
         if data == b"":
             self.stdout.close()
         return data

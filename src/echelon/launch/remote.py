@@ -30,6 +30,7 @@ from echelon.launch.processes import how_ended
 from echelon.launch.streams import Stream
 
 CANNOT_RUN, LOST = 127, 255  # exit codes, as shells and ssh have them
+READS_AT_ONCE = 8
 KILLED_S = 5.0  # to confirm that a process was killed
 
 
@@ -144,10 +145,9 @@ class RemoteProcess:
         return self._cpu_ticks
 
     def _read(self) -> None:
-        """Handle all messages that have arrived."""
-        while self._stream is not None and self._code is None:
-            data = self._stream.read()
-            if data is None:
+        """Handle messages that have arrived, but not more at once than leaves time for other processes."""
+        for _ in range(READS_AT_ONCE):
+            if self._stream is None or self._code is not None or (data := self._stream.read()) is None:
                 return
             if not data:
                 self.fail(f"was lost: {self._stream.why_ended()}", LOST)

@@ -8,9 +8,8 @@ import signal
 from collections.abc import Callable
 from typing import IO, Protocol
 
-from echelon.launch.processes import ChildProcess
+from echelon.launch.processes import READ_BYTES, ChildProcess
 
-READ_BYTES = 1 << 16
 ENDING_S = 2.0  # for a program to exit after it has closed its output
 
 

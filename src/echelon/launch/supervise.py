@@ -29,6 +29,7 @@ ABANDONED_S = 2.0  # to end, for servers and the scheduler of a job that was sto
 IDLE_S = 60.0  # without CPU time, for workers after the servers have ended: they may wait for a slow disk, not forever
 TICK_S = 0.2
 LAST_LINES = 20
+READS_AT_ONCE = 8  # of a process that prints faster than its lines are shown
 MAX_LINE_BYTES = 1 << 20  # a longer line is shown in parts, because all of it would be kept in memory
 
 OnLine = Callable[[str, str], None]  # gets a process's name and a line of its output
@@ -278,8 +279,10 @@ class Supervisor:
         self._stop(number, [child for child in self._children if not child.command.essential], SAVING_S)
 
     def _read(self, child: _Child) -> None:
-        """Take all output of a process that has arrived."""
-        while child.output_ended == math.inf and (data := child.process.read_output()) is not None:
+        """Take output of a process that has arrived, but not more at once than leaves time for signals."""
+        for _ in range(READS_AT_ONCE):
+            if child.output_ended < math.inf or (data := child.process.read_output()) is None:
+                return
             if not data:
                 if child.output_fd is not None:
                     self._selector.unregister(child.output_fd)

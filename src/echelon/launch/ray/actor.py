@@ -11,8 +11,7 @@ import sys
 
 from echelon.errors import JobError
 from echelon.launch.agent_messages import Ended, Frames, Output, Started, decode_from_agent
-from echelon.launch.processes import how_ended
-from echelon.launch.streams import READ_BYTES
+from echelon.launch.processes import READ_BYTES, how_ended
 
 
 class AgentActor:

@@ -13,6 +13,7 @@ from typing import Self
 from echelon.environment import child_environment, variable
 from echelon.launch.coordinate import START_S, AgentBackend
 from echelon.launch.plan import Plan, PlannedProcess
+from echelon.launch.processes import READ_BYTES
 from echelon.launch.ray.placement import (
     Connected,
     Event,
@@ -25,7 +26,7 @@ from echelon.launch.ray.placement import (
     encode,
 )
 from echelon.launch.remote import RemoteProcess
-from echelon.launch.streams import READ_BYTES, PipeStream
+from echelon.launch.streams import PipeStream
 
 END_S = 20.0  # for the driver to end the actors, and a cluster that it has started
 UNPLACED = "Ray"  # the host of a process before Ray has placed it

@@ -21,6 +21,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from echelon.launch.processes import READ_BYTES
 from echelon.launch.ray.actor import AgentActor
 from echelon.launch.ray.placement import (
     ActorPlace,
@@ -34,7 +35,6 @@ from echelon.launch.ray.placement import (
     decode_placement,
     encode,
 )
-from echelon.launch.streams import READ_BYTES
 from echelon.system import usable_cores
 
 LOCAL = "local"  # Ray's word for a cluster of this machine that the driver starts
