@@ -173,6 +173,12 @@ def set_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def replace_environment(variables: Mapping[str, str]) -> None:
+    """Give this process the environment of another one, for which it was forked."""
+    os.environ.clear()
+    os.environ.update(variables)
+
+
 def user_threads() -> int | None:
     """Return OMP_NUM_THREADS, or None if it is not set."""
     text = os.environ.get("OMP_NUM_THREADS")

@@ -14,6 +14,7 @@ from echelon.cluster.messages import WORKER, WorkerExited
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch.devices import library_variables
+from echelon.launch.forked import Preloaded, as_python_program
 from echelon.launch.interface import Output
 from echelon.launch.joining import JoinedFile
 from echelon.launch.plan import SCHEDULER, Address, Addresses, Plan, PlannedProcess, Request, describe, make_plan
@@ -60,7 +61,10 @@ def run(job: Job, command: Sequence[str], *, on_line: OnLine = print_line) -> in
 
 
 class _LocalBackend:
-    """Child processes, of which the scheduler and worker 0 inherit listening sockets."""
+    """Child processes, of which the scheduler and worker 0 inherit listening sockets.
+
+    Python programs are forked from one process that has imported torch, if there are at least two of them.
+    """
 
     def __init__(self, plan: Plan, stack: ExitStack) -> None:
         self._plan = plan
@@ -72,15 +76,19 @@ class _LocalBackend:
         self._addresses = Addresses(_address(scheduler) if scheduler else first, first)
         self._joined = JoinedFile(Path(stack.enter_context(TemporaryDirectory(prefix="echelon-"))) / "joined")
         self._on_joined: Callable[[list[str]], None] = lambda lines: None
+        self._programs = _forkable(plan)
+        self._preloaded: Preloaded | None = None
+        if len(self._programs) > 1:
+            self._preloaded = Preloaded(_variables(plan.of_role(WORKER)[0]))
+            stack.callback(self._preloaded.close)
 
     def start(self, planned: PlannedProcess) -> RunningProcess:
         """Start a process."""
         whole = self._plan.complete(planned, self._addresses)
-        environment = {**whole.environment, "ECHELON_JOINED_FILE": str(self._joined.path)}
-        if planned.role == WORKER:
-            library = library_variables(planned.job, planned.local_workers, one_machine=True, given=planned.variables)
-            environment = {**library, **environment}
+        environment = {**_variables(whole), **whole.environment, "ECHELON_JOINED_FILE": str(self._joined.path)}
         listener = self._listeners.get(planned.name)
+        if self._preloaded and (program := self._programs.get(planned.name)):
+            return self._preloaded.start(program, environment, None if listener is None else listener.fileno())
         fds = [] if listener is None else [listener.fileno()]
         if fds:
             environment["ECHELON_LISTEN_FD"] = str(fds[0])
@@ -90,6 +98,8 @@ class _LocalBackend:
         """Close what the children have inherited, and read which workers have joined."""
         for listener in self._listeners.values():
             listener.close()
+        if self._preloaded:
+            self._preloaded.no_more()
         if lines := self._joined.new_lines():
             self._on_joined(lines)
 
@@ -100,6 +110,28 @@ class _LocalBackend:
     def report_exit(self, exited: WorkerExited) -> None:
         """Tell the scheduler that a worker's process has ended."""
         report_worker_exit(self._plan.complete(self._plan.processes[0], self._addresses).job, exited)
+
+
+def _forkable(plan: Plan) -> dict[str, list[str]]:
+    """Return the Python programs that can be forked, by the name of their process.
+
+    Their own variables must be those of worker 0, with which torch is imported for all of them.
+    """
+    variables = plan.of_role(WORKER)[0].variables
+    found = {
+        process.name: as_python_program(process.arguments)
+        for process in plan.processes
+        if process.role != SCHEDULER and process.variables == variables
+    }
+    return {name: program for name, program in found.items() if program is not None}
+
+
+def _variables(process: PlannedProcess) -> dict[str, str]:
+    """Return variables that libraries read when they are imported."""
+    if process.role != WORKER:
+        return {}
+    given = process.variables
+    return {**library_variables(process.job, process.local_workers, one_machine=True, given=given), **given}
 
 
 def _address(listener: socket.socket) -> Address:

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -22,7 +23,7 @@ from echelon.errors import UsageError
 
 LOOPBACK = "127.0.0.1"
 READ_BYTES = 1 << 16
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STAT_SESSION = 3  # fields of /proc/PID/stat after the command name, which may contain spaces and brackets
 _STAT_CPU_TIMES = slice(11, 15)  # user and system time, of the process and of the children it has waited for
 _libc = ctypes.CDLL(None)
@@ -74,44 +75,26 @@ def how_ended(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
 
 
-class ChildProcess:
-    """A running child process and its pipes. The file arguments are those of `subprocess.Popen`."""
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when its parent dies, or exit if that has happened already."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
-    def __init__(
-        self,
-        name: str,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        stdin: int = subprocess.DEVNULL,
-        stdout: int | IO[bytes] = subprocess.PIPE,
-        stderr: int | IO[bytes] = subprocess.STDOUT,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
-        parent = os.getpid()
 
-        def die_with_parent() -> None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:  # the parent died before the call
-                os._exit(1)
+def adopt_orphans(adopt: bool) -> None:
+    """Let the kernel make this process the parent of descendants whose own parent ends, or init again."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
-        try:
-            self._popen = subprocess.Popen(
-                arguments,
-                env=child_environment(environment),
-                stdin=stdin,
-                stdout=stdout,
-                stderr=stderr,
-                bufsize=0,
-                start_new_session=True,
-                pass_fds=pass_fds,
-                preexec_fn=die_with_parent,
-            )
-        except OSError as error:
-            raise UsageError(f"{name} cannot run {arguments[0]!r}: {error.strerror}") from error
-        self.pid = self._popen.pid  # of the process and of its session
-        self.stdin, self.stdout = self._popen.stdin, self._popen.stdout
-        self._pidfd: int | None = None
+
+class OwnChild:
+    """A child of this process, which leads a session."""
+
+    pid: int
+    stdin: IO[bytes] | None = None
+    stdout: IO[bytes] | None = None
+    _returncode: int | None = None
+    _pidfd: int | None = None
 
     @property
     def where(self) -> str:
@@ -147,8 +130,8 @@ class ChildProcess:
 
     def exit_code(self) -> int | None:
         """Return the exit status, the negative number of the signal that killed it, or None while it runs."""
-        if self._popen.returncode is not None:
-            return self._popen.returncode
+        if self._returncode is not None:
+            return self._returncode
         # WNOWAIT: the process is not reaped yet, so its number stays valid.
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
@@ -157,15 +140,18 @@ class ChildProcess:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the whole session, unless the process was reaped."""
-        if self._popen.returncode is None:
+        if self._returncode is None:
             os.killpg(self.pid, number)
 
     def reap(self) -> int:
         """Kill what is left of the session, wait for the process, and return its exit code."""
-        if self._popen.returncode is None:
+        if self._returncode is None:
             os.killpg(self.pid, signal.SIGKILL)
-            self._popen.wait()
-        return self._popen.returncode
+            self._returncode = self._wait()
+        return self._returncode
+
+    def _wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def close(self) -> None:
         """Reap the process and close its pipes. A second call does nothing."""
@@ -185,6 +171,41 @@ class ChildProcess:
             for fields in found
             if fields and int(fields[_STAT_SESSION]) == self.pid
         )
+
+
+class ChildProcess(OwnChild):
+    """A running child process and its pipes. The file arguments are those of `subprocess.Popen`."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | IO[bytes] = subprocess.PIPE,
+        stderr: int | IO[bytes] = subprocess.STDOUT,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        try:
+            self._popen = subprocess.Popen(
+                arguments,
+                env=child_environment(environment),
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                bufsize=0,
+                start_new_session=True,
+                pass_fds=pass_fds,
+                preexec_fn=partial(die_with_parent, os.getpid()),
+            )
+        except OSError as error:
+            raise UsageError(f"{name} cannot run {arguments[0]!r}: {error.strerror}") from error
+        self.pid = self._popen.pid  # of the process and of its session
+        self.stdin, self.stdout = self._popen.stdin, self._popen.stdout
+
+    def _wait(self) -> int:
+        return self._popen.wait()
 
 
 def _stat_fields(pid: int) -> list[str]:

@@ -1,0 +1,128 @@
+"""Processes that are forked from one that has imported torch behave as those that `python` starts."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from echelon.environment import Job
+from echelon.launch.forked import Preloaded, as_python_program
+from echelon.launch.local import run
+
+MAIN = """
+import pickle, sys
+class Mine: pass
+if __name__ == "__main__":
+    print(sys.argv, globals().get("__file__"), __name__, pickle.loads(pickle.dumps(Mine())).__class__)
+    print(sys.path[0], sys.modules["__main__"].Mine is Mine)
+"""
+SPAWNS = """
+import multiprocessing
+def work(n): return n + 1
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(work, [1, 2]))
+"""
+PROGRAMS = {
+    "what a script sees of itself": MAIN,
+    "a traceback": "def inner():\n    raise ValueError('wrong')\ninner()\n",
+    "a chained traceback": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise KeyError(1) from e\n",
+    "a syntax error": "x = (\n",
+    "an exit status": "import sys; sys.exit(5)",
+    "an exit with a text": "import sys; sys.exit('stopped')",
+    "a signal": "import os; os.abort()",
+    "Ctrl-C": "raise KeyboardInterrupt",
+    "what is printed at exit": "import atexit; atexit.register(print, 'bye'); print('hello')",
+    "output without a line end": "print('no end', end='')",
+    "threads that go on": "from threading import *; Thread(target=lambda: main_thread().join() or print(1)).start()",
+    "processes of its own": SPAWNS,
+}
+
+
+@pytest.fixture(scope="module")
+def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "mine.py").write_text(MAIN)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+@pytest.fixture(scope="module")
+def preloaded(variables: dict[str, str]) -> Iterator[Preloaded]:
+    with closing(Preloaded(variables)) as preloaded:
+        yield preloaded
+
+
+def run_forked(preloaded: Preloaded, arguments: list[str]) -> tuple[int, list[str]]:
+    """Run a command in a forked process. Return its exit status and its lines."""
+    program = as_python_program(arguments)
+    assert program is not None
+    process = preloaded.start(program, {}, None)
+    output_fd = process.fileno()
+    assert output_fd is not None
+    output = b""
+    with closing(process):
+        while (data := process.read_output()) != b"":
+            output += data or b""
+            process.exit_code()  # learns its number
+            select.select([output_fd], [], [], 0.01)
+        select.select([process.pidfd], [], [])
+        return process.exit_code() or 0, output.decode().splitlines()
+
+
+def run_plain(arguments: list[str], variables: Mapping[str, str] | None = None) -> tuple[int, list[str]]:
+    """Run the same command alone, without Echelon."""
+    environment = {**os.environ, **(variables or {})}
+    done = subprocess.run(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return done.returncode, done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("title", PROGRAMS)
+def test_a_script_runs_as_it_does_alone(preloaded: Preloaded, tmp_path: Path, title: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(PROGRAMS[title])
+    arguments = [sys.executable, str(path), "a b", "-c"]
+    assert run_forked(preloaded, arguments) == run_plain(arguments)
+
+
+@pytest.mark.parametrize("words", [["-c", MAIN, "x"], ["-u", "-c", MAIN, "x"], ["-m", "mine", "x"]])
+def test_a_text_and_a_module_run_as_they_do_alone(
+    preloaded: Preloaded, variables: dict[str, str], words: list[str]
+) -> None:
+    arguments = [sys.executable, *words]
+    assert run_forked(preloaded, arguments) == run_plain(arguments, variables)
+
+
+def test_random_numbers_differ_between_workers() -> None:
+    program = "import random, numpy as np; print(random.random(), np.random.random())"
+    lines: list[str] = []
+    assert run(Job(num_workers=3), [sys.executable, "-c", program], on_line=lambda _, text: lines.append(text)) == 0
+    assert len({word for line in lines for word in line.split()}) == 6
+
+
+def test_only_programs_of_this_interpreter_are_forked(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    assert as_python_program([sys.executable, str(script), "-x"]) == [str(script), "-x"]
+    for other in (
+        ["true"],
+        ["nosuch"],
+        [sys.executable],
+        [sys.executable, "-X", "dev", str(script)],
+        ["/bin/sh", "-c", ""],
+    ):
+        assert as_python_program(other) is None, other
+    assert as_python_program([sys.executable, "nosuch.py"]) is None, "python itself says that it does not exist"
+
+
+def test_forked_processes_have_an_environment_and_a_session_of_their_own() -> None:
+    program = "import os; print(os.environ['ECHELON_RANK'], os.getsid(0) == os.getpid(), os.getppid())"
+    lines: list[str] = []
+    assert run(Job(num_workers=2), [sys.executable, "-c", program], on_line=lambda _, text: lines.append(text)) == 0
+    assert sorted(lines) == [f"{rank} True {os.getpid()}" for rank in range(2)]
