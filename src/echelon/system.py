@@ -30,6 +30,11 @@ def usable_cores(cgroups: Path = _CGROUPS) -> int:
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
+def machine_memory() -> int:
+    """Return the bytes of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _cpu_quota(cgroups: Path) -> float | None:
     """Return the CPU quota in cores, from cgroups version 2 or 1, or None if there is no quota."""
     try:

@@ -13,12 +13,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from echelon.cluster.placement import KeySpec, Segment, Slot
+from echelon.cluster.placement import MAX_DIMENSIONS, MAX_KEYS, DtypeName, KeySpec, Natural, Segment, Slot
 from echelon.errors import JobError
 
 WORKER, SERVER = "worker", "server"
 
-# The scheduler accepts only values within these limits, so that no message makes it loop or fills its memory.
+# Processes accept only values within these limits, so that no message makes one loop or fills its memory.
 MAX_TEXT = 4000  # characters of a reason; `shorten` cuts longer ones
 MAX_STORES = 100_000  # that a worker can create during a job
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -26,6 +26,7 @@ Name = Annotated[str, Meta(max_length=300)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Pid = Annotated[int, Meta(ge=0, lt=1 << 31)]
 StoreNumber = Annotated[int, Meta(ge=0, lt=MAX_STORES)]
+KeyNumbers = Annotated[list[Natural], Meta(max_length=MAX_KEYS)]
 BarrierNumber = Annotated[int, Meta(ge=1, lt=1 << 53)]
 
 
@@ -207,42 +208,44 @@ class Configure(_Message, frozen=True):
     this connection are for this store.
     """
 
-    id: int
-    rank: int
-    store: str
-    staleness: int | None
-    groups: list[list[int]] | None
-    lr_scale: str
-    number: int = 0
+    id: Natural
+    rank: Rank
+    store: Name
+    staleness: Natural | None
+    groups: list[list[Rank]] | None
+    lr_scale: Name
+    number: StoreNumber = 0
 
 
 class Place(_Message, frozen=True):
     """Asks server 0 to assign places to keys."""
 
-    id: int
-    specs: list[KeySpec]
+    id: Natural
+    specs: Annotated[list[KeySpec], Meta(max_length=MAX_KEYS)]
 
 
 class Attach(_Message, frozen=True):
     """A segment of the worker's shared memory: where its gradients are, and where servers write its weights."""
 
-    id: int
+    id: Natural
     segment: Segment
-    gradients: str
-    weights: str
+    gradients: Name
+    weights: Name
 
 
 class Init(_Message, frozen=True):
     """Creates keys with their first values, which are in frames or in the worker's shared weights."""
 
-    id: int
-    segments: list[Segment]
-    slots: list[Slot]
+    id: Natural
+    segments: Annotated[list[Segment], Meta(max_length=MAX_KEYS)]
+    slots: Annotated[list[Slot], Meta(max_length=MAX_KEYS)]
     framed: bool
     overwrite: bool = False  # existing keys take the values too
 
 
-Setting = float | int | bool | str | list[float | int | bool | str | None] | None
+_Plain = float | int | bool | Name | None
+Setting = _Plain | Annotated[list[_Plain], Meta(max_length=256)]
+Settings = Annotated[dict[Name, Setting], Meta(max_length=256)]
 
 
 NO_OPTIMIZER = -1  # the group of keys with plain values: the sum of pushes replaces the value
@@ -254,8 +257,8 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
     Workers clip to `max_grad_norm` together, so it must be the same on all of them.
     """
 
-    name: str
-    groups: list[dict[str, Setting]]
+    name: Name
+    groups: Annotated[list[Settings], Meta(max_length=MAX_KEYS)]
     members: dict[str, int] = {}
     max_grad_norm: float | None = None
 
@@ -270,7 +273,7 @@ class OptimizerSpec(msgspec.Struct, frozen=True):
 class SetOptimizer(_Message, frozen=True):
     """The optimizer for the servers. A server adopts the first one and compares later ones with it."""
 
-    id: int
+    id: Natural
     spec: OptimizerSpec
 
 
@@ -291,10 +294,10 @@ class PushHeader(msgspec.Struct, frozen=True, array_like=True):
     """
 
     samples: float | None = None
-    lrs: list[float] = []
-    settings: list[dict[str, Setting]] | None = None
+    lrs: Annotated[list[float], Meta(max_length=MAX_KEYS)] = []
+    settings: Annotated[list[Settings], Meta(max_length=MAX_KEYS)] | None = None
     absent: float = 0.0
-    factor_rank: int = 0
+    factor_rank: Natural = 0
     more: bool = False
     halt: bool = False
     gated: bool = False
@@ -311,22 +314,22 @@ class Push(_Message, frozen=True):
     since        for each row-sparse key, the version of the rows that this worker has: the answer brings later ones
     """
 
-    id: int
-    clock: int
-    keys: list[int]
+    id: Natural
+    clock: Natural
+    keys: KeyNumbers
     header: PushHeader
     pull: bool
     framed: bool
-    rows: list[int] = []
+    rows: KeyNumbers = []
     since: list[int] = []
 
 
 class Pull(_Message, frozen=True):
     """Asks for the weights of some keys at this worker's clock. `framed`: as frames, not through shared memory."""
 
-    id: int
-    clock: int
-    keys: list[int]
+    id: Natural
+    clock: Natural
+    keys: KeyNumbers
     framed: bool
 
 
@@ -336,9 +339,9 @@ FROM_NOW = -1
 class PullRows(_Message, frozen=True):
     """Asks for some rows of a row-sparse key at this worker's clock. One frame has their numbers on this server."""
 
-    id: int
-    clock: int
-    key: int
+    id: Natural
+    clock: Natural
+    key: Natural
 
 
 class PullChanges(_Message, frozen=True):
@@ -347,18 +350,18 @@ class PullChanges(_Message, frozen=True):
     `FROM_NOW` asks for none, and for the version that the server has: later requests name it.
     """
 
-    id: int
-    clock: int
-    keys: list[int]
+    id: Natural
+    clock: Natural
+    keys: KeyNumbers
     since: list[int]
 
 
 class PutRows(_Message, frozen=True):
     """Overwrites adjacent rows of a row-sparse key, from number `start` on this server on, by the values in a frame."""
 
-    id: int
-    key: int
-    start: int
+    id: Natural
+    key: Natural
+    start: Natural
 
 
 class MeasureNorm(_Message, frozen=True):
@@ -367,9 +370,9 @@ class MeasureNorm(_Message, frozen=True):
     With `max_norm`, the server also applies the round, clipped to this norm: it stores all keys of the round.
     """
 
-    id: int
-    clock: int
-    keys: list[int]
+    id: Natural
+    clock: Natural
+    keys: KeyNumbers
     max_norm: float | None = None
 
 
@@ -379,64 +382,64 @@ class ApplyScaled(_Message, frozen=True):
     All workers of a group send it, with equal scales, so that the round does not depend on one of them.
     """
 
-    id: int
-    clock: int
-    keys: list[int]
+    id: Natural
+    clock: Natural
+    keys: KeyNumbers
     scale: float
 
 
 class Retire(_Message, frozen=True):
     """This worker will not push again: others stop waiting for it. It can still pull."""
 
-    id: int
+    id: Natural
 
 
 class Pause(_Message, frozen=True):
     """This worker waits in a barrier: until it resumes, the rounds of others do not wait for it. It can still pull."""
 
-    id: int
+    id: Natural
 
 
 class Resume(_Message, frozen=True):
     """The barrier is complete: this worker pushes again. Answered with `Resumed`."""
 
-    id: int
+    id: Natural
 
 
 class Gather(_Message, frozen=True):
     """A worker's part of values that workers exchange. One frame with the value follows. Sent to server 0."""
 
-    id: int
+    id: Natural
 
 
 class GetStates(_Message, frozen=True):
     """Asks for the optimizer state of all keys of this server."""
 
-    id: int
+    id: Natural
 
 
 class StateEntry(msgspec.Struct, frozen=True, array_like=True):
     """An optimizer state of a key, whose values are in a frame. `start`: it is a part of the key, from that element."""
 
-    key: int
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int | None = None
+    key: Natural
+    name: Name
+    dtype: DtypeName
+    shape: Annotated[tuple[Natural, ...], Meta(max_length=MAX_DIMENSIONS)]
+    start: Natural | None = None
 
 
 class PutStates(_Message, frozen=True):
     """Restores optimizer states: one frame for each entry. Keys without entries are those that were never updated."""
 
-    id: int
-    entries: list[StateEntry]
+    id: Natural
+    entries: Annotated[list[StateEntry], Meta(max_length=8 * MAX_KEYS)]
 
 
 class Ask(_Message, frozen=True):
     """Asks for the status of request `about`. Sent when its answer is late."""
 
-    id: int
-    about: int
+    id: Natural
+    about: Natural
 
 
 # --- data: server -> worker
@@ -535,10 +538,19 @@ Ending = Retire | Pause | Resume
 Request = Setup | Push | Pull | Rows | Norms | Gather | Ending | Ask
 Response = Placed | Resumed | Done | SquaredNorm | Gathered | Failed | States | Status
 
+
+class _Head(msgspec.Struct, array_like=True):
+    """What all requests and answers begin with."""
+
+    tag: Name
+    id: Natural
+
+
 _encoder = msgspec.msgpack.Encoder()
 _control: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
 _from_process: msgspec.msgpack.Decoder[FromProcess] = msgspec.msgpack.Decoder(FromProcess)
 _request: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_head: msgspec.msgpack.Decoder[_Head] = msgspec.msgpack.Decoder(_Head)
 _response: msgspec.msgpack.Decoder[Response] = msgspec.msgpack.Decoder(Response)
 
 # msgspec does not wrap the last three. It raises RecursionError for arrays that are nested a thousand deep.
@@ -585,6 +597,14 @@ def decode_request(data: bytes | memoryview) -> Request:
         return _request.decode(data)
     except _UNREADABLE as error:
         raise Malformed(f"not a request ({_brief(error)})") from error
+
+
+def request_id(data: bytes | memoryview) -> int | None:
+    """Return the number of a request that cannot be decoded, so that it can be answered; None if it has none."""
+    try:
+        return _head.decode(data).id
+    except _UNREADABLE:
+        return None
 
 
 def decode_response(data: bytes | memoryview) -> Response:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 from echelon.errors import UsageError
 
+MAX_WAITING = 4096  # requests of one worker
+MAX_KNOWN = 4096  # lists of keys
 DIFFERENT_KEYS = "the workers of a group asked for the norm of different keys; all must train the same parameters"
 
 
@@ -59,7 +61,8 @@ class Norms:
 
     def first_missing(self, group: int, request: NormRequest) -> int:
         """Return a lane whose round is not gathered yet."""
-        return next(lane for lane in request.lanes if (group, lane, request.clock) not in self._squares)
+        missing = (lane for lane in request.lanes if (group, lane, request.clock) not in self._squares)
+        return next(missing, request.lanes[0])
 
     def ask(self, group: int, request: NormRequest, clocks: Iterable[int]) -> float | None:
         """Return the answer, or None: the request then waits. `clocks`: the rounds that each lane has applied."""
@@ -70,6 +73,8 @@ class Norms:
             raise UsageError(DIFFERENT_KEYS)
         if self.find(request.worker, request.id) is not None:
             return None  # it was sent twice
+        if sum(one.worker == request.worker for one in self._waiting.get(group, ())) >= MAX_WAITING:
+            raise UsageError(f"worker {request.worker} waits for {MAX_WAITING} norms; wait for their answers first")
         self._waiting.setdefault(group, []).append(request)
         return self._answer(group, request)
 
@@ -127,5 +132,7 @@ class Norms:
         if known is None or known.clock != request.clock:
             known = _Known(request.clock, sum(square for square in squares if square is not None))
             self._known[group, request.keys] = known
+            if len(self._known) > MAX_KNOWN:
+                del self._known[next(iter(self._known))]  # the oldest list of keys
         self._waiting[group].remove(request)
         return known.square

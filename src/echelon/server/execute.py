@@ -17,15 +17,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from echelon.cluster.placement import Layout, Piece, Segment, join
+from echelon.cluster.placement import ITEM_BYTES, Layout, Piece, Segment, join
+from echelon.errors import UsageError
 from echelon.server.factored import Factored, summed_blocks
+from echelon.server.keys_cache import KeysCache
 from echelon.server.memory import Window, master_dtype, zeros
 from echelon.server.optimizer.class_kernels import State, WholeClass
 from echelon.server.optimizer.kernel import Kernel, Step
 from echelon.server.rows import PushedRows
 from echelon.server.tables import RowUpdate, Tables, WeightedRows
 
-_MAX_CACHED = 4096
 _SMALLEST_SCALE = 1e-30  # that kernels apply themselves: they divide by its inverse, which must be finite in float32
 CHUNK = 131_072  # elements, half a megabyte of float32: smaller chunks cost more calls, larger ones leave the cache
 
@@ -65,7 +66,25 @@ class Storage:
         self.objects: dict[int, State] = {}  # key -> its state in the form of an optimizer class
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._wide_scratch = torch.empty(CHUNK, dtype=torch.float64)
-        self._joined: dict[tuple[int, ...], list[Piece]] = {}
+        self._joined: KeysCache[list[Piece]] = KeysCache()
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all segments, on all servers."""
+        return sum(segment.capacity * ITEM_BYTES[segment.dtype] for segment in self._layout.segments)
+
+    def reserve(self, keys: Sequence[int]) -> None:
+        """Map the memory for the weights of keys. Raise UsageError if there is none."""
+        for index in {self._layout.slots[key].segment for key in keys}:
+            try:
+                self.weights(Piece(index, 0, 0, 0))
+            except (OSError, OverflowError, MemoryError) as error:
+                raise UsageError(f"no memory for {self._layout.segments[index]}: {error}") from error
+
+    def forget(self, segments: int) -> None:
+        """Free the weights of the segments from a number on, which have no keys."""
+        for index in [index for index in self._weights if index >= segments]:
+            del self._weights[index]
 
     def weights(self, piece: Piece) -> Tensor:
         """Return the stored weights of a piece, as a view."""
@@ -147,9 +166,7 @@ class Storage:
         if joined is None:
             slots = [self._layout.slots[key] for key in keys]
             joined = join(itertools.chain.from_iterable(self._layout.pieces(slot, self._rank) for slot in slots))
-            if len(self._joined) >= _MAX_CACHED:
-                self._joined.clear()
-            self._joined[keys] = joined
+            self._joined.put(keys, joined)
         return joined
 
     def _exact_pieces(self, keys: tuple[int, ...]) -> list[Piece]:
@@ -285,7 +302,7 @@ def _cut_at_seams(piece: Piece, windows: Sequence[Window]) -> Iterable[Piece]:
 
 def _copy_into(target: Tensor, source: Tensor) -> None:
     """Copy contiguous memory. Unlike torch, memmove does not read what it overwrites; that saves 6 % of a step."""
-    if target.dtype == source.dtype:
+    if target.dtype == source.dtype and len(target) == len(source):
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
     else:
         target.copy_(source)

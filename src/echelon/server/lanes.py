@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from echelon.schemes import Engine
-
-_MAX_CACHED = 4096
+from echelon.server.keys_cache import KeysCache
 
 
 class Lanes:
@@ -30,7 +29,8 @@ class Lanes:
         self._on_split = on_split
         self._members: dict[int, tuple[int, ...]] = {}
         self._lane_of: dict[int, int] = {}
-        self._requests: dict[tuple[bool, tuple[int, ...]], list[int]] = {}
+        self._pushed: KeysCache[list[int]] = KeysCache()  # the lanes of requests: those of pushes, and of others
+        self._read: KeysCache[list[int]] = KeysCache()
         self._next = -1
 
     def add(self, key: int) -> None:
@@ -56,17 +56,16 @@ class Lanes:
 
     def has_seen(self, keys: Sequence[int]) -> bool:
         """Return whether a push of exactly these keys was resolved before. If so, they need no further check."""
-        return (True, tuple(keys)) in self._requests
+        return self._pushed.get(tuple(keys)) is not None
 
     def resolve(self, keys: Sequence[int], *, pushed: bool) -> list[int]:
         """Return the lanes of a request's keys. Lanes of which it names only some keys are split first."""
         request = tuple(keys)
-        lanes = self._requests.get((pushed, request))
+        known = self._pushed if pushed else self._read
+        lanes = known.get(request)
         if lanes is None:
             lanes = self._resolve(request, pushed)
-            if len(self._requests) >= _MAX_CACHED:
-                self._requests.clear()
-            self._requests[pushed, request] = lanes
+            known.put(request, lanes)
         return lanes
 
     def _resolve(self, request: tuple[int, ...], pushed: bool) -> list[int]:
@@ -91,7 +90,8 @@ class Lanes:
             del self._members[key]
             self._lane_of[key] = lane
         self._members[lane] = keys
-        self._requests.clear()
+        self._pushed.clear()
+        self._read.clear()
 
     def _split(self, lane: int, named: set[int]) -> None:
         keys = self._members.pop(lane)
@@ -104,5 +104,6 @@ class Lanes:
             self._lane_of |= dict.fromkeys(part, number)
             numbers.append(number)
         self._engine.split(lane, numbers)
-        self._requests.clear()
+        self._pushed.clear()
+        self._read.clear()
         self._on_split(lane, tuple(numbers))

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from echelon.cluster.messages import Push
-from echelon.cluster.placement import ITEM_BYTES, Layout, Piece, join
+from echelon.cluster.placement import ITEM_BYTES, Layout, Piece, Segment, join
 from echelon.errors import UsageError
 from echelon.server.factored import Factored, factors_length
+from echelon.server.keys_cache import KeysCache
 
 FRAME_ELEMENTS = 1 << 20
 _HUGE = 1 << 25
@@ -45,6 +46,16 @@ def zeros(length: int, dtype: torch.dtype) -> Tensor:
 def as_tensor(buffer: memoryview | bytearray, dtype: str) -> Tensor:
     """Return a flat tensor over the bytes of a buffer, without a copy."""
     return torch.frombuffer(buffer, dtype=TORCH_DTYPES[dtype])
+
+
+def attached_tensor(buffer: memoryview, segment: Segment) -> Tensor:
+    """Return a segment in a worker's memory. Raise UsageError if the memory is smaller."""
+    if len(buffer) < segment.capacity * ITEM_BYTES[segment.dtype]:
+        raise UsageError(
+            f"the attached memory has {len(buffer)} bytes, but segment {segment.index} has {segment.capacity} elements "
+            f"of {segment.dtype}"
+        )
+    return torch.frombuffer(buffer, dtype=TORCH_DTYPES[segment.dtype], count=segment.capacity)
 
 
 def frame_pieces(pieces: Sequence[Piece]) -> list[Piece]:
@@ -107,6 +118,11 @@ class Framed:
         high = bisect.bisect_left(self._sorted, (segment, stop))
         return [at for _, at in self._sorted[low:high]]
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all frames."""
+        return sum(frame.nbytes for frame in self._frames)
+
     def buffers(self) -> list[memoryview]:
         """Return the frames as bytes, to send."""
         return [frame.view(torch.uint8).numpy().data for frame in self._frames]
@@ -130,6 +146,7 @@ class RequestTensors:
     def __init__(self, layout: Layout, rank: int) -> None:
         self._layout = layout
         self._rank = rank
+        self._pieces: KeysCache[list[Piece]] = KeysCache()  # of keys, as frames
 
     def pushed(self, mapped: Mapped, request: Push, frames: Sequence[memoryview]) -> Window:
         """Return the gradients of a push, or the gradient that its factors describe."""
@@ -151,7 +168,7 @@ class RequestTensors:
         if not framed:
             self._check_attached(mapped, keys)
             return mapped
-        pieces, dtypes = self._frame_pieces(keys), self._dtypes()
+        pieces, dtypes = self.frame_pieces(keys), self._dtypes()
         expected = [(piece.stop - piece.start) * ITEM_BYTES[dtypes[piece.segment]] for piece in pieces]
         _check_lengths(expected, frames)
         return Framed(pieces, [received(frame, dtypes[p.segment]) for p, frame in zip(pieces, frames, strict=True)])
@@ -159,7 +176,7 @@ class RequestTensors:
     def outgoing(self, mapped: Mapped, keys: Sequence[int], framed: bool) -> Window:
         """Return where the weights of an answer go."""
         if framed:
-            return empty_frames(self._frame_pieces(keys), self._dtypes())
+            return empty_frames(self.frame_pieces(keys), self._dtypes())
         self._check_attached(mapped, keys)
         return mapped
 
@@ -170,9 +187,19 @@ class RequestTensors:
             if slot.segment not in mapped.segments:
                 raise UsageError(f"this worker's memory for key {slot.spec.name!r} is not attached; send frames")
 
-    def _frame_pieces(self, keys: Sequence[int]) -> list[Piece]:
-        slots = self._layout.slots
-        return frame_pieces([piece for key in keys for piece in self._layout.pieces(slots[key], self._rank)])
+    def frame_pieces(self, keys: Sequence[int]) -> list[Piece]:
+        """Return the frames in which the parts of some keys on this server travel. Cached: requests repeat."""
+        names = tuple(keys)
+        pieces = self._pieces.get(names)
+        if pieces is None:
+            slots = self._layout.slots
+            pieces = frame_pieces([piece for key in keys for piece in self._layout.pieces(slots[key], self._rank)])
+            self._pieces.put(names, pieces)
+        return pieces
+
+    def forget(self) -> None:
+        """Forget what was computed of keys, because some were removed."""
+        self._pieces.clear()
 
     def _dtypes(self) -> list[str]:
         return [segment.dtype for segment in self._layout.segments]

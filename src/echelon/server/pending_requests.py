@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from echelon.cluster.messages import Done, Failed, Response, SquaredNorm
+from echelon.errors import UsageError
 from echelon.schemes import Apply, Decision, Engine, Gathered, NormRequest, Norms, Reply, scale_to_clip
 from echelon.schemes.engine import APPLIED
 from echelon.schemes.norms import DIFFERENT_KEYS
@@ -23,9 +24,13 @@ from echelon.server.execute import Storage, Task
 from echelon.server.lanes import Lanes
 from echelon.server.memory import Framed, Window
 from echelon.server.optimizer.optimization import Optimization, PushedGradient, shares_of
+from echelon.server.rows import PushedRows
 from echelon.server.tables import RowOutput
 
 Answer = Callable[[int, Response, Sequence[memoryview]], None]
+MAX_AHEAD = 128  # rounds that a worker may push before the first of them is applied
+MAX_PENDING = 1 << 17  # requests of a worker without an answer
+MAX_HELD_BYTES = 4 << 30  # of the frames of these requests and their answers, or eight times the store if that is more
 _Position = tuple[int, int, int]  # worker, lane, clock
 
 
@@ -38,6 +43,7 @@ class PendingRequest:
     clock: int  # of the pull; a push of clock c pulls at c + 1
     waiting: set[int]  # lanes that are not done
     output: Window | RowOutput | None  # where the weights go; None: a push whose answer carries no weights
+    num_bytes: int  # of its frames and those of its answer
     version: int = 0
     staleness: int = 0
     rounds_ahead: int = 0
@@ -53,7 +59,9 @@ class PendingRequests:
         self._storage = storage
         self._optimization = optimization
         self._answer = answer
+        self.damage = ""  # why an update failed half-way: the values of the store are not right any more
         self._pending: dict[int, dict[int, PendingRequest]] = {}  # worker -> request id -> request
+        self._held_bytes: dict[int, int] = {}  # worker -> of its pending requests
         self._gradients: dict[_Position, PushedGradient] = {}  # pushed and not applied
         self._pulls: dict[_Position, list[PendingRequest]] = {}  # requests that wait for weights
         self._pushes: dict[int, list[PendingRequest]] = {}  # lane -> pushes that do not ask for weights
@@ -63,6 +71,11 @@ class PendingRequests:
     def find(self, worker: int, request: int) -> PendingRequest | None:
         """Return a pending request, or None if it never arrived or has been answered."""
         return self._pending.get(worker, {}).get(request)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a push waits for its round."""
+        return bool(self._gradients)
 
     def push(
         self,
@@ -74,9 +87,15 @@ class PendingRequests:
         output: Window | RowOutput | None,
     ) -> None:
         """Add a push. `output` is where the new weights go; None if the worker does not want them."""
+        if self.find(worker, request) is not None:
+            return  # it was sent twice
         header = gradient.header
         lanes = self.lanes.resolve(keys, pushed=True)
-        pending = self._add(PendingRequest(worker, request, clock + 1, set(lanes), output), lanes)
+        size = _num_bytes(gradient.window) + _num_bytes(output)
+        self._check_room(worker, lanes, clock, size)
+        if header.halt:
+            self.halt_after(clock)
+        pending = self._add(PendingRequest(worker, request, clock + 1, set(lanes), output, size), lanes)
         decisions: list[Decision] = []
         for lane in lanes:
             self._gradients.setdefault((worker, lane, clock), gradient)
@@ -101,13 +120,17 @@ class PendingRequests:
 
     def pull(self, worker: int, request: int, keys: Sequence[int], clock: int, output: Window | RowOutput) -> None:
         """Add a pull; the weights go to `output`."""
+        if self.find(worker, request) is not None:
+            return  # it was sent twice
         lanes = self.lanes.resolve(keys, pushed=False)
-        self._add(PendingRequest(worker, request, clock, set(lanes), output), lanes)
+        self._check_room(worker, lanes, clock - 1, _num_bytes(output))
+        self._add(PendingRequest(worker, request, clock, set(lanes), output, _num_bytes(output)), lanes)
         self._carry_out([self.engine.pull(worker, lane, clock) for lane in lanes])
 
     def measure_norm(self, worker: int, request: int, keys: Sequence[int], clock: int, max_norm: float | None) -> None:
         """Answer with the squared norm of a round when it is gathered. With `max_norm`, apply it then, clipped."""
         lanes = self.lanes.resolve(keys, pushed=False)
+        self._check_room(worker, lanes, clock, 0)
         asked = NormRequest(worker, request, tuple(keys), clock, max_norm, list(lanes))
         group = self.engine.rules.group_of(worker)
         square = self._norms.ask(group, asked, [self.engine.clock(worker, lane) for lane in lanes])
@@ -148,6 +171,7 @@ class PendingRequests:
     def remove(self, worker: int) -> str:
         """Drop the requests of a worker that left the job, and stop waiting for it. Return the engine's reason."""
         self._pending.pop(worker, None)
+        self._held_bytes.pop(worker, None)
         self._norms.remove(worker)
         for position in [position for position in self._pulls if position[0] == worker]:
             del self._pulls[position]
@@ -166,14 +190,45 @@ class PendingRequests:
             self._answer_applied_pushes(lane)
         return decision.reason
 
+    def _check_room(self, worker: int, lanes: Sequence[int], clock: int, num_bytes: int) -> None:
+        """Raise UsageError if a worker is too far ahead of its group, or has too many requests without an answer."""
+        applied = min(self.engine.clock(worker, lane) for lane in lanes)
+        if clock - applied > MAX_AHEAD:
+            raise UsageError(
+                f"worker {worker} is at clock {clock} of a key of which {applied} rounds are applied; it may be at "
+                f"most {MAX_AHEAD} rounds ahead"
+            )
+        count, held = len(self._pending.get(worker, ())), self._held_bytes.get(worker, 0) + num_bytes
+        if count >= MAX_PENDING or (held > MAX_HELD_BYTES and held > 8 * self._storage.num_bytes):
+            raise UsageError(
+                f"worker {worker} has {count} requests without an answer, with {held / 1e6:.0f} MB; wait for answers "
+                "before you send more"
+            )
+
     def _add(self, pending: PendingRequest, lanes: Sequence[int]) -> PendingRequest:
         self._pending.setdefault(pending.worker, {})[pending.id] = pending
+        self._held_bytes[pending.worker] = self._held_bytes.get(pending.worker, 0) + pending.num_bytes
         if pending.output is not None:
             for lane in lanes:
                 self._pulls.setdefault((pending.worker, lane, pending.clock), []).append(pending)
         return pending
 
+    def _take(self, worker: int, request: int) -> PendingRequest | None:
+        """Remove a request to answer it, and return it."""
+        pending = self._pending.get(worker, {}).pop(request, None)
+        if pending is not None:
+            self._held_bytes[worker] -= pending.num_bytes
+        return pending
+
     def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        """Run the updates and copies of decisions. If one fails, later requests of the store are rejected."""
+        try:
+            self._run(decisions)
+        except Exception as error:
+            self.damage = self.damage or repr(error)
+            raise
+
+    def _run(self, decisions: Sequence[Decision]) -> None:
         """Run the updates and copies of decisions; an update and the answers that follow it share one pass."""
         tasks: list[Task] = []
         norms: list[tuple[NormRequest, float]] = []
@@ -232,7 +287,7 @@ class PendingRequests:
         )
         for worker in workers:
             for pending in self._pulls.pop((worker, action.key, action.clock + 1), ()):
-                if self._pending.get(worker, {}).pop(pending.id, None) is not None:
+                if self._take(worker, pending.id) is not None:
                     self._answer(worker, Failed(pending.id, reason), ())
 
     def _with_outputs(self, reply: Reply, tasks: list[Task], answers: list[tuple[PendingRequest, Reply]]) -> list[Task]:
@@ -259,7 +314,7 @@ class PendingRequests:
     def _finish_lane(self, pending: PendingRequest, lane: int) -> None:
         """Mark one lane of a request as done, and answer the request once when it was the last lane."""
         pending.waiting.discard(lane)
-        if not pending.waiting and self._pending.get(pending.worker, {}).pop(pending.id, None) is not None:
+        if not pending.waiting and self._take(pending.worker, pending.id) is not None:
             frames = pending.output.buffers() if isinstance(pending.output, Framed | RowOutput) else ()
             halt = self._halt_clock is not None and self._halt_clock < pending.clock
             done = Done(pending.id, pending.version, pending.staleness, halt, pending.rounds_ahead, pending.notice)
@@ -287,3 +342,8 @@ class PendingRequests:
             if lane in pending.waiting:
                 pending.waiting.remove(lane)
                 pending.waiting.update(parts)
+
+
+def _num_bytes(memory: Window | PushedRows | RowOutput | None) -> int:
+    """Return the bytes that a request or its answer keeps in this process."""
+    return memory.num_bytes if isinstance(memory, Framed | PushedRows) else 0

@@ -72,6 +72,11 @@ class PushedRows:
     def __init__(self, parts: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         self.parts = parts  # by key
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all rows."""
+        return sum(numbers.nbytes + values.nbytes for numbers, values in self.parts.values())
+
 
 def pushed_rows(
     layout: Layout, server: int, keys: Sequence[int], counts: Sequence[int], frames: Sequence[memoryview]

@@ -9,12 +9,14 @@ from __future__ import annotations
 import queue
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
 from echelon.cluster.messages import (
+    MAX_STORES,
     SERVER,
     WORKER,
     Abort,
@@ -34,17 +36,20 @@ from echelon.cluster.messages import (
     View,
     decode_request,
     encode,
+    request_id,
+    shorten,
 )
 from echelon.environment import Job
 from echelon.errors import JobError, UsageError
 from echelon.observe.events import EventLog
-from echelon.server.shard import Shard
+from echelon.server.shard import MAX_REASON, Shard
 from echelon.system import keep_freed_memory, usable_cores
-from echelon.transport.interface import Endpoint, Peer, Transport
+from echelon.transport.interface import Endpoint, FramesRefused, Peer, Transport
 from echelon.transport.registration import register
 from echelon.transport.sockets import ServerSockets
 
 POLL_S = 1.0
+MAX_OPEN_STORES = 256
 AWAKE_S = 5e-3  # how long to poll for the next push of a step: waking up from sleep takes a tenth of a millisecond
 
 _Seat = tuple[int, int]  # the rank of a worker, and the number of one of its stores
@@ -75,7 +80,7 @@ def serve(job: Job, transport: Transport) -> int:
             try:
                 return server.run(inbox, lambda: post.control.lost)
             except JobError as error:  # of a user's own optimizer: all processes say why the job ends
-                post.control.send(Leave(str(error), failed=True))
+                post.control.send(Leave(shorten(str(error)), failed=True))
                 raise
     except JobError as error:
         print(f"server stops: {error}", file=sys.stderr, flush=True)
@@ -107,6 +112,7 @@ class _Server:
         self._spare_cores = has_spare_cores(roster, rank)
         self._awake_until = 0.0
         self.malformed = 0
+        endpoint.placer = self._admit
 
     def run(self, inbox: queue.SimpleQueue[ControlMessage], lost: Callable[[], str | None]) -> int:
         """Run until the job finishes (return 0), or until it fails (print the reason and return 1)."""
@@ -129,18 +135,48 @@ class _Server:
                 self._receive(*received)
 
     def _receive(self, peer: Peer, frames: list[memoryview]) -> None:
+        """Carry out a request. Whatever is wrong with it ends its connection, and nothing else."""
         try:
             if not frames:
                 raise Malformed("an empty message")
-            request = decode_request(frames[0])
+            self._carry_out(peer, decode_request(frames[0]), frames[1:])
         except Malformed as error:
-            self.malformed += 1
-            self._events.write("malformed", reason=str(error), count=self.malformed)
-            if self.malformed == 1:  # print the first: a worker may wait for an answer
-                print(
-                    f"server {self._rank} drops a message that it cannot decode: {error}", file=sys.stderr, flush=True
+            self._end(peer, frames, error)
+        except JobError:  # of a user's own optimizer: no worker can continue
+            raise
+        except Exception as error:  # any: a defect that a request reveals must not stop the job of the others
+            traceback.print_exc()
+            self._end(peer, frames, error)
+
+    def _admit(self, peer: Peer, head: memoryview, sizes: list[int]) -> None:
+        """Refuse frames that no valid request has, before memory is taken for them."""
+        try:
+            request, seat = decode_request(head), self._seats.get(peer)
+            shard = None if seat is None else self._shards.get(seat[1])
+            num_frames, num_bytes = (0, 0) if shard is None else shard.frame_limits(request)
+            if len(sizes) > num_frames or sum(sizes) > num_bytes:
+                raise Malformed(
+                    f"{type(request).__name__} announces {len(sizes)} frames of {sum(sizes)} bytes; it can have at "
+                    f"most {num_frames} frames of {num_bytes} bytes"
                 )
-            return
+        except Malformed as error:
+            self._end(peer, [head], error)
+            raise FramesRefused from error
+
+    def _end(self, peer: Peer, frames: Sequence[memoryview], error: Exception) -> None:
+        """Reject a request, count and report it, and end its connection."""
+        self.malformed += 1
+        reason = f"server {self._rank}: {error if isinstance(error, Malformed) else repr(error)}"[:MAX_REASON]
+        if self.malformed.bit_count() == 1:  # a peer that repeats an error does not fill the log
+            self._events.write("malformed", reason=reason, count=self.malformed)
+        if self.malformed == 1:  # print the first: a worker may wait for an answer
+            print(f"{reason}; the server ends the connection", file=sys.stderr, flush=True)
+        request = request_id(frames[0]) if frames else None
+        if request is not None:
+            self._endpoint.send(peer, [encode(Failed(request, reason))])
+        self._endpoint.disconnect(peer)
+
+    def _carry_out(self, peer: Peer, request: Request, frames: Sequence[memoryview]) -> None:
         if isinstance(request, Configure) and (reason := self._reason_to_refuse(peer, request)):
             self._endpoint.send(peer, [encode(Failed(request.id, f"server {self._rank}: {reason}"))])
             return
@@ -148,7 +184,7 @@ class _Server:
             self._open(peer, request)
         seat = self._seats.get(peer)
         if seat is not None:
-            self._handle(*seat, request, frames[1:])
+            self._handle(*seat, request, frames)
         elif isinstance(request, Ask):  # its Configure was lost, so the request that it asks about never arrived
             self._endpoint.send(peer, [encode(Status(request.id, request.about, False, ""))])
         else:
@@ -158,11 +194,18 @@ class _Server:
 
     def _reason_to_refuse(self, peer: Peer, request: Configure) -> str | None:
         """Return why a connection cannot be that of a worker's store: it is another process's, or there is one."""
+        seat = (request.rank, request.number)
         registered = self._names.get(request.rank)
         if registered is not None and not (isinstance(peer, bytes) and peer.startswith(registered)):
             return f"this connection is not one of the process that registered as worker {request.rank}"
-        if self._peers.get((request.rank, request.number), peer) != peer:
+        if self._peers.get(seat, peer) != peer:
             return f"worker {request.rank} already has another connection for its store {request.number}"
+        if (other := self._seats.get(peer, seat)) != seat:
+            return f"this connection is for store {other[1]} of worker {other[0]}"
+        if request.rank in self._closed.get(request.number, ()):
+            return f"worker {request.rank} has closed its store {request.number}"
+        if request.number not in self._shards and len(self._shards) >= MAX_OPEN_STORES:
+            return f"{len(self._shards)} stores are open, which is the limit; close some"
         return None
 
     def _open(self, peer: Peer, request: Configure) -> None:
@@ -184,6 +227,8 @@ class _Server:
 
     def _close(self, worker: int, number: int) -> None:
         """Stop waiting for a worker that has closed a store."""
+        if worker not in self._view or not 0 <= number < MAX_STORES:
+            return
         if number in self._shards:
             self._shards[number].close(worker)
         self._closed.setdefault(number, set()).add(worker)

@@ -6,6 +6,7 @@ This module checks what all workers must agree on and dispatches requests. `pend
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -39,21 +40,25 @@ from echelon.cluster.messages import (
     States,
     Status,
 )
-from echelon.cluster.placement import ITEM_BYTES, Layout
+from echelon.cluster.placement import ITEM_BYTES, Layout, Segment, Slot
 from echelon.errors import UsageError
 from echelon.schemes import Engine, Rules, rules_for
 from echelon.server.execute import Storage, Task, Update, WeightedGradient
+from echelon.server.frame_limits import frame_limits
 from echelon.server.gathering import Gathering
-from echelon.server.memory import Mapped, RequestTensors, Window, as_tensor
+from echelon.server.memory import Mapped, RequestTensors, Window, attached_tensor
 from echelon.server.optimizer.kernel import NO_STEP
 from echelon.server.optimizer.optimization import Optimization, PushedGradient
+from echelon.server.optimizer.settings import check_header
 from echelon.server.optimizer.states import ServerStates
 from echelon.server.pending_requests import PendingRequests
 from echelon.server.rows import PushedRows, RowMap, pushed_rows, row_numbers, row_values
 from echelon.server.tables import ChangedRows, ChosenRows
+from echelon.system import machine_memory
 
 Answer = Callable[[int, Response, Sequence[memoryview]], None]
 AttachMemory = Callable[[str], memoryview | None]
+MAX_REASON = 4000  # characters of the answer to a rejected request
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +86,7 @@ class Shard:
         self.rank = rank
         self._answer = answer
         self._attach = attach
-        self._layout = Layout(num_servers)
+        self._layout = Layout(num_servers, num_servers * machine_memory())
         self._tensors = RequestTensors(self._layout, rank)
         self._storage = Storage(self._layout, rank)
         self._optimization = Optimization(self._layout, allowed_optimizers)
@@ -96,9 +101,13 @@ class Shard:
         try:
             response = self._respond(worker, request, frames)
         except UsageError as error:
-            response = Failed(request.id, f"server {self.rank}: {error}"), ()
+            response = Failed(request.id, f"server {self.rank}: {error}"[:MAX_REASON]), ()
         if response is not None:
             self._answer(worker, *response)
+
+    def frame_limits(self, request: Request) -> tuple[int, int]:
+        """Return how many frames a request can have at most, and how many bytes."""
+        return frame_limits(self._layout, request)
 
     def leave(self, worker: int) -> str:
         """Remove a worker that is not in the view any more. Return the engine's reason."""
@@ -136,16 +145,22 @@ class Shard:
                 return None
             case MeasureNorm():
                 self._check_keys(request.keys)
+                if request.max_norm is not None and not request.max_norm >= 0:
+                    raise UsageError(f"gradients cannot be clipped to a norm of {request.max_norm}")
                 requests = self._configured()
                 requests.measure_norm(worker, request.id, request.keys, request.clock, request.max_norm)
                 return None
             case Gather():
                 self._configured()
+                if len(frames) != 1:
+                    raise UsageError(f"a part of exchanged values must be one frame; this request has {len(frames)}")
                 self._gathering.add(worker, request.id, frames[0])
                 return None
             case Ask():
                 return self._status(worker, request), ()
             case Place():
+                if self.rank:
+                    raise UsageError("keys are placed by server 0")
                 slots = self._layout.place(request.specs, self._optimization.needs_whole)
                 return Placed(request.id, self._layout.segments, slots), ()
             case GetStates():
@@ -158,6 +173,8 @@ class Shard:
             case Init():
                 self._init(worker, request, frames)
             case SetOptimizer():
+                if not self._optimization.has_optimizer and self._requests and self._requests.holds_gradients:
+                    raise UsageError("a push waits for its round; set the optimizer before the first push")
                 self._optimization.set_optimizer(request.spec)
             case PutRows():
                 self._put_rows(request, frames)
@@ -167,6 +184,8 @@ class Shard:
                 self._states.put(self._configured().lanes, request.entries, frames)
             case ApplyScaled():
                 self._check_keys(request.keys)
+                if not (math.isnan(request.scale) or 0 <= request.scale <= 1):
+                    raise UsageError(f"gradients cannot be clipped by a factor of {request.scale}")
                 self._configured().apply_scaled(worker, request.keys, request.clock, request.scale)
             case Retire():
                 self._configured().retire(worker)
@@ -183,6 +202,9 @@ class Shard:
 
     def _configure(self, request: Configure) -> None:
         known = self._config
+        listed = [worker for group in request.groups or () for worker in group]
+        if len(set(listed)) < len(listed):
+            raise UsageError(f"a worker is in two groups: {request.groups}")
         if known is None:
             engine = Engine(_rules(request), self._workers)
             self._requests = PendingRequests(engine, self._storage, self._optimization, self._answer)
@@ -197,28 +219,48 @@ class Shard:
         gradients, weights = self._attach(request.gradients), self._attach(request.weights)
         if gradients is None or weights is None:
             raise UsageError("the server cannot attach this worker's memory")
-        self._layout.adopt([request.segment], [])
-        memory = self._workers[worker]
-        memory.gradients.segments[request.segment.index] = as_tensor(gradients, request.segment.dtype)
-        memory.weights.segments[request.segment.index] = as_tensor(weights, request.segment.dtype)
+        self._check_placed([request.segment], [])
+        with self._layout.adopting([request.segment], []):
+            tensors = attached_tensor(gradients, request.segment), attached_tensor(weights, request.segment)
+        memory, index = self._workers[worker], request.segment.index
+        memory.gradients.segments[index], memory.weights.segments[index] = tensors
 
     def _init(self, worker: int, request: Init, frames: Sequence[memoryview]) -> None:
         lanes = self._configured().lanes
-        self._layout.adopt(request.segments, request.slots)
-        tables = [slot.key for slot in request.slots if slot.spec.row_sparse]  # their values follow as PutRows
-        for key in tables:
-            if key not in lanes:
-                lanes.add(key)
-                self._optimization.add(key)
-                self._storage.tables.add(key)
+        self._check_placed(request.segments, request.slots)
         keys = tuple(slot.key for slot in request.slots if not slot.spec.row_sparse)
-        values = self._tensors.incoming(self._workers[worker].weights, keys, frames, request.framed)
-        new_keys = tuple(key for key in keys if key not in lanes)
-        for key in new_keys:
-            lanes.add(key)
-            self._optimization.add(key)
-        written = keys if request.overwrite else new_keys
+        fresh = [slot for slot in request.slots if slot.key not in lanes]
+        num_segments = len(self._layout.segments)
+        try:
+            with self._layout.adopting(request.segments, request.slots):
+                values = self._tensors.incoming(self._workers[worker].weights, keys, frames, request.framed)
+                self._storage.reserve(keys)
+                tables = {slot.key: self._storage.tables.make(slot.key) for slot in fresh if slot.spec.row_sparse}
+        except UsageError:
+            self._storage.forget(num_segments)
+            self._tensors.forget()
+            raise
+        for slot in fresh:
+            lanes.add(slot.key)
+            self._optimization.add(slot.key)
+        for key, table in tables.items():  # their values follow as PutRows
+            self._storage.tables.add(key, table)
+        written = keys if request.overwrite else tuple(slot.key for slot in fresh if not slot.spec.row_sparse)
         self._storage.run([Task(written, Update((WeightedGradient(values, 1.0),), None, NO_STEP), ())])
+
+    def _check_placed(self, segments: Sequence[Segment], slots: Sequence[Slot]) -> None:
+        """Raise UsageError for keys that occur twice, and on server 0, which places keys, for those that it did not."""
+        if len({slot.key for slot in slots}) < len(slots):
+            raise UsageError("a request to create keys names a key twice")
+        if self.rank:
+            return
+        known = self._layout.segments
+        for segment in segments:
+            if not (segment.index < len(known) and known[segment.index] == segment):
+                raise UsageError(f"{segment} is not a segment of server 0; ask it to place keys first")
+        for slot in slots:
+            if self._layout.slots.get(slot.key) != slot:
+                raise UsageError(f"{slot} is not a slot of server 0; ask it to place key {slot.spec.name!r} first")
 
     # --- push and pull
 
@@ -230,7 +272,8 @@ class Shard:
         rules = requests.engine.rules
         if not rules.sums_over_everybody and not self._optimization.has_optimizer:
             raise UsageError(f"{rules.name} needs an optimizer on the servers: call set_optimizer before push")
-        self._optimization.check_keys(request.keys)
+        check_header(request.header)
+        self._optimization.check_keys(request.keys, request.header)
         self._optimization.check_settings(request.header.lrs, request.header.settings)
         memory = self._workers[worker]
         output: Window | ChangedRows | None = None
@@ -244,11 +287,9 @@ class Shard:
             self._optimization.check_dense(request.keys)
             window = self._tensors.pushed(memory.gradients, request, frames)
             output = self._tensors.outgoing(memory.weights, request.keys, request.framed) if request.pull else None
-        memory.last_push = time.monotonic()
-        if request.header.halt:
-            requests.halt_after(request.clock)
         pushed = PushedGradient(window, request.header)
         requests.push(worker, request.id, request.keys, request.clock, pushed, output)
+        memory.last_push = time.monotonic()
 
     def _pull(self, worker: int, request: Pull) -> None:
         requests = self._configured()
@@ -322,6 +363,8 @@ class Shard:
     def _configured(self) -> PendingRequests:
         if self._requests is None:
             raise UsageError("no store has been created yet")
+        if self._requests.damage:
+            raise UsageError(f"this store cannot continue, because an update failed: {self._requests.damage}")
         return self._requests
 
     # --- status

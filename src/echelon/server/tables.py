@@ -13,6 +13,7 @@ from torch import Tensor
 
 from echelon.cluster.messages import FROM_NOW
 from echelon.cluster.placement import Layout
+from echelon.errors import UsageError
 from echelon.server.memory import TORCH_DTYPES, master_dtype, zeros
 from echelon.server.optimizer.kernel import Step
 from echelon.server.optimizer.row_kernels import RowKernel
@@ -74,12 +75,19 @@ class Tables:
         """Return those of some keys that are tables."""
         return self._tables.keys() & keys if self._tables else set()
 
-    def add(self, key: int) -> None:
-        """Add a table of zeros."""
+    def make(self, key: int) -> Table:
+        """Return a table of zeros. Raise UsageError if there is no memory."""
         slot = self._layout.slots[key]
         count = RowMap.of(slot, self._layout).count(self._server)
         row = self._layout.segments[slot.segment].row
-        self._tables[key] = Table(zeros(count * row, master_dtype(slot.spec.dtype)).view(count, row), count)
+        try:
+            return Table(zeros(count * row, master_dtype(slot.spec.dtype)).view(count, row), count)
+        except (OSError, OverflowError, MemoryError) as error:
+            raise UsageError(f"no memory for {count} rows of key {slot.spec.name!r}: {error}") from error
+
+    def add(self, key: int, table: Table) -> None:
+        """Add a table."""
+        self._tables[key] = table
 
     def leave(self, worker: int) -> None:
         """Keep no rows for a worker that left the job."""

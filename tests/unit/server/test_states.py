@@ -126,7 +126,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(entry: StateEntry
     ("more", "reason"),
     [
         ({"settings": [{}, {}]}, "the push has changed settings of 2 parameter groups, but the optimizer has 1"),
-        ({"settings": [{"betas": 3}]}, "the options of optimizer 'adam' are incomplete or invalid"),
+        ({"settings": [{"betas": 0.5}]}, "the options of optimizer 'adam' are incomplete or invalid"),
         ({"settings": [{"amsgrad": True}]}, "adam cannot change amsgrad from False to True after the first step"),
     ],
 )

@@ -20,6 +20,7 @@ from echelon.server.memory import Window
 from echelon.server.optimizer.kernel import Kernel, Progress, Step
 from echelon.server.optimizer.kernels import changed_kernel, kernel_for
 from echelon.server.optimizer.row_kernels import RowKernel, row_kernel_for
+from echelon.server.optimizer.settings import check_settings, check_spec, try_out
 from echelon.server.rows import PushedRows
 from echelon.server.tables import RowUpdate, WeightedRows
 
@@ -65,7 +66,10 @@ class Optimization:
     def set_optimizer(self, spec: OptimizerSpec) -> None:
         """Adopt the first optimizer. Later ones must be equal to it."""
         if self._spec is None:
+            check_spec(spec)
             kernels = [kernel_for(spec.name, options, self._allowed) for options in spec.groups]
+            for kernel in kernels:
+                _try_out(spec.name, kernel)
             self._check_whole(spec, kernels)
             self._kernels = kernels
             self._spec = spec
@@ -95,9 +99,13 @@ class Optimization:
         if "float" not in self._layout.slots[key].spec.dtype:
             self._integer_keys.add(key)
 
-    def check_keys(self, keys: Sequence[int]) -> None:
-        """Reject integer keys, because a kernel would fail on them in the middle of an update and stop the server."""
+    def check_keys(self, keys: Sequence[int], header: PushHeader) -> None:
+        """Reject integer keys that are updated or weighted: that would fail in the middle of an update."""
         for key in self._integer_keys.intersection(keys) if self._integer_keys else ():
+            if header.samples is not None or header.gated:
+                raise UsageError(
+                    f"key {self._layout.slots[key].spec.name!r} has integers, which are summed; push it without samples"
+                )
             if self._group(key) != NO_OPTIMIZER:
                 spec = self._layout.slots[key].spec
                 raise UsageError(f"key {spec.name!r} is {spec}: {INTEGER_KEY}")
@@ -120,7 +128,7 @@ class Optimization:
                     f"the push has {what} of {len(given)} parameter groups, but the optimizer has {len(self._kernels)}"
                 )
         for group, changes in enumerate(settings or ()):
-            self._kernel(group, changes)
+            self._kernel(group, changes)  # checks the changes
 
     def kernel(self, key: int) -> Kernel | None:
         """Return the kernel that a key's optimizer was set with, or None if the key holds plain values."""
@@ -166,11 +174,11 @@ class Optimization:
                 continue
             for group in range(len(self._kernels)):
                 own, other = self._settings(group, first), self._settings(group, header)
-                for name in (name for name in own if own[name] != other[name]):
+                for name in (name for name in own if own[name] != other.get(name)):
                     return (
                         f"worker {ranks[0]} has {name} {own[name]} in parameter group {group}, but worker {rank} has "
-                        f"{other[name]} in the same step; the servers use worker {ranks[0]}'s. Give all workers the "
-                        "same schedule"
+                        f"{other.get(name)} in the same step; the servers use worker {ranks[0]}'s. Give all workers "
+                        "the same schedule"
                     )
         return ""
 
@@ -207,7 +215,9 @@ class Optimization:
         kernel = self._variants.get(cached)
         if kernel is None:
             assert self._spec is not None
+            check_settings(changes)
             kernel = changed_kernel(self._spec.name, known, changes)
+            _try_out(self._spec.name, kernel)
             if len(self._variants) >= _MAX_CACHED:
                 self._variants.clear()
             self._variants[cached] = kernel
@@ -226,7 +236,7 @@ class Optimization:
     def _rate(self, kernel: Kernel | None, group: int, lrs: Sequence[float]) -> float:
         if kernel is None:
             return 0.0
-        return lrs[group] if lrs else float(kernel.options["lr"])
+        return lrs[group] if lrs else float(kernel.options.get("lr", 0.0))
 
     def _plan(self, lane: int, keys: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
         """Return the keys of a lane; neighbours of the same parameter group are together."""
@@ -248,6 +258,13 @@ def _update(kernel: Kernel | None, pushes: Sequence[PushedGradient], shares: Seq
     windows = [pushed.window for pushed in pushes if not isinstance(pushed.window, PushedRows)]
     gradients = (WeightedGradient(window, share / by) for window, share in zip(windows, shares, strict=True))
     return Update(tuple(gradients), kernel, step)
+
+
+def _try_out(name: str, kernel: Kernel) -> None:
+    try:
+        try_out(kernel)
+    except Exception as error:  # any: torch's functions fail in many ways
+        raise UsageError(f"optimizer {name!r} cannot make a step with {dict(kernel.options)}: {error!r}") from error
 
 
 def _described(spec: OptimizerSpec) -> str:

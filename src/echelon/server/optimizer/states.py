@@ -7,6 +7,8 @@ int64, float64 or bool.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,17 +16,18 @@ import torch
 from torch import Tensor
 
 from echelon.cluster.messages import StateEntry
-from echelon.cluster.placement import Layout, Slot
+from echelon.cluster.placement import MAX_DIMENSIONS, MAX_LENGTH, Layout, Slot, join
 from echelon.errors import UsageError
 from echelon.server.execute import Storage
 from echelon.server.lanes import Lanes
 from echelon.server.memory import TORCH_DTYPES
-from echelon.server.optimizer.class_kernels import WholeClass
-from echelon.server.optimizer.kernel import Kernel, Progress
+from echelon.server.optimizer.class_kernels import State, WholeClass
+from echelon.server.optimizer.kernel import Kernel, Progress, Step
 from echelon.server.optimizer.optimization import Optimization
 
 _DTYPES = {**TORCH_DTYPES, "bool": torch.bool}
 _UNFIT = "the optimizer states do not fit the keys and the optimizer of this job"
+_MAX_STEP = 1 << 53
 _STEP_OF_UNCOUNTED = 1  # any count above 0: the next step is not the first one
 
 
@@ -59,15 +62,18 @@ class ServerStates:
         if len(entries) != len(frames) or any(entry.key not in lanes for entry in entries):
             raise UsageError(_UNFIT)
         tensors = [from_frame(entry, frame) for entry, frame in zip(entries, frames, strict=True)]
-        places = [self._place(entry) for entry in entries]  # like from_frame, checks before anything changes
+        places = [self._place(entry) for entry in entries]
         given: dict[int, dict[str, Tensor]] = {}
-        updated = [key for key in lanes.all() if self._optimization.kernel(key) is not None]
-        self._clear(updated)
-        for entry, tensor, place in zip(entries, tensors, places, strict=True):
+        for entry, tensor in zip(entries, tensors, strict=True):
             given.setdefault(entry.key, {})[entry.name] = tensor
+        updated = [key for key in lanes.all() if self._optimization.kernel(key) is not None]
+        progress = {key: self._progress(key, given.get(key, {})) for key in updated}
+        objects = self._objects(given)  # nothing has changed so far, and from here on nothing fails
+        self._clear(updated)
+        self._storage.objects.update(objects)
+        for tensor, place in zip(tensors, places, strict=True):
             if place is not None:
                 place.copy_(tensor)
-        progress = {key: self._progress(key, given.get(key, {})) for key in updated}
         for made in dict.fromkeys(progress.values()):  # keys of a lane may not have the same any more
             lanes.resolve([key for key, its in progress.items() if its == made], pushed=False)
         for key, made in progress.items():
@@ -96,9 +102,9 @@ class ServerStates:
         """Return where a piece of a state is stored, or None for what is not stored in pieces."""
         kernel = self._optimization.kernel(entry.key)
         if entry.start is None:
-            if kernel is None or (entry.shape and not isinstance(kernel, WholeClass)):
-                raise UsageError(_UNFIT)
-            return None
+            if isinstance(kernel, WholeClass) or (kernel and not entry.shape and entry.name in kernel.scalar_names):
+                return None
+            raise UsageError(_UNFIT)
         if kernel is not None and entry.name in kernel.possible_states:
             for start, place in self._stored(entry.key, entry.name):
                 if (start, place.shape, dtype_name(place)) == (entry.start, entry.shape, entry.dtype):
@@ -115,21 +121,37 @@ class ServerStates:
                 self._storage.clear_states(piece)
 
     def _progress(self, key: int, given: Mapping[str, Tensor]) -> Progress:
-        """Return what the states of a key say, and keep those of an optimizer class."""
+        """Return what the states of a key say. Raise UsageError if they cannot be those of an optimizer."""
         kernel = self._optimization.kernel(key)
         assert kernel is not None
-        if isinstance(kernel, WholeClass):
-            if given:
-                self._storage.objects[key] = as_values(given, self._layout.slots[key].spec.shape)
+        if isinstance(kernel, WholeClass) or not given:
             return Progress()
-        if not given:
-            return Progress()
-        numbers = {name: float(given[name]) for name in kernel.scalar_names if name in given}
-        step = numbers.pop("step", _STEP_OF_UNCOUNTED)
+        if not given.keys() >= set(kernel.scalar_names):
+            raise UsageError(_UNFIT)
+        numbers = {name: float(given[name]) for name in kernel.scalar_names}
+        step = numbers.pop("step", float(_STEP_OF_UNCOUNTED))
+        if not 0 <= step <= _MAX_STEP or not all(map(math.isfinite, numbers.values())):
+            raise UsageError(_UNFIT)
         states = frozenset(given) - set(kernel.scalar_names)
         return Progress(
             int(step), states, tuple((name, numbers[name]) for name in kernel.scalar_names if name in numbers)
         )
+
+    def _objects(self, given: Mapping[int, Mapping[str, Tensor]]) -> dict[int, State]:
+        """Return the states of optimizer classes. Raise UsageError if a step with one of them fails."""
+        objects: dict[int, State] = {}
+        for key, tensors in given.items():
+            kernel, slot = self._optimization.kernel(key), self._layout.slots[key]
+            if isinstance(kernel, WholeClass):
+                objects[key] = as_values(tensors, slot.spec.shape)
+                for piece in join(self._layout.pieces(slot, self._rank, exact=True)):
+                    weights = self._storage.weights(piece).clone().view(slot.spec.shape)
+                    step = Step(Progress(), float(kernel.options.get("lr", 0.0)))
+                    try:
+                        kernel.update_object(weights, torch.zeros_like(weights), copy.deepcopy(objects[key]), step)
+                    except Exception as error:
+                        raise UsageError(f"{_UNFIT}: {error}") from error
+        return objects
 
 
 def _of_object(slot: Slot, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor, int | None]]:
@@ -177,8 +199,10 @@ def as_frame(tensor: Tensor) -> memoryview:
 def from_frame(entry: StateEntry, frame: memoryview) -> Tensor:
     """Return a received state."""
     dtype = _DTYPES.get(entry.dtype)
-    count = torch.Size(entry.shape).numel()
-    if dtype is None or min(entry.shape, default=0) < 0 or len(frame) != max(1, dtype.itemsize * count):
+    count = math.prod(entry.shape)
+    largest = math.prod(filter(None, entry.shape))  # torch does not make an empty tensor of an impossible shape
+    fits = min(entry.shape, default=0) >= 0 and len(entry.shape) <= MAX_DIMENSIONS and largest <= MAX_LENGTH
+    if dtype is None or not fits or len(frame) != max(1, dtype.itemsize * count):
         raise UsageError(_UNFIT)
     if not count:
         return torch.empty(entry.shape, dtype=dtype, device="cpu")
