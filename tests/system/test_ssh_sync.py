@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Network, make_hosts
+from hosts import REPOSITORY, Network, make_hosts
 
 from echelon.errors import JobError
 from echelon.launch.hosts import Host
@@ -82,6 +83,31 @@ def test_a_host_that_cannot_be_written_to_is_named(network: Network, source: Pat
     assert "was not copied to h2: mkdir: cannot create directory" in error
     assert f"{network.disk}/there" in error
     assert (network["h1"].own / "there" / "train.py").exists()
+
+
+def test_a_checkout_is_copied_as_by_mxnets_script(network: Network) -> None:
+    """`cd example/image-classification; python scp_mxnet.py` with a file `hosts`; this machine needs no copy."""
+    checkout = network.login.own / "checkout"
+    examples = checkout / "examples" / "image-classification"
+    examples.mkdir(parents=True)
+    (checkout / "src").mkdir()
+    (checkout / "src" / "module.py").touch()
+    (examples / "hosts").write_text("login\nh1\nh2\n")
+    shutil.copy(REPOSITORY / "examples" / "image-classification" / "scp_mxnet.py", examples)
+    here = network.disk / "checkout" / "examples" / "image-classification"
+    done = network.login.run([sys.executable, "scp_mxnet.py"], cwd=here)
+    copied = [line.split()[3] for line in done.stderr.splitlines()[1:]]
+    assert sorted(copied) == [f"h1:{network.disk}/checkout", f"h2:{network.disk}/checkout"]
+    for host in network.hosts:
+        assert (host.own / "checkout" / "src" / "module.py").exists()
+        assert (host.own / "checkout" / "examples" / "image-classification" / "hosts").exists()
+
+
+def test_mxnets_script_says_what_is_wrong(network: Network) -> None:
+    script = REPOSITORY / "examples" / "image-classification" / "scp_mxnet.py"
+    done = network.login.run([sys.executable, str(script)], check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("scp_mxnet.py: error: the hosts file hosts cannot be read: No such file or directory")
 
 
 @pytest.mark.parametrize("pattern", ["data", "data/", "data/big", "*.rec", "/data/big/", "big/*.rec", "data/*.rec"])

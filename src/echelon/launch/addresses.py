@@ -48,6 +48,11 @@ def launcher_address(interface: str | None, hosts: Sequence[str], *, one_machine
     return address_towards(_OUTSIDE) or announced_address(None, os.uname().nodename, [])
 
 
+def is_this_machine(name: str) -> bool:
+    """Return whether a host name stands for an address of this machine."""
+    return any(_is_own(address) for address in _candidates(name, []))
+
+
 def own_addresses() -> list[tuple[str, str]]:
     """Return the interfaces of this machine with their IPv4 addresses."""
     return [

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO
 
 from echelon.errors import JobError
+from echelon.launch.addresses import is_this_machine
 from echelon.launch.hosts import Host
 from echelon.launch.processes import ChildProcess
 from echelon.launch.ssh_client import SshClient, explain, recognize
@@ -86,7 +87,14 @@ class Copy:
 
 
 def copy_to_hosts(copy: Copy, hosts: Sequence[Host]) -> None:
-    """Copy to all hosts, and show progress on standard error. Raises JobError that names every host that failed."""
+    """Copy to all hosts, and show progress on standard error. Raises JobError that names every host that failed.
+
+    This machine is left out if the path is the same.
+    """
+    if copy.destination == str(copy.source):
+        hosts = [host for host in hosts if not is_this_machine(host.name)]
+    if not hosts:
+        return
     without = f" (without {', '.join(copy.exclude)})" if copy.exclude else ""
     _say(f"copying {copy.source} to {copy.destination} on {', '.join(map(str, hosts))}{without}")
     failed: dict[Host, str] = {}
