@@ -27,7 +27,7 @@ Connect = Callable[[PlannedProcess], RemoteProcess]
 
 
 @dataclass(slots=True)
-class _Place:
+class AgentPlace:
     """A process behind an agent, and how far its start has come."""
 
     planned: PlannedProcess
@@ -59,7 +59,7 @@ class AgentBackend:
         self._folder = os.getcwd() if folder is None else folder
         self._start_s = start_s
         self._deadline = time.monotonic() + start_s
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, AgentPlace] = {}
         self._digest = code_digest()
         self._scheduler: Address | None = None
         self._on_joined: Callable[[list[str]], None] = lambda lines: None
@@ -70,7 +70,7 @@ class AgentBackend:
             return self._start_scheduler(planned)
         process = self._connect(planned)
         process.on_joined = lambda lines: self._on_joined(lines)
-        self._places[planned.name] = _Place(planned, process)
+        self._places[planned.name] = AgentPlace(planned, process)
         return process
 
     def on_joined(self, handler: Callable[[list[str]], None]) -> None:
@@ -93,7 +93,7 @@ class AgentBackend:
         if time.monotonic() > self._deadline:
             self._give_up(waiting)
 
-    def _give_up(self, waiting: Sequence[_Place]) -> None:
+    def _give_up(self, waiting: Sequence[AgentPlace]) -> None:
         """End processes that did not start in time. Those without an agent keep the others waiting."""
         silent = [place for place in waiting if place.process.hello is None and place.process.exit_code() is None]
         names = ", ".join(f"{place.planned.name} on {place.process.host}" for place in silent)
@@ -109,7 +109,7 @@ class AgentBackend:
             planned = self._plan.complete(self._plan.processes[0], Addresses(self._scheduler, self._scheduler))
             report_worker_exit(planned.job, exited)
 
-    def _advance(self, place: _Place, addresses: Addresses | None) -> None:
+    def _advance(self, place: AgentPlace, addresses: Addresses | None) -> None:
         planned = place.planned
         if planned.listens and not place.asked_to_bind:
             place.asked_to_bind = True
@@ -120,7 +120,7 @@ class AgentBackend:
             arguments = list(whole.arguments)
             place.process.send(Start(planned.name, arguments, whole.environment, self._folder, planned.local_workers))
 
-    def _bind(self, place: _Place) -> Bind:
+    def _bind(self, place: AgentPlace) -> Bind:
         """Return the request for a listening socket. Without a hosts file, the launcher's machine is the known peer."""
         interface, host = place.planned.job.interface, place.planned.host
         if host is not None or self._own_address is None:
@@ -140,7 +140,7 @@ class AgentBackend:
         place = self._places.get(name)
         return place.process.bound if place else None
 
-    def _check(self, place: _Place) -> None:
+    def _check(self, place: AgentPlace) -> None:
         place.checked = True
         hello = place.process.hello
         assert hello is not None

@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Self
 
 from echelon.environment import child_environment, variable
-from echelon.launch.coordinate import START_S, AgentBackend
+from echelon.launch.agent_messages import Bind
+from echelon.launch.coordinate import START_S, AgentBackend, AgentPlace
 from echelon.launch.plan import Plan, PlannedProcess
 from echelon.launch.processes import READ_BYTES
 from echelon.launch.ray.placement import (
@@ -146,6 +147,10 @@ class RayBackend(AgentBackend):
         for event in self._driver.new_events():
             self._handle(event)
         super().turn()
+
+    def _bind(self, place: AgentPlace) -> Bind:
+        """Return the request for a listening socket, at the address by which Ray's nodes know each other."""
+        return Bind(place.planned.job.interface, place.process.host, [])
 
     def _await_actor(self, planned: PlannedProcess) -> RemoteProcess:
         process = self._processes[planned.name] = RemoteProcess(planned.name, UNPLACED)

@@ -21,6 +21,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from echelon.environment import variable
 from echelon.launch.processes import READ_BYTES
 from echelon.launch.ray.actor import AgentActor
 from echelon.launch.ray.placement import (
@@ -38,6 +39,8 @@ from echelon.launch.ray.placement import (
 from echelon.system import usable_cores
 
 LOCAL = "local"  # Ray's word for a cluster of this machine that the driver starts
+RUNNING = "auto"  # Ray's word for one that runs on this machine already
+CONNECT_S = 10.0
 OBJECT_STORE_BYTES = 80 << 20  # of such a cluster, near Ray's minimum: a job does not use Ray's objects
 WAITING_S = 5.0  # until the user is told what the job waits for
 POLL_S = 0.5
@@ -60,6 +63,8 @@ class Driver:
         launcher = asyncio.create_task(_end_of_input())
         job = asyncio.create_task(self._run_job())
         await asyncio.wait({launcher, job}, return_when=asyncio.FIRST_COMPLETED)
+        if not (job.done() or ray.is_initialized()):
+            os._exit(1)  # Ray may try to reach a cluster for minutes, and cannot be interrupted
         job.cancel()
         try:
             await job
@@ -109,7 +114,7 @@ class Driver:
                 await writer.drain()
         except RayError as error:
             if not reader.at_eof():  # the launcher has not ended this actor
-                self._report(Lost(place.name, await _cause(actor, error)))
+                self._report(Lost(place.name, _cause(error)))
         except ConnectionError:
             pass  # the launcher has ended
         finally:
@@ -144,39 +149,41 @@ async def _pass_input(reader: asyncio.StreamReader, actor: Any) -> None:
         pass  # reading from the actor fails, too
 
 
-async def _cause(actor: Any, error: Exception) -> str:
-    """Return in one line why Ray has lost an actor.
-
-    The first error may only say that the node does not answer. Ray knows more when it has given the node up.
-    """
-    for _ in range(3):
-        if not isinstance(error, ActorUnavailableError):
-            break
-        try:
-            await actor.address.remote()
-        except RayError as later:
-            error = later
+def _cause(error: RayError) -> str:
+    """Return in one line why Ray has lost an actor."""
+    if isinstance(error, ActorUnavailableError):
+        return "its node does not answer any more"
     lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith(("\t", " "))]
     return _one_line(" ".join(lines[1:] or lines))
 
 
 def _join_cluster(placement: Placement) -> Any:
     """Join a cluster, or start one on this machine if none is named and none runs. Return Ray's context."""
+    address = placement.address or variable("RAY_ADDRESS") or None
     options: dict[str, Any] = {"namespace": placement.name, "log_to_driver": False, "logging_level": "ERROR"}
     if placement.upload is not None:
         options["runtime_env"] = {"working_dir": placement.upload}
     try:
-        if placement.address != LOCAL:
+        if address is not None and address != LOCAL:
+            _check_answers(address)
+            return ray.init(address, **options)
+        if address is None:
             try:
-                return ray.init(placement.address or "auto", **options)
+                return ray.init(RUNNING, **options)
             except ConnectionError:
-                if placement.address is not None:
-                    raise
+                pass  # none runs
         num_cpus = max(usable_cores(), sum(bundle["CPU"] for bundle in placement.bundles))
         return ray.init(LOCAL, num_cpus=num_cpus, object_store_memory=OBJECT_STORE_BYTES, **options)
-    except (RuntimeError, ValueError, OSError) as error:
-        where = "on this machine" if placement.address in (None, LOCAL) else f"at {placement.address}"
+    except (RuntimeError, ValueError, OverflowError, OSError) as error:
+        where = "on this machine" if address in (None, LOCAL) else f"at {address}"
         raise CannotPlace(f"the Ray cluster {where} cannot be used: {_one_line(str(error))}") from error
+
+
+def _check_answers(address: str) -> None:
+    """Raise OSError if nothing listens at an address. Ray itself would try for minutes."""
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    if port.isdecimal():  # otherwise Ray says what is wrong with it
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
 
 
 def _one_line(text: str) -> str:
@@ -194,7 +201,7 @@ def _cluster_has() -> str:
 def main() -> int:
     """Run a driver."""
     events = os.dup(1)
-    os.dup2(2, 1)  # what Ray prints must not mix with the events
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where Ray repeats what its logs say about all nodes of the cluster
     placement = decode_placement(sys.stdin.buffer.readline())
     sockets = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
     try:

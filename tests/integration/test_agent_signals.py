@@ -1,0 +1,38 @@
+"""The signals of a process that an agent starts do not depend on what started the agent."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+from echelon.launch.agent_messages import Frames, Output, Start, decode_from_agent, encode
+
+PROGRAM = """
+import signal
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler, signal.pthread_sigmask(signal.SIG_BLOCK, []))
+"""
+
+
+def ignore_and_block_ctrl_c() -> None:
+    """Do what a shell does for a job in the background, and what Ray does for everything that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
+def test_a_process_gets_ctrl_c_even_if_its_agent_was_started_without() -> None:
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "echelon.launch.agent"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        preexec_fn=ignore_and_block_ctrl_c,
+    )
+    environment = {"DMLC_ROLE": "server"}
+    start = Start("server 0", [sys.executable, "-c", PROGRAM], environment, folder=None, local_workers=1)
+    assert agent.stdin is not None
+    assert agent.stdout is not None
+    with agent, agent.stdin, agent.stdout:
+        agent.stdin.write(encode(start))
+        agent.stdin.flush()
+        messages = [decode_from_agent(body) for body in Frames().feed(agent.stdout.read())]
+    assert b"".join(one.data for one in messages if isinstance(one, Output)) == b"True set()\n", messages
