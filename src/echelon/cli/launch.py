@@ -103,17 +103,17 @@ def request_from(options: argparse.Namespace, job: Job, command: Sequence[str]) 
         job,
         command,
         hosts=read_hosts(options.hostfile) if options.hostfile else (),
-        variables=_variables("--env", options.env),
+        variables=request_variables("--env", options.env),
         variables_of={
-            WORKER: _variables("--env-worker", options.env_worker),
-            SERVER: _variables("--env-server", options.env_server),
+            WORKER: request_variables("--env-worker", options.env_worker),
+            SERVER: request_variables("--env-server", options.env_server),
         },
         sync_dst_dir=options.sync_dst_dir,
         options=vars(options),
     )
 
 
-def _variables(flag: str, given: Sequence[str]) -> dict[str, str]:
+def request_variables(flag: str, given: Sequence[str]) -> dict[str, str]:
     """Return variables of `NAME=VALUE`, of MXNet's `NAME:VALUE`, or of `NAME`, which takes this process's value."""
     variables = {}
     for text in given:

@@ -50,6 +50,11 @@ class Joining:
         """Record that a worker has ended with status 0."""
         self._ended.add(rank)
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether a worker has created a store."""
+        return bool(self._stores)
+
     def missing(self) -> tuple[int, str] | None:
         """Return a worker that ended without joining, although others have joined, and what is wrong with that."""
         if not self._ended:

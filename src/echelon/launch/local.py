@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,13 @@ class LocalLauncher:
     def run(self, plan: Plan, output: Output) -> int:
         """Run the job."""
         with ExitStack() as stack:
-            return run_job(plan, output, _LocalBackend(plan, stack))
+            listeners = {
+                process.name: stack.enter_context(listen_on_loopback()) for process in plan.processes if process.listens
+            }
+            first = _address(listeners[f"{WORKER} 0"])
+            scheduler = listeners.get(f"{SCHEDULER} 0")
+            addresses = Addresses(_address(scheduler) if scheduler else first, first)
+            return run_job(plan, output, ChildBackend(plan, listeners, addresses, stack))
 
 
 def run(job: Job, command: Sequence[str], *, on_line: OnLine = print_line) -> int:
@@ -60,32 +66,38 @@ def run(job: Job, command: Sequence[str], *, on_line: OnLine = print_line) -> in
     return launcher.run(protect(launcher.plan(Request(job, command))), Output(on_line))
 
 
-class _LocalBackend:
+class ChildBackend:
     """Child processes, of which the scheduler and worker 0 inherit listening sockets.
 
+    `listeners` are those sockets by the name of the process. `one_machine`: the whole job runs on this machine.
     Python programs are forked from one process that has imported torch, if there are at least two of them.
     """
 
-    def __init__(self, plan: Plan, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        listeners: Mapping[str, socket.socket],
+        addresses: Addresses,
+        stack: ExitStack,
+        *,
+        one_machine: bool = True,
+    ) -> None:
         self._plan = plan
-        self._listeners = {
-            process.name: stack.enter_context(listen_on_loopback()) for process in plan.processes if process.listens
-        }
-        first = _address(self._listeners[f"{WORKER} 0"])
-        scheduler = self._listeners.get(f"{SCHEDULER} 0")
-        self._addresses = Addresses(_address(scheduler) if scheduler else first, first)
+        self._listeners = listeners
+        self._addresses = addresses
+        self._one_machine = one_machine
         self._joined = JoinedFile(Path(stack.enter_context(TemporaryDirectory(prefix="echelon-"))) / "joined")
         self._on_joined: Callable[[list[str]], None] = lambda lines: None
         self._programs = _forkable(plan)
         self._preloaded: Preloaded | None = None
         if len(self._programs) > 1:
-            self._preloaded = Preloaded(_variables(plan.of_role(WORKER)[0]))
+            self._preloaded = Preloaded(self._variables(plan.of_role(WORKER)[0]))
             stack.callback(self._preloaded.close)
 
     def start(self, planned: PlannedProcess) -> RunningProcess:
         """Start a process."""
         whole = self._plan.complete(planned, self._addresses)
-        environment = {**_variables(whole), **whole.environment, "ECHELON_JOINED_FILE": str(self._joined.path)}
+        environment = {**self._variables(whole), **whole.environment, "ECHELON_JOINED_FILE": str(self._joined.path)}
         listener = self._listeners.get(planned.name)
         if self._preloaded and (program := self._programs.get(planned.name)):
             return self._preloaded.start(program, environment, None if listener is None else listener.fileno())
@@ -93,6 +105,16 @@ class _LocalBackend:
         if fds:
             environment["ECHELON_LISTEN_FD"] = str(fds[0])
         return ChildProcess(planned.name, planned.arguments, environment, pass_fds=fds)
+
+    def _variables(self, process: PlannedProcess) -> dict[str, str]:
+        """Return variables that libraries read when they are imported."""
+        if process.role != WORKER:
+            return {}
+        given, one_machine = process.variables, self._one_machine
+        return {
+            **library_variables(process.job, process.local_workers, one_machine=one_machine, given=given),
+            **given,
+        }
 
     def turn(self) -> None:
         """Close what the children have inherited, and read which workers have joined."""
@@ -124,14 +146,6 @@ def _forkable(plan: Plan) -> dict[str, list[str]]:
         if process.role != SCHEDULER and process.variables == variables
     }
     return {name: program for name, program in found.items() if program is not None}
-
-
-def _variables(process: PlannedProcess) -> dict[str, str]:
-    """Return variables that libraries read when they are imported."""
-    if process.role != WORKER:
-        return {}
-    given = process.variables
-    return {**library_variables(process.job, process.local_workers, one_machine=True, given=given), **given}
 
 
 def _address(listener: socket.socket) -> Address:

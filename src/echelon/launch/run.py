@@ -48,11 +48,14 @@ def run_job(
     backend: Backend,
     helpers: Sequence[Command] = (),
     watched: Mapping[int, Callable[[], None]] = MappingProxyType({}),
+    *,
+    workers_elsewhere: bool = False,
 ) -> int:
     """Run a plan to its end, and return 0, the first failing exit status, or 128 + the number of a signal.
 
     `helpers` are programs of this machine that run as long as the job. `watched` maps files of the launcher, such as
-    that of a hub, to what is called whenever they are readable.
+    that of a hub, to what is called whenever they are readable. `workers_elsewhere`: the plan is one node's part of the
+    job, so its servers continue after its worker, unless that one has ended before it joined the job.
     """
     planned = {process.name: process for process in plan.processes}
     joining = Joining(plan.job.num_workers)
@@ -77,7 +80,11 @@ def run_job(
             supervisor.fail(f"{WORKER} {missing[0]}", missing[1])
         output.on_tick()
 
-    supervisor = Supervisor(output.on_line, tick, report_end, start)
+    def needed_elsewhere() -> bool:
+        backend.turn()  # read who has joined
+        return workers_elsewhere and joining.has_joined
+
+    supervisor = Supervisor(output.on_line, tick, report_end, start, needed_elsewhere=needed_elsewhere)
     for fileno, on_readable in watched.items():
         supervisor.watch(fileno, on_readable)
     commands = [_command(plan, process, shown=output.shown) for process in plan.processes]

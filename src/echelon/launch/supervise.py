@@ -97,8 +97,11 @@ class Supervisor:
         on_tick: Callable[[], None] = lambda: None,
         on_end: OnEnd = lambda name, how, failed: None,
         start: Start = start_child,
+        *,
+        needed_elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
         self._start_process = start
+        self._needed_elsewhere = needed_elsewhere  # whether workers of other machines need the servers of this one
         self._output = LastLines(on_line)
         self._on_tick = on_tick
         self._on_end = on_end
@@ -148,7 +151,7 @@ class Supervisor:
         for child in sorted(ended, key=self._cause_first):
             self._handle_end(child)
         self._output.release_overdue(time.monotonic())
-        if ended and self._only_essentials_left():
+        if ended and self._only_essentials_left() and (self._stopping or not self._needed_elsewhere()):
             self._limit_time(ABANDONED_S if self._status else 2 * GRACE_S)
         if self._only_workers_left():
             self._check_for_idle_workers(time.monotonic())

@@ -1,0 +1,118 @@
+"""`echelon node`: run this machine's part of a job, when every machine is started by hand.
+
+    echelon node 0 --num-nodes 2 --rendezvous eth0:10.0.0.1:29500 -- python train.py    # on 10.0.0.1
+    echelon node 1 --num-nodes 2 --rendezvous eth0:10.0.0.1:29500 -- python train.py    # on the other machine
+
+Every node runs one worker and one server, and node 0 also the scheduler. All nodes need the same credentials: copy
+~/.config/echelon/credentials of one node to the others once, unless they share the home folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from echelon.cli.launch import command_of, request_variables
+from echelon.environment import Job, variable
+from echelon.errors import UsageError
+from echelon.launch.interface import Output
+from echelon.launch.node import EXAMPLE, Rendezvous, node_plan, parse_rendezvous, run_node
+from echelon.launch.plan import Request, describe
+from echelon.train.flags.parser import Parser
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
+    """Add the `node` command."""
+    parser = subparsers.add_parser("node", help="run this machine's part of a job", description=__doc__)
+    parser.add_argument("rank", type=int, metavar="RANK", help="the number of this node, from 0")
+    parser.add_argument("--num-nodes", type=int, help="number of nodes")
+    parser.add_argument("--rendezvous", metavar="[INTERFACE:]IP:PORT", help=f"the address of node 0: {EXAMPLE}")
+    parser.add_argument("--config", help="read both, and the command, from a config.json of DLBS")
+    parser.add_argument("--servers-per-node", type=int, default=1, help="0: for stores without servers")
+    parser.add_argument("--run-dir", help="folder for events.jsonl")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for all processes"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
+    parser.advice = "the command of the worker comes after --, as in: echelon node 0 … -- python train.py --lr 0.1"
+    _take_command(parser)
+    parser.set_defaults(run=run)
+
+
+def _take_command(parser: Parser) -> None:
+    """Let `--` end the flags. A positional argument for the command would also take the flags that follow RANK."""
+    parse = parser.parse_known_args
+
+    def parse_until_dashes(args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        end = args.index("--") if "--" in args else len(args)
+        given, unknown = parse(args[:end], namespace)
+        given.program = args[end + 1 :]
+        return given, unknown
+
+    parser.usage = "echelon node RANK [flags] -- command …"
+    parser.parse_known_args = parse_until_dashes  # type: ignore[method-assign]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the processes of this node."""
+    num_nodes, rendezvous, command = _from_config(options) if options.config else _from_flags(options)
+    if num_nodes < 1 or options.servers_per_node < 0:
+        raise UsageError(
+            f"a job needs at least one node and no negative number of servers, not {num_nodes} and "
+            f"{options.servers_per_node}"
+        )
+    request = Request(
+        _job(num_nodes, num_nodes * options.servers_per_node, options.run_dir),
+        command,
+        variables=request_variables("--env", options.env),
+    )
+    plan = node_plan(request, options.rank, rendezvous)
+    if options.dry_run:
+        print(describe(plan))
+        return 0
+    return run_node(plan, rendezvous, Output())
+
+
+def _from_flags(options: argparse.Namespace) -> tuple[int, Rendezvous, list[str]]:
+    program = options.program
+    if options.num_nodes is None or options.rendezvous is None or not program:
+        raise UsageError(
+            "echelon node needs --num-nodes, --rendezvous and a command, as in: echelon node 0 --num-nodes 2 "
+            "--rendezvous eth0:10.0.0.1:29500 -- python train.py; or --config config.json"
+        )
+    return options.num_nodes, parse_rendezvous(options.rendezvous), command_of(program)
+
+
+def _from_config(options: argparse.Namespace) -> tuple[int, Rendezvous, list[str]]:
+    from echelon.bench.recipe import read_recipe
+
+    if options.num_nodes is not None or options.rendezvous is not None:
+        raise UsageError(f"--num-nodes and --rendezvous are in {options.config}: omit the flags, or --config")
+    path = Path(options.config)
+    recipe = read_recipe(path, options.rank, variable)
+    if recipe.unused:
+        print(f"echelon: {path}: no effect: {', '.join(recipe.unused)}", file=sys.stderr, flush=True)
+    rendezvous = parse_rendezvous(recipe.rendezvous, f"mxnet.rendezvous in {path}")
+    return recipe.num_nodes, rendezvous, [*recipe.command, *options.program]
+
+
+def _job(num_nodes: int, num_servers: int, run_dir: str | None) -> Job:
+    """Return the job of all nodes, with the settings of the environment. It has no credentials but the user's."""
+    environment = Job.from_environment()
+    return Job(
+        num_workers=num_nodes,
+        num_servers=num_servers,
+        interface=environment.interface,
+        verbose=environment.verbose,
+        timeout_s=environment.timeout_s,
+        heartbeat_timeout_s=environment.heartbeat_timeout_s,
+        transport=environment.transport,
+        stall_seconds=environment.stall_seconds,
+        allow_optimizers=environment.allow_optimizers,
+        run_dir=run_dir,
+        security=environment.security,
+        credentials=environment.credentials,
+        credentials_file=environment.credentials_file,
+    )
