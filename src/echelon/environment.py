@@ -25,6 +25,7 @@ CREDENTIALS = "ECHELON_CREDENTIALS"
 CREDENTIALS_FILE = "ECHELON_CREDENTIALS_FILE"
 HUB = "ECHELON_HUB"  # host:port of the launcher, for agents that another system has started
 TASK = "ECHELON_TASK"  # the number of such an agent, or the name of the variable that has it
+SLURM_REQUEST = "ECHELON_SLURM_REQUEST"  # what the launcher in a batch job of Slurm has to run
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +143,11 @@ def _check_rank(job: Job) -> None:
 def variable(name: str) -> str | None:
     """Return one of the variables that describe no job, or None if it is not set."""
     return os.environ.get(name)
+
+
+def take_variable(name: str) -> str | None:
+    """Remove a variable from the environment, so that no child process has it. Return its value, if it was set."""
+    return os.environ.pop(name, None)
 
 
 def task_from_environment() -> tuple[tuple[str, int], int | None]:

@@ -15,6 +15,7 @@ from echelon.launch.interface import Launcher
 from echelon.launch.local import LocalLauncher
 from echelon.launch.mpi import MpiLauncher
 from echelon.launch.ray.launcher import RayLauncher
+from echelon.launch.slurm import SlurmLauncher
 from echelon.launch.ssh import SshLauncher
 
 _ALL: tuple[Launcher, ...] = (
@@ -22,6 +23,7 @@ _ALL: tuple[Launcher, ...] = (
     SshLauncher(),
     MpiLauncher(),
     RayLauncher(),
+    SlurmLauncher(),
     InprocLauncher(),
 )
 LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in _ALL}

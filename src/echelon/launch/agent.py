@@ -59,6 +59,7 @@ class Agent:
     def __init__(self, stream: Stream, folder: Path, task: int | None = None) -> None:
         """`folder` is for files of the process, `task` the number that the system that started the agent gave it."""
         self._stream = stream
+        self._is_task = task is not None
         self._joined = JoinedFile(folder / "joined")
         self._frames = Frames()
         self._selector = selectors.DefaultSelector()
@@ -87,11 +88,14 @@ class Agent:
         return 0
 
     def handle_signal(self, number: int) -> None:
-        """Pass a signal of the system that started this agent on to the process, or end if there is none."""
-        if self._process is not None:
-            self._process.send_signal(number)
-        else:
+        """Pass a signal of the system that started this agent on to the process, or end if there is none.
+
+        A server gets none, because it ends when the workers have ended.
+        """
+        if self._process is None:
             self._ended = True
+        elif self._job is not None and self._job.role == WORKER:
+            self._process.send_signal(number)
 
     def _send(self, message: FromAgent) -> None:
         self._last_sent = time.monotonic()
@@ -164,7 +168,10 @@ class Agent:
         if self._listener is not None:
             fds = (self._listener.fileno(),)
             environment["ECHELON_LISTEN_FD"] = str(self._listener.fileno())
-        self._process = process = ChildProcess(start.name, start.arguments, environment, pass_fds=fds)
+        shielded = self._is_task and self._job.role != WORKER
+        self._process = process = ChildProcess(
+            start.name, start.arguments, environment, pass_fds=fds, shielded=shielded
+        )
         if self._listener is not None:
             self._listener.close()
         self._send(Started(process.pid))

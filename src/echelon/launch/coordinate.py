@@ -156,7 +156,8 @@ class AgentBackend:
         whole = self._plan.complete(planned, Addresses(self._scheduler, self._scheduler))
         environment = {**whole.environment, "ECHELON_LISTEN_FD": str(listener.fileno())}
         with listener:
-            return ChildProcess(planned.name, whole.arguments, environment, pass_fds=[listener.fileno()])
+            fds = [listener.fileno()]
+            return ChildProcess(planned.name, whole.arguments, environment, pass_fds=fds, shielded=True)
 
     def _announced_address(self, planned: PlannedProcess) -> str:
         hosts = [host.name for host in self._plan.hosts()]

@@ -174,7 +174,11 @@ class OwnChild:
 
 
 class ChildProcess(OwnChild):
-    """A running child process and its pipes. The file arguments are those of `subprocess.Popen`."""
+    """A running child process and its pipes. The file arguments are those of `subprocess.Popen`.
+
+    `shielded`: SIGTERM ends it only if it comes from this object. A batch system sends SIGTERM to all processes of a
+    job at once, but servers and the scheduler must run until the workers have saved.
+    """
 
     def __init__(
         self,
@@ -186,6 +190,7 @@ class ChildProcess(OwnChild):
         stdout: int | IO[bytes] = subprocess.PIPE,
         stderr: int | IO[bytes] = subprocess.STDOUT,
         pass_fds: Sequence[int] = (),
+        shielded: bool = False,
     ) -> None:
         try:
             self._popen = subprocess.Popen(
@@ -197,15 +202,26 @@ class ChildProcess(OwnChild):
                 bufsize=0,
                 start_new_session=True,
                 pass_fds=pass_fds,
-                preexec_fn=partial(die_with_parent, os.getpid()),
+                preexec_fn=partial(_prepare_child, os.getpid(), shielded),
             )
         except OSError as error:
             raise UsageError(f"{name} cannot run {arguments[0]!r}: {error.strerror}") from error
         self.pid = self._popen.pid  # of the process and of its session
         self.stdin, self.stdout = self._popen.stdin, self._popen.stdout
+        self._shielded = shielded
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the whole session, unless the process was reaped. SIGTERM kills a shielded one."""
+        super().send_signal(signal.SIGKILL if self._shielded and number == signal.SIGTERM else number)
 
     def _wait(self) -> int:
         return self._popen.wait()
+
+
+def _prepare_child(parent: int, shielded: bool) -> None:
+    if shielded:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    die_with_parent(parent)
 
 
 def _stat_fields(pid: int) -> list[str]:
