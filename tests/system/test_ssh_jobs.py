@@ -106,8 +106,7 @@ def test_a_working_directory_that_a_host_does_not_have_is_named(network: Network
     (network["h1"].own / "work").mkdir()
     words = launch(network, "--", *WAITING)
     done = network.login.run(words, cwd=network.disk / "work", check=False)
-    assert "worker 1" in done.stderr, done
-    assert f"on h2: the folder {network.disk}/work cannot be used: No such file or directory" in done.stderr
+    assert f"worker 1 (on h2) cannot start: the folder {network.disk}/work cannot be used: " in done.stderr
 
 
 def test_a_password_prompt_is_an_error_at_once(network: Network) -> None:
@@ -117,11 +116,15 @@ def test_a_password_prompt_is_an_error_at_once(network: Network) -> None:
     assert "ssh-copy-id h2" in error
 
 
-def test_a_host_that_cannot_be_reached_is_named_within_the_timeout(network: Network) -> None:
-    network.write_hosts_file("h1", "10.77.0.99")
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(network: Network, servers: int) -> None:
+    """A job with servers could go on without a worker that fails, but not from the beginning."""
+    network.write_hosts_file("h1", *["h2"][:servers], "10.77.0.99")
     began = time.monotonic()
-    error = error_of(network, "--ssh-option", "ConnectTimeout=2")
-    assert "10.77.0.99 cannot be reached: " in error
+    done = run(network, "--ssh-option", "ConnectTimeout=2", "--", *WAITING, servers=servers)
+    assert done.stdout == ""
+    assert "worker 1 (on 10.77.0.99) cannot start: 10.77.0.99 cannot be reached: " in done.stderr
+    assert done.returncode == 255
     assert time.monotonic() - began < 15
 
 
@@ -151,10 +154,9 @@ def test_a_missing_python_on_one_host_is_named(network: Network) -> None:
 
 
 def test_other_code_on_one_host_is_named_before_anything_starts(network: Network) -> None:
-    network["h2"].remove(REPOSITORY / "src" / "echelon" / "py.typed")
-    network["h2"].remove(REPOSITORY / "src" / "echelon" / "scheduler.py")
+    network["h2"].remove(REPOSITORY / "src" / "echelon" / "__main__.py")
     done = run(network, "--", *WAITING)
-    assert re.search(r"on h2\D*: its Echelon has other code", done.stderr), done
+    assert "worker 1 (on h2) cannot start: its Echelon has other code" in done.stderr, done
     assert "waits" not in done.stdout
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,7 @@ class AgentBackend:
         self._places: dict[str, AgentPlace] = {}
         self._digest = code_digest()
         self._scheduler: Address | None = None
+        self._stopping = False
         self._on_joined: Callable[[list[str]], None] = lambda lines: None
 
     def start(self, planned: PlannedProcess) -> RunningProcess:
@@ -78,7 +80,13 @@ class AgentBackend:
         self._on_joined = handler
 
     def turn(self) -> None:
-        """Send what is due. Called several times per second."""
+        """Send what is due. Called several times per second.
+
+        No process is started before all agents are there, and if one cannot be started, the job ends.
+        """
+        if any(place.process.pid is None and (place.process.exit_code() or 0) > 0 for place in self._places.values()):
+            self._stop()
+            return
         for place in self._places.values():
             place.process.tick()
             if place.process.hello and not place.checked:
@@ -86,12 +94,21 @@ class AgentBackend:
         waiting = [place for place in self._places.values() if not place.started]
         if not waiting:
             return
-        addresses = self._addresses()
+        ready = all(place.checked and place.process.exit_code() is None for place in self._places.values())
+        addresses = self._addresses() if ready else None
         for place in waiting:
             if place.process.exit_code() is None and place.checked:
                 self._advance(place, addresses)
         if time.monotonic() > self._deadline:
             self._give_up(waiting)
+
+    def _stop(self) -> None:
+        """Stop what has started or is about to, once. The supervisor has handled the failure that is the cause."""
+        stopping, self._stopping = self._stopping, True
+        for place in self._places.values():
+            place.process.tick()
+            if not stopping:
+                place.process.send_signal(signal.SIGTERM)
 
     def _give_up(self, waiting: Sequence[AgentPlace]) -> None:
         """End processes that did not start in time. Those without an agent keep the others waiting."""
@@ -146,7 +163,7 @@ class AgentBackend:
         assert hello is not None
         if hello.digest != self._digest:
             place.process.fail(
-                f"cannot run on {place.process.host}: its Echelon has other code (digest {hello.digest}) than the "
+                f"cannot start: its Echelon has other code (digest {hello.digest}) than the "
                 f"launcher's (digest {self._digest}); install the same on both, or copy it with --sync-dst-dir"
             )
 

@@ -150,7 +150,7 @@ class RemoteProcess:
             if self._stream is None or self._code is not None or (data := self._stream.read()) is None:
                 return
             if not data:
-                self.fail(f"was lost: {self._stream.why_ended()}", LOST)
+                self.fail(f"{'was lost' if self.hello else 'cannot start'}: {self._stream.why_ended()}", LOST)
                 return
             self._last_received = time.monotonic()
             try:
@@ -174,6 +174,6 @@ class RemoteProcess:
                 if joined:
                     self.on_joined(joined)
             case CannotStart(reason):
-                self.fail(f"cannot run on {self.host}: {reason}")
+                self.fail(f"cannot start: {reason}")
             case Ended(code):
                 self.fail(how_ended(code), code)
