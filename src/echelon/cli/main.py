@@ -22,6 +22,7 @@ COMMANDS = {
     "predict": "classify image files with a checkpoint",
     "convert": "convert trained models from and to MXNet's .params files",
     "launch": "start a scheduler, servers and workers around any command",
+    "doctor": "check the hosts of a job before it starts",
     "node": "run this machine's part of a job that is started on every machine by hand",
     "data": "download published data sets; create, check and convert RecordIO data",
     "bench": "benchmark Echelon against other systems",

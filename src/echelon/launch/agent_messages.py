@@ -125,7 +125,11 @@ _to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 
 def encode(message: FromAgent | ToAgent) -> bytes:
     """Return a message's bytes, preceded by their length."""
-    body = _encoder.encode(message)
+    return frame(_encoder.encode(message))
+
+
+def frame(body: bytes) -> bytes:
+    """Return the body of a message, preceded by its length."""
     return _LENGTH.pack(len(body)) + body
 
 

@@ -27,6 +27,12 @@ class Host:
     user: str | None = None
     port: int | None = None
 
+    @property
+    def line(self) -> str:
+        """The host as a hosts file names it, which no other host of the file shares."""
+        user = f"{self.user}@" if self.user else ""
+        return f"{user}{self.name}" if self.port is None else f"{user}{self.name}:{self.port}"
+
     def __str__(self) -> str:
         return self.name
 

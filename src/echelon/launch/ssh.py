@@ -24,7 +24,7 @@ from echelon.launch.plan import Plan, PlannedProcess, Request, describe, make_pl
 from echelon.launch.processes import ChildProcess
 from echelon.launch.remote import RemoteProcess
 from echelon.launch.run import run_job
-from echelon.launch.ssh_client import READY, SshClient, agent_command, explain, package_folder
+from echelon.launch.ssh_client import AGENT, READY, SshClient, explain, module_command, package_folder
 from echelon.launch.streams import ProgramStream
 from echelon.launch.sync import NOT_COPIED, Copy, copy_to_hosts
 
@@ -101,7 +101,7 @@ class _SshBackend(AgentBackend):
             if process.exit_code() is not None:
                 continue
             if sum(other == host for other, _ in self._logging_in) < LOGINS_AT_ONCE:
-                process.connect(_open_stream(self._request, host, process.name))
+                process.connect(open_stream(self._request, host, process.name))
                 self._logging_in.append((host, process))
             else:
                 self._waiting.append((host, process))
@@ -131,15 +131,16 @@ class AgentStream(ProgramStream):
         return after or None
 
 
-def _open_stream(request: Request, host: Host, name: str) -> AgentStream:
+def open_stream(request: Request, host: Host, name: str, module: str = AGENT) -> AgentStream:
+    """Run a module of Echelon on a host, and return the stream to it. `name` names it in errors."""
     errors = TemporaryFile()  # noqa: SIM115  (the stream closes it)
-    program = ChildProcess(name, _command(request, host), {}, stdin=subprocess.PIPE, stderr=errors)
+    program = ChildProcess(name, _command(request, host, module), {}, stdin=subprocess.PIPE, stderr=errors)
     return AgentStream(program, errors, host, _python(request))
 
 
-def _command(request: Request, host: Host) -> list[str]:
+def _command(request: Request, host: Host, module: str = AGENT) -> list[str]:
     folder = package_folder(PACKAGE, Path.cwd(), request.sync_dst_dir)
-    return [*_client(request).command(host), agent_command(_python(request), folder)]
+    return [*_client(request).command(host), module_command(_python(request), folder, module)]
 
 
 def _client(request: Request) -> SshClient:

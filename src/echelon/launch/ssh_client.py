@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from echelon.launch.hosts import Host
 
+AGENT = "echelon.launch.agent"
 SSH_FAILED = 255  # the exit code of ssh itself
 CONNECT_S = 10  # to connect, and to exchange keys
 READY = b"echelon-agent\n"  # printed before the agent starts; a shell's start-up files may print before it
@@ -56,7 +57,7 @@ class SshClient:
         return ["ssh", "-T", "-x", *config, *user, *port, *(word for setting in settings for word in ("-o", setting))]
 
 
-def agent_command(python: str, package_folder: str | None) -> str:
+def module_command(python: str, package_folder: str | None, module: str = AGENT) -> str:
     """Return what the login shell of a host runs. `package_folder` is searched for Echelon, after PYTHONPATH.
 
     The folder of Python comes first in PATH, so that `python` in the job's command is the same program. With -P, the
@@ -67,7 +68,7 @@ def agent_command(python: str, package_folder: str | None) -> str:
         variables += [f'PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}"{shlex.quote(package_folder)}']
     export = f"export {' '.join(variables)}; " if variables else ""
     ready = shlex.quote(READY.decode().strip())
-    script = f"echo {ready}; {export}exec {shlex.quote(python)} -P -m echelon.launch.agent"
+    script = f"echo {ready}; {export}exec {shlex.quote(python)} -P -m {module}"
     return f"exec sh -c {shlex.quote(script)}"
 
 

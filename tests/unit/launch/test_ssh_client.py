@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.launch.hosts import Host
-from echelon.launch.ssh_client import READY, SshClient, agent_command, explain, package_folder, target
+from echelon.launch.ssh_client import READY, SshClient, explain, module_command, package_folder, target
 
 ANNA = Host("node-3", user="anna", port=2222)
 
@@ -56,7 +56,7 @@ def test_the_agents_command_survives_a_shell(tmp_path: Path, shell: str, before:
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$PATH" "$PYTHONPATH" "$@"\n')
     python.chmod(0o755)
     environment = {"PATH": "/usr/bin:/bin"} | ({"PYTHONPATH": before} if before else {})
-    command = agent_command(str(python), str(folder / "src"))
+    command = module_command(str(python), str(folder / "src"))
     out = subprocess.run([shell, "-c", command], env=environment, capture_output=True, check=True).stdout
     ready, rest = out[: len(READY)], out[len(READY) :].decode()
     assert ready == READY
@@ -65,7 +65,7 @@ def test_the_agents_command_survives_a_shell(tmp_path: Path, shell: str, before:
 
 
 def test_an_installed_package_needs_no_folder() -> None:
-    command = agent_command(sys.executable, None)
+    command = module_command(sys.executable, None)
     assert "PYTHONPATH" not in command
     assert shlex.quote(sys.executable) in command
 
