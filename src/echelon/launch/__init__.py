@@ -12,6 +12,7 @@ To add a launcher, write a class like `LocalLauncher`, let it pass `echelon.test
 
 from echelon.launch.inproc import InprocLauncher
 from echelon.launch.interface import Launcher
+from echelon.launch.kubernetes import KubernetesLauncher
 from echelon.launch.local import LocalLauncher
 from echelon.launch.mpi import MpiLauncher
 from echelon.launch.ray.launcher import RayLauncher
@@ -24,6 +25,7 @@ _ALL: tuple[Launcher, ...] = (
     MpiLauncher(),
     RayLauncher(),
     SlurmLauncher(),
+    KubernetesLauncher(),
     InprocLauncher(),
 )
 LAUNCHERS: dict[str, Launcher] = {launcher.name: launcher for launcher in _ALL}
