@@ -23,7 +23,7 @@ def cluster() -> Iterator[RayCluster]:
 
 
 def trial(cluster: RayCluster, *words: str) -> LauncherTrial:
-    return LauncherTrial(["--launcher", "ray", "--ray-address", cluster.address, *words])
+    return LauncherTrial(["--launcher", "ray", "--ray-address", cluster.address, *words], python="python")
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -126,18 +126,17 @@ def test_without_restarts_the_loss_of_a_server_ends_the_job(cluster: RayCluster,
         cluster.kill_second_node()
         status, lines = job.finish()
     cluster.add_second_node()
-    assert status == 255, lines
-    assert any("server 1" in line and "Ray lost its actor" in line for line in lines), lines
+    assert status != 0, lines
+    assert any("server 1" in line and re.search("died|Ray lost its actor", line) for line in lines), lines
 
 
 def test_a_job_that_does_not_fit_says_what_it_needs_and_what_there_is(cluster: RayCluster) -> None:
     words = ("--ray-worker-cpus", "64", "--ray-timeout-s", "1")
     status, lines = trial(cluster, *words).run("print('never')", n=1, s=0)
     assert status == 127, lines
-    assert lines[-1] == (
-        "echelon: worker 0 (on Ray) cannot start: Ray did not reserve 1 bundles (64 CPU; SPREAD) within 1 s: the "
-        "cluster has 2 nodes, and 5 of 5 CPU and 0 of 0 GPU free"
-    )
+    wanted = "echelon: worker 0 (on Ray) cannot start: Ray did not reserve 1 bundles (64 CPU; SPREAD) within 1 s: "
+    there = r"the cluster has \d nodes, and [\d.]+ of \d CPU and 0 of 0 GPU free"  # a killed node counts for a while
+    assert re.fullmatch(re.escape(wanted) + there, lines[-1]), lines
 
 
 def test_a_cluster_that_does_not_answer(cluster: RayCluster) -> None:
@@ -158,7 +157,7 @@ def test_the_actors_log_has_the_lines_of_its_process(cluster: RayCluster) -> Non
 
 
 def test_a_local_cluster_is_started_for_the_job() -> None:
-    local = LauncherTrial(["--launcher", "ray", "--ray-address", "local"])
+    local = LauncherTrial(["--launcher", "ray", "--ray-address", "local"], python="python")
     program = "import os; print('runs in', os.getcwd(), 'with', os.environ['OMP_NUM_THREADS'])"
     status, lines = local.run(program, n=3, s=0)
     assert status == 0, lines

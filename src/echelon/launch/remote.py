@@ -45,6 +45,7 @@ class RemoteProcess:
         self.hello: Hello | None = None
         self.bound: Address | None = None
         self.pid: int | None = None
+        self.has_reported_end = False  # its agent has said how it ended; otherwise that is not certain
         self.on_joined: Callable[[list[str]], None] = lambda lines: None
         self._stream = stream
         self._frames = Frames()
@@ -176,4 +177,5 @@ class RemoteProcess:
             case CannotStart(reason):
                 self.fail(f"cannot start: {reason}")
             case Ended(code):
+                self.has_reported_end = True
                 self.fail(how_ended(code), code)

@@ -8,10 +8,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+from echelon.environment import child_environment, variable
 from echelon.errors import JobError
 from echelon.launch.agent_messages import Ended, Frames, Output, Started, decode_from_agent
 from echelon.launch.processes import READ_BYTES, how_ended
+
+_PYTHONS = str(Path(sys.executable).parent)  # where a process finds the Python that runs Ray, as `python`
 
 
 class AgentActor:
@@ -27,6 +31,7 @@ class AgentActor:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
+            env=child_environment({"PATH": os.pathsep.join(filter(None, [_PYTHONS, variable("PATH")]))}),
         )
 
     def __repr__(self) -> str:

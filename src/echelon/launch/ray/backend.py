@@ -148,6 +148,14 @@ class RayBackend(AgentBackend):
             self._handle(event)
         super().turn()
 
+    def lost(self) -> list[str]:
+        """Return the processes that had started and whose agents never reported their end."""
+        return [
+            name
+            for name, process in self._processes.items()
+            if process.pid is not None and not process.has_reported_end
+        ]
+
     def _bind(self, place: AgentPlace) -> Bind:
         """Return the request for a listening socket, at the address by which Ray's nodes know each other."""
         return Bind(place.planned.job.interface, place.process.host, [])

@@ -14,8 +14,10 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group
@@ -207,7 +209,11 @@ def main() -> int:
     try:
         asyncio.run(Driver(placement, sockets, events).run())
     finally:
+        cluster = psutil.Process().children(recursive=True)  # that this driver has started, if there was none
         ray.shutdown()
+        for process in cluster:  # agents of a node try for a minute to reach a cluster that has ended
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
     return 0
 
 

@@ -25,6 +25,7 @@ from echelon.launch.ray.placement import ActorPlace, Placement
 from echelon.launch.run import run_job
 
 STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
+NODE_PYTHON = "python3"  # on the PATH of an actor's process this is the Python that runs Ray there
 _STOPPED = (130, 143)  # the exit statuses of a job that the user has stopped
 
 
@@ -89,7 +90,7 @@ class RayLauncher:
             raise UsageError("--launcher ray: Ray chooses where it copies a folder to; use --ray-upload")
         num_bundles = max(request.job.num_workers, request.job.num_servers, 1)
         bundles = tuple(Host(f"bundle-{index}") for index in range(num_bundles))
-        return make_plan(replace(request, hosts=bundles), scheduler_host=bundles[0])
+        return make_plan(replace(request, hosts=bundles), scheduler_host=bundles[0], python=NODE_PYTHON)
 
     def describe(self, plan: Plan) -> str:
         """Return the placement group and the processes as text."""
@@ -107,10 +108,12 @@ class RayLauncher:
         for restarts in itertools.count():
             placement = make_placement(plan, f"echelon-{uuid4().hex[:8]}")
             with DriverProcess(placement) as driver:
-                status = run_job(plan, output, RayBackend(plan, driver, placement))
-            if not status or status in _STOPPED or not driver.lost or restarts == most:
+                backend = RayBackend(plan, driver, placement)
+                status = run_job(plan, output, backend)
+            lost = backend.lost()
+            if not status or status in _STOPPED or not lost or restarts == most:
                 return status
-            say(f"Ray lost {', '.join(driver.lost)}: the whole job starts again (restart {restarts + 1} of {most})")
+            say(f"Ray lost {', '.join(lost)}: the whole job starts again (restart {restarts + 1} of {most})")
         raise AssertionError("itertools.count ends")
 
 
