@@ -147,7 +147,7 @@ def _why_busy(address: str, port: int | None) -> str:
     try:
         socket.create_server((address, port)).close()
     except OSError as error:
-        return error.strerror or str(error)
+        return os.strerror(error.errno) if error.errno else str(error)
     return ""
 
 
