@@ -338,7 +338,13 @@ def private_memory(num_bytes: int) -> memoryview:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at exactly the address that is announced to others."""
     try:
-        return socket.create_server((host, port), backlog=128)
+        address = socket.gethostbyname(host)
+        if address.startswith("127.") and host != "localhost" and not host.startswith("127."):
+            raise UsageError(
+                f"cannot listen at {host}: on this machine the name stands for {address}, which other machines cannot "
+                "reach; use the IP address of its network interface instead of the name"
+            )
+        return socket.create_server((address, port), backlog=128)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL and not isinstance(error, socket.gaierror):
             raise

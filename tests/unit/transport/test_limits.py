@@ -77,6 +77,8 @@ def wait_for_end(server: ServerSockets, client: socket.socket) -> None:
 
 def test_one_client_with_many_messages_does_not_keep_the_server_from_another() -> None:
     with a_server() as server, a_client(server, b"chatty") as chatty, a_client(server, b"other") as other:
+        other.sendall(message(b"first"))
+        assert peers_of(server, 1) == [b"other"], "the thread that admits clients has admitted it"
         chatty.sendall(message(b"hello") * 5000)
         peers_of(server, 1)
         other.sendall(message(b"hello"))

@@ -7,6 +7,8 @@ warnings when they time out.
 
 from __future__ import annotations
 
+import ipaddress
+import os
 import re
 import socket
 import threading
@@ -25,6 +27,8 @@ from echelon.environment import Job
 from echelon.errors import JobError, UsageError
 from echelon.schemes.stores import store_kind
 from echelon.transport.control import Deadline
+from echelon.transport.credentials import Security
+from echelon.transport.sockets import listen
 
 POLL_S = 0.02
 CONNECT_S = 5.0
@@ -43,6 +47,7 @@ class Rendezvous:
     hosted: bool = False  # another process already hosts a store at this address
     timeout_s: float = 600.0
     stall_seconds: float = 10.0
+    secret_prefix: str = ""  # of all keys: torch's store admits everybody, and others do not know where to look
 
     @property
     def name(self) -> str:
@@ -85,6 +90,7 @@ def rendezvous_of_store(name: str, job: Job) -> Rendezvous | None:
         hosted=job.rendezvous_hosted,
         timeout_s=job.timeout_s,
         stall_seconds=job.stall_seconds,
+        secret_prefix=_secret_prefix(job),
     )
 
 
@@ -115,7 +121,16 @@ def rendezvous_of_devices(name: str, job: Job) -> Rendezvous | None:
         hosted=job.rendezvous_hosted and not own,
         timeout_s=job.timeout_s,
         stall_seconds=job.stall_seconds,
+        secret_prefix=_secret_prefix(job),
     )
+
+
+def _secret_prefix(job: Job) -> str:
+    """Return a text that only processes of the job know, if a launcher or the user has given them a secret."""
+    if not (job.credentials or job.credentials_file):
+        return ""
+    credentials = Security.of(job).credentials
+    return credentials.derive("rendezvous") if credentials else ""
 
 
 def _device_names(worker: int, job: Job) -> list[str]:
@@ -137,7 +152,7 @@ class Rounds:
     def next_prefix(self, rendezvous: Rendezvous) -> str:
         """Return the key prefix of a new round at an address."""
         self._counts[rendezvous.host, rendezvous.port] += 1
-        return f"rendezvous {self._counts[rendezvous.host, rendezvous.port]}"
+        return f"{rendezvous.secret_prefix}rendezvous {self._counts[rendezvous.host, rendezvous.port]}"
 
 
 ROUNDS = Rounds()
@@ -217,8 +232,25 @@ def _create_store(rendezvous: Rendezvous, timeout_s: float) -> Store:
     fd: dict[str, Any] = {}
     if rendezvous.is_host and rendezvous.listen_fd is not None:
         fd["master_listen_fd"] = _duplicate_socket(rendezvous.listen_fd)
+    elif rendezvous.is_host and _is_ip_address(rendezvous.host):  # otherwise torch would listen at all addresses
+        fd["master_listen_fd"] = _listen(rendezvous).detach()
     timeout = timedelta(seconds=timeout_s)
     return TCPStore(rendezvous.host, rendezvous.port, None, rendezvous.is_host, timeout, wait_for_workers=False, **fd)
+
+
+def _listen(rendezvous: Rendezvous) -> socket.socket:
+    try:
+        return listen(rendezvous.host, rendezvous.port)
+    except OSError as error:
+        raise RuntimeError(os.strerror(error.errno or 0)) from error
+
+
+def _is_ip_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _wait_for_keys(rendezvous: Rendezvous, store: Store, keys: Mapping[str, str], deadline: Deadline) -> None:
