@@ -109,6 +109,19 @@ def test_a_working_directory_that_a_host_does_not_have_is_named(network: Network
     assert f"worker 1 (on h2) cannot start: the folder {network.disk}/work cannot be used: " in done.stderr
 
 
+def test_training_needs_a_run_folder_that_all_hosts_share(network: Network) -> None:
+    """`echelon train` reads what workers write. A folder of the same name on a host is not the launcher's."""
+    for host in network.hosts:
+        (host.own / "runs" / "name").mkdir(parents=True)
+    command = [sys.executable, "-m", "echelon", "train", "--demo", "-n", "1", "-s", "1", "--name", "name"]
+    words = [*command, "--launcher", "ssh", "-H", "hosts"]
+    done = network.login.run(words, check=False)
+    assert done.returncode == 127, done
+    assert (
+        "cannot start: the run folder runs/name is not on a disk that this host shares with the launcher" in done.stderr
+    )
+
+
 def test_a_password_prompt_is_an_error_at_once(network: Network) -> None:
     network["h2"].authorized_keys.write_text("")
     error = error_of(network)

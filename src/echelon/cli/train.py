@@ -113,7 +113,7 @@ def _read_only(options: TrainOptions) -> int:
 
 def _train(launcher: Launcher, request: Request, options: TrainOptions, name: str | None) -> int:
     before, directory = latest_run(), new_run(name, options.kv_store)
-    request = replace(request, job=replace(request.job, run_dir=str(directory)))
+    request = replace(request, job=replace(request.job, run_dir=str(directory)), shared_folder=str(directory))
     status, state = watch(launcher, request, options, directory)
     if status and not state.has_trained:  # there is nothing but the error, which has been printed
         discard_run(directory, before)

@@ -44,6 +44,7 @@ from echelon.launch.devices import library_variables
 from echelon.launch.joining import JoinedFile
 from echelon.launch.processes import READ_BYTES, ChildProcess
 from echelon.launch.report import report_worker_exit
+from echelon.launch.shared_folder import check_mark
 from echelon.launch.streams import PipeStream, Stream
 from echelon.system import code_digest
 
@@ -162,6 +163,7 @@ class Agent:
                     f"the folder {start.folder} cannot be used: {error.strerror}; create it there, or let "
                     "--sync-dst-dir copy this one"
                 ) from error
+        check_mark(start.mark)
         self._job = Job.from_environment(start.environment)
         environment = {**self._variables(start), **start.environment, "ECHELON_JOINED_FILE": str(self._joined.path)}
         fds: tuple[int, ...] = ()

@@ -93,13 +93,14 @@ class Bind(_Message, frozen=True):
 
 
 class Start(_Message, frozen=True):
-    """The process to start. `local_workers`: the workers of this host share its cores."""
+    """The process to start. `local_workers`: the workers of this host share its cores. `mark`: see `shared_folder`."""
 
     name: str
     arguments: list[str]
     environment: dict[str, str]
     folder: str | None
     local_workers: int
+    mark: str | None = None
 
 
 class Signal(_Message, frozen=True):

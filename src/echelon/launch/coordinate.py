@@ -20,6 +20,7 @@ from echelon.launch.plan import SCHEDULER, Address, Addresses, Plan, PlannedProc
 from echelon.launch.processes import ChildProcess, RunningProcess
 from echelon.launch.remote import RemoteProcess
 from echelon.launch.report import report_worker_exit
+from echelon.launch.shared_folder import SharedFolder
 from echelon.system import code_digest
 
 START_S = 60.0  # for the agents of all hosts to start
@@ -63,6 +64,7 @@ class AgentBackend:
         self._places: dict[str, AgentPlace] = {}
         self._digest = code_digest()
         self._scheduler: Address | None = None
+        self._shared = SharedFolder(plan.request.shared_folder)
         self._stopping = False
         self._on_joined: Callable[[list[str]], None] = lambda lines: None
 
@@ -93,6 +95,8 @@ class AgentBackend:
                 self._check(place)
         waiting = [place for place in self._places.values() if not place.started]
         if not waiting:
+            if all(place.process.pid is not None for place in self._places.values()):
+                self._shared.unmark()
             return
         ready = all(place.checked and place.process.exit_code() is None for place in self._places.values())
         addresses = self._addresses() if ready else None
@@ -104,6 +108,7 @@ class AgentBackend:
 
     def _stop(self) -> None:
         """Stop what has started or is about to, once. The supervisor has handled the failure that is the cause."""
+        self._shared.unmark()
         stopping, self._stopping = self._stopping, True
         for place in self._places.values():
             place.process.tick()
@@ -134,8 +139,8 @@ class AgentBackend:
         elif addresses is not None:
             place.started = True
             whole = self._plan.complete(planned, addresses)
-            arguments = list(whole.arguments)
-            place.process.send(Start(planned.name, arguments, whole.environment, self._folder, planned.local_workers))
+            words, variables, mark = list(whole.arguments), whole.environment, self._shared.mark()
+            place.process.send(Start(planned.name, words, variables, self._folder, planned.local_workers, mark))
 
     def _bind(self, place: AgentPlace) -> Bind:
         """Return the request for a listening socket. Without a hosts file, the launcher's machine is the known peer."""

@@ -43,7 +43,7 @@ class Request:
     """What the user asks a launcher for.
 
     `job` describes the whole job. `variables` are set for every process, `variables_of` for those of one role.
-    `options` are the launcher's own flags.
+    `shared_folder` must be the same folder on all hosts and here. `options` are the launcher's own flags.
     """
 
     job: Job
@@ -52,6 +52,7 @@ class Request:
     variables: Mapping[str, str] = field(default_factory=dict)
     variables_of: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     sync_dst_dir: str | None = None
+    shared_folder: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
