@@ -18,6 +18,7 @@ from echelon.launch.mpi import MpiLauncher
 from echelon.launch.ray.launcher import RayLauncher
 from echelon.launch.slurm import SlurmLauncher
 from echelon.launch.ssh import SshLauncher
+from echelon.launch.yarn import YarnLauncher
 
 _ALL: tuple[Launcher, ...] = (
     LocalLauncher(),
@@ -25,6 +26,7 @@ _ALL: tuple[Launcher, ...] = (
     MpiLauncher(),
     RayLauncher(),
     SlurmLauncher(),
+    YarnLauncher(),
     KubernetesLauncher(),
     InprocLauncher(),
 )
