@@ -160,3 +160,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         log.write("event", **fields)
     (event,) = EventReader(tmp_path).poll()
     assert {name: event[name] for name in fields} == fields
+
+
+def test_counted_events_are_written_at_once_then_seldom_and_at_the_end(tmp_path: Path) -> None:
+    with EventLog(tmp_path, "scheduler", 0) as log:
+        log.count("malformed", reason="first")
+        end = time.monotonic() + 10
+        while not (tmp_path / FILE_NAME).read_text() and time.monotonic() < end:
+            time.sleep(0.01)
+        for number in range(5000):
+            log.count("malformed", reason=str(number))
+    assert [(line["reason"], line["count"]) for line in lines(tmp_path)] == [("first", 1), ("4999", 5001)]

@@ -23,6 +23,7 @@ from echelon.cluster.messages import (
     StoreEnded,
     StoreOpened,
     View,
+    shorten,
 )
 from echelon.environment import Job
 from echelon.errors import EchelonError, JobError
@@ -106,7 +107,7 @@ class Session:
         if not self.has_left:
             self.has_left = True
             if not self.broken:
-                self.send(Leave(reason, failed))
+                self.send(Leave(shorten(reason), failed))
             self._close()
 
     def abandon(self) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from echelon.cluster.messages import Barrier, BarrierDone, Halt, Member, StoreClosed, StoreEnded, StoreEnding
+from echelon.cluster.messages import Barrier, BarrierDone, Halt, Member, StoreClosed, StoreEnded, StoreEnding, shorten
 from echelon.errors import JobError, UsageError
 from echelon.kvstore.store import CLOSED
 
@@ -121,7 +121,7 @@ class StoreSession:
 
     def halt(self, reason: str) -> None:
         """Ask all workers to stop training; `halted` is set when the scheduler has sent the request to everybody."""
-        self._session.send(Halt(reason, self.number))
+        self._session.send(Halt(shorten(reason), self.number))
 
     def wait_for_halt_reason(self) -> str:
         """Wait until the scheduler has sent the reason of a halt that a server announced, and return it."""
