@@ -153,7 +153,7 @@ class Job:
 
     def pid(self, role: str, rank: int) -> int:
         """Return the process id of a role and rank of this job."""
-        return pid_of(role, rank, self.processes())
+        return pid_of(role, rank, self.processes(), self.run)
 
     @property
     def out(self) -> str:
@@ -235,8 +235,15 @@ def rows(path: Path) -> list[Row]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def pid_of(role: str, rank: int, among: Iterable[int]) -> int:
-    """Return the process with this role and rank."""
+def pid_of(role: str, rank: int, among: Iterable[int], run: Path) -> int:
+    """Return the process with this role and rank.
+
+    Servers and workers are found by their registration, because the environment of a forked process cannot be read.
+    """
+    registered = f"{role} {rank} (pid "
+    for event in rows(run / "events.jsonl"):
+        if event["event"] == "registered" and event["who"].startswith(registered):
+            return int(event["who"].removeprefix(registered).split()[0])
     for pid in among:
         variables = read_environment(pid)
         if (variables.get("DMLC_ROLE"), variables.get("ECHELON_RANK")) == (role, str(rank)):

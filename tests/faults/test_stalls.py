@@ -60,7 +60,7 @@ def test_a_stall_is_reported_and_invalid_messages_do_no_harm(tmp_path: Path) -> 
         until(lambda: job.at_clock(1, 2), "worker 1 at its gate")
         (server_port,) = listening_ports(job.pid("server", 0))
         (scheduler_port,) = listening_ports(job.pid("scheduler", 0))
-        security = security_of(job.pid("server", 0))
+        security = security_of(job.pid("scheduler", 0))
         disturb_server(server_port, security)
         disturb_scheduler(scheduler_port, security)
         until(

@@ -59,7 +59,7 @@ def main() -> None:
     kv.barrier()
     kv.pull(list(weights), list(weights.values()))
     assert bool((weights["wide"] == weights["narrow"].unsqueeze(2)).all()), "both keys saw the same updates"
-    found = {role: segments(role, 0) for role in ("worker", "server")} if kv.rank == 0 else {}
+    found = {role: segments(role, 0, run) for role in ("worker", "server")} if kv.rank == 0 else {}
     result = {
         "rank": kv.rank,
         "table": weights["narrow"].tolist(),
@@ -98,20 +98,20 @@ def pass_gate(gate: Gate, kv: KVStore, run: Path) -> None:
         until(lambda: gate.gone not in kv.workers, f"worker {gate.gone} out of the view")
     if gate.opened is not None:
         opened = run / gate.opened
-        until(opened.exists, f"the file {gate.opened}", 60.0)
+        until(opened.exists, f"the file {gate.opened}", 200.0)
 
 
 def fire(fault: Fault, run: Path) -> None:
     """Record the fault, then send its signal."""
-    pid = os.getpid() if fault.role == "worker" else pid_of(fault.role, fault.rank, of_this_job())
+    pid = os.getpid() if fault.role == "worker" else pid_of(fault.role, fault.rank, of_this_job(), run)
     line = {"role": fault.role, "rank": fault.rank, "clock": fault.clock, "point": fault.point, "pid": pid}
     with (run / "faults.jsonl").open("a") as file:
         file.write(json.dumps(line | {"at": time.time()}) + "\n")
     os.kill(pid, fault.signal)
 
 
-def segments(role: str, rank: int) -> list[str]:
-    return sorted(segments_of(pid_of(role, rank, of_this_job())))
+def segments(role: str, rank: int, run: Path) -> list[str]:
+    return sorted(segments_of(pid_of(role, rank, of_this_job(), run)))
 
 
 def of_this_job() -> list[int]:

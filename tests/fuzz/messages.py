@@ -84,9 +84,16 @@ class MessageSource:
     """Makes random messages of some kinds."""
 
     def __init__(
-        self, kinds: Sequence[type[msgspec.Struct]], seed: int, pools: Mapping[str, Sequence[Any]] = POOLS
+        self,
+        kinds: Sequence[type[msgspec.Struct]],
+        seed: int,
+        pools: Mapping[str, Sequence[Any]] = POOLS,
+        *,
+        wild: float = 0.2,
     ) -> None:
+        """`wild`: how many of the values that have a pool are not from it."""
         self.random = Random(seed)
+        self._wild = wild
         self._pools = pools
         self._encode = msgspec.msgpack.Encoder().encode
         self._makers = [self._of_struct(types.type_info(kind)) for kind in kinds]
@@ -153,8 +160,8 @@ class MessageSource:
         pool = [value for value in self._pools.get(name, ()) if _has_type(value, kind)]
         if not pool:
             return plain
-        pick, chance = self.random.choice, self.random.random
-        return lambda: plain() if chance() < 0.2 else pick(pool)
+        pick, chance, wild = self.random.choice, self.random.random, self._wild
+        return lambda: plain() if chance() < wild else pick(pool)
 
     def _plain(self, kind: types.Type) -> Make:
         pick = self.random.choice
