@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 
 from echelon.cluster.messages import SERVER, WORKER
 from echelon.cluster.shares import read_groups
@@ -33,21 +34,44 @@ GIVEN_UP = {  # by Job.security
 }
 
 
-def add_job_arguments(parser: argparse.ArgumentParser, default_workers: int | None = None) -> None:
-    """Add the flags that describe a job, which `launch` and `train` share."""
-    required = default_workers is None
+def add_job_arguments(
+    parser: argparse.ArgumentParser,
+    default_workers: int | None = None,
+    other_names: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> None:
+    """Add the flags that describe a job, which `launch` and `train` share. `other_names` has more names for some."""
+
+    def names(*own: str) -> tuple[str, ...]:
+        return (*own, *other_names.get(own[-1], ()))
+
     parser.add_argument(
-        "-n", "--num-workers", type=int, required=required, default=default_workers, help="number of workers"
+        *names("-n", "--num-workers"),
+        dest="num_workers",
+        type=int,
+        required=default_workers is None,
+        default=default_workers,
+        help="number of workers",
     )
-    parser.add_argument("-s", "--num-servers", type=int, help="number of servers (default: as many as workers)")
+    parser.add_argument(
+        *names("-s", "--num-servers"),
+        dest="num_servers",
+        type=int,
+        help="number of servers (default: as many as workers)",
+    )
     parser.add_argument(
         "--launcher",
         default="local",
         help=f"how to start processes: {', '.join(LAUNCHERS)}, or package.module:NAME for your own (default: local)",
     )
-    parser.add_argument("-H", "--hostfile", help="file with one host per line: host, host slots=2 or user@host:port")
+    parser.add_argument(
+        *names("-H", "--hostfile"),
+        dest="hostfile",
+        help="file with one host per line: host, host slots=2 or user@host:port",
+    )
     parser.add_argument("-i", "--interface", help="network interface (default: DMLC_INTERFACE, or the one that fits)")
-    parser.add_argument("--sync-dst-dir", help="copy this folder to that path on every host, and run there")
+    parser.add_argument(
+        *names("--sync-dst-dir"), dest="sync_dst_dir", help="copy this folder to that path on every host, and run there"
+    )
     for flag, whom in (("--env", "all processes"), ("--env-worker", "workers"), ("--env-server", "servers")):
         parser.add_argument(
             flag,
@@ -166,7 +190,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         description=__doc__,
     )
     parser.advice = "the command's own flags come after it, as in: echelon launch -n 2 python train.py --lr 0.1"
-    add_job_arguments(parser)
+    add_launch_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def add_launch_arguments(
+    parser: argparse.ArgumentParser, other_names: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> None:
+    """Add the flags of `launch`, and the command, at which they end."""
+    add_job_arguments(parser, other_names=other_names)
     parser.add_argument("--staleness", type=int, help="staleness bound of dist_ssync and dist_gsync")
     parser.add_argument("--groups", help="groups of dist_gsync: a groups file, or ranks as in 0,1,2/3")
     parser.add_argument("--run-dir", help="folder for events.jsonl")
@@ -178,7 +210,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         help="an optimizer class of your own that the servers may import and run; can be given several times",
     )
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="command …", help="the command of every worker")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

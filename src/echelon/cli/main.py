@@ -6,7 +6,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from echelon import __version__
@@ -34,9 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["help"]:
         given = [*given[1:], "--help"]
+    return run_command(lambda: make_parser(given), given)
+
+
+def run_command(make: Callable[[], Parser], given: Sequence[str]) -> int:
+    """Parse arguments, run what they name, and return its exit status. Errors are printed as one line."""
     try:
         with exit_on_interrupt():
-            parser = make_parser(given)
+            parser = make()
         status = _run(parser, given)
         sys.stdout.flush()  # here, because an error of the flush at exit would be a traceback
         return status

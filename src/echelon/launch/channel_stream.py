@@ -15,7 +15,7 @@ class ChannelStream:
         self._channel = channel
         self._returned = b""
         self._unsent = bytearray()
-        self._why_ended = "the other side closed the connection"
+        self._why_ended = "its agent has disconnected"
 
     def fileno(self) -> int:
         """Return the connection's number."""
@@ -36,7 +36,7 @@ class ChannelStream:
         except BlockingIOError:
             return None
         except OSError as error:
-            self._why_ended = f"the connection broke: {error}"
+            self._why_ended = f"the connection to its agent broke: {error}"
             return b""
 
     def unread(self, data: bytes) -> None:

@@ -87,6 +87,11 @@ class Hub:
         """The processes whose agents have not connected, and which have not been given up."""
         return [process for process in self._processes if not process.connected and process.exit_code() is None]
 
+    @property
+    def complete(self) -> bool:
+        """Whether the agents of all processes have connected."""
+        return all(process.connected for process in self._processes)
+
     def fileno(self) -> int:
         """Return what becomes readable when `turn` has something to do."""
         return self._selector.fileno()

@@ -13,7 +13,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,11 +21,12 @@ from tempfile import TemporaryDirectory
 from echelon.environment import variable
 from echelon.errors import UsageError
 from echelon.launch.addresses import launcher_address
+from echelon.launch.hosts import Host
 from echelon.launch.hub import Hub, task_command, variable_names
 from echelon.launch.interface import Output
 from echelon.launch.plan import SCHEDULER, Plan, PlannedProcess, Request, describe, make_plan
-from echelon.launch.ssh_client import package_folder
-from echelon.launch.tasks import TaskProgram, run_tasks
+from echelon.launch.ssh_client import package_folder, recognize
+from echelon.launch.tasks import Cause, TaskProgram, run_tasks
 
 MPIRUN = "mpirun"
 HOSTS_FILE = "<hosts file>"
@@ -39,7 +40,7 @@ class Flavour:
     """How an implementation of MPI starts programs.
 
     `rank` is the variable with a task's number. `fixed` are arguments of every start: tasks may use all cores of their
-    host, and the death of a task does not end the others.
+    host, the agent enters the working directory, and the death of a task does not end the others.
     """
 
     name: str
@@ -49,37 +50,25 @@ class Flavour:
     hosts_file: tuple[str, ...]  # before the path of a file that has one line per task, in the order of ranks
     own_address: str | None  # before the launcher's address, which the hosts of a file connect to
     variables: Callable[[Sequence[str]], list[str]]  # pass on variables by name: no command line shows their values
-    advice: Mapping[str, str]  # what to do about an error that contains a text
 
 
-_SSH_ADVICE = {
-    "Permission denied": "mpirun logs in to hosts with ssh: let 'ssh HOST true' work without a password",
-    "Host key verification failed": "mpirun logs in to hosts with ssh: let 'ssh HOST true' work without a question",
-    "No module named": "every host needs the same Python with Echelon, at the same path",
-}
 OPEN_MPI = Flavour(
     "Open MPI",
     rank="OMPI_COMM_WORLD_RANK",
-    fixed=("--bind-to", "none", "--mca", "orte_abort_on_non_zero_status", "0"),
+    fixed=("--bind-to", "none", "--wdir", "/", "--mca", "orte_abort_on_non_zero_status", "0"),
     anywhere=("--oversubscribe",),
     hosts_file=("--map-by", "seq", "--hostfile"),
     own_address=None,
     variables=lambda names: [word for name in names for word in ("-x", name)],
-    advice={
-        "attempt to run as root": "use another user, or set OMPI_ALLOW_RUN_AS_ROOT=1 and "
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, for example in a container",
-        **_SSH_ADVICE,
-    },
 )
 MPICH = Flavour(
     "MPICH",
     rank="PMI_RANK",
-    fixed=("-bind-to", "none", "-disable-auto-cleanup"),
+    fixed=("-bind-to", "none", "-wdir", "/", "-disable-auto-cleanup"),
     anywhere=(),
     hosts_file=("-f",),
     own_address="-localhost",
     variables=lambda names: ["-genvlist", ",".join(names)],
-    advice=_SSH_ADVICE,
 )
 _VERSIONS = {r"Open MPI|OpenRTE|PRRTE|prterun": OPEN_MPI, r"HYDRA|MPICH|Intel\(R\) MPI": MPICH}
 
@@ -176,7 +165,7 @@ class MpiLauncher:
             def start(hub: Hub) -> TaskProgram:
                 variables = {**hub.environment(flavour.rank), **_python_path()}
                 command = _command(plan, flavour, program, list(variables), str(hosts_file), address)
-                return TaskProgram(MPIRUN, command, variables | _LAST, lambda lines: _advice(flavour, lines))
+                return TaskProgram(MPIRUN, command, variables | _LAST, cause_of)
 
             return run_tasks(plan, output, address, start)
 
@@ -211,6 +200,27 @@ def _python_path() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(filter(None, [variable("PYTHONPATH"), folder]))} if folder else {}
 
 
-def _advice(flavour: Flavour, lines: Sequence[str]) -> str:
-    text = "\n".join(lines)
-    return next((advice for part, advice in flavour.advice.items() if part in text), "")
+_HOST = r"(?P<host>[^\s:@\]]+)"
+_CAUSES = {  # what mpirun, ssh and agents print, and what to say and do about it; by default the line itself
+    r"attempt to run as root": "mpirun of Open MPI refuses to run as root; use another user, or set "
+    "OMPI_ALLOW_RUN_AS_ROOT=1 and OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1, for example in a container",
+    rf"^the agent on {_HOST} cannot start: ": None,
+    r"No module named 'echelon'": "a host has no Echelon for this Python; every host needs it at the same path",
+    rf"@{_HOST}\] .*execvp error on file .*": "the host has no {python}; every host needs Python at the same path",
+    rf"^Node: +{_HOST}$": "the host has no {python}; every host needs Python at the same path",
+    rf"(?:^|@){_HOST}: (?:Permission denied \(|Too many authentication failures)": None,
+    rf"Could not resolve hostname {_HOST}: ": None,
+    rf"connect to host {_HOST} port \d+: ": None,
+    rf"(?:Connection (?:closed|reset|timed out)) .*{_HOST} port \d+": None,
+    rf"host key is known for {_HOST} ": "the host key of {host} is unknown; log in once to accept it: ssh {host}",
+}
+
+
+def cause_of(line: str) -> Cause | None:
+    """Return why tasks cannot run, if a line of mpirun is a known error."""
+    for pattern, text in _CAUSES.items():
+        if found := re.search(pattern, line):
+            host = found.groupdict().get("host")
+            known = recognize(Host(host), line) if host else None
+            return Cause(host, known or (text.format(host=host, python=task_command()[0]) if text else line))
+    return None

@@ -6,12 +6,13 @@ shown under its name. If it ends before all agents have connected, the job canno
 
 from __future__ import annotations
 
+import math
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from echelon.environment import CREDENTIALS
 from echelon.launch.coordinate import START_S, AgentBackend
@@ -24,12 +25,19 @@ from echelon.launch.supervise import OnLine
 from echelon.transport.credentials import Security
 
 END_S = 5.0  # for the program to end after its tasks, or after SIGTERM
-_KEPT_LINES = 100
+SETTLE_S = 3.0  # after an error of one host, for the agents of the others to connect
+
+
+class Cause(NamedTuple):
+    """Why the tasks of a host cannot run, or those of some host if `host` is None."""
+
+    host: str | None
+    text: str
 
 
 @dataclass(frozen=True)
 class TaskProgram:
-    """A program that starts the tasks. `advice` gets its last lines and returns what to do about them, or "".
+    """A program that starts the tasks. `recognize` returns the cause if a line that it prints is a known error.
 
     `environment` has the credentials: the program must pass on those variables without showing them.
     """
@@ -37,7 +45,7 @@ class TaskProgram:
     name: str
     arguments: Sequence[str]
     environment: Mapping[str, str]
-    advice: Callable[[Sequence[str]], str] = lambda lines: ""
+    recognize: Callable[[str], Cause | None] = lambda line: None
 
 
 def run_tasks(
@@ -54,7 +62,7 @@ def run_tasks(
         hub = Hub(address, Security.of(plan.job))
         stack.callback(hub.close)
         starter = _Starter(program(hub), output.on_line)
-        stack.callback(starter.close)
+        stack.callback(lambda: starter.close(wait=hub.complete))
         backend = _TaskBackend(plan, hub, starter, folder, start_s)
         return run_job(plan, output, backend, watched={hub.fileno(): hub.turn})
 
@@ -69,9 +77,9 @@ class _TaskBackend(AgentBackend):
     def turn(self) -> None:
         """Watch the program, and start processes whose agents have connected."""
         self._hub.turn()
-        why = self._starter.turn()
-        if why:
-            for process in self._hub.missing:
+        self._starter.turn()
+        for process in self._hub.missing:
+            if why := self._starter.why_missing(process.host):
                 process.fail(why)
         super().turn()
 
@@ -84,23 +92,42 @@ class _Starter:
         self._secret = program.environment.get(CREDENTIALS) or "\0"  # a verbose program may print it
         self._process: ChildProcess | None = None
         self._partial = b""
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._ended = False
+        self._lines = 0
+        self._causes: list[Cause] = []
+        self._settled = math.inf  # when agents that do not suffer from a cause have had time to connect
 
-    def turn(self) -> str:
-        """Start the program, show what it prints, and return how it ended, or "" while it runs."""
+    def turn(self) -> None:
+        """Start the program, and show what it prints."""
         if self._process is None:
             program = self._program
             self._process = ChildProcess(program.name, program.arguments, program.environment)
             self._process.fileno()  # from now on, reading its output does not block
-        code = self._process.exit_code()
         self._show_lines()
-        return "" if code is None else self._explain(code)
+        code = self._process.exit_code()
+        if code and not self._ended:
+            self._ended = True
+            self._on_line(self._program.name, how_ended(code))
 
-    def close(self) -> None:
-        """End the program. Its tasks have ended or been told to; it ends by itself, or is asked to, or is killed."""
+    def why_missing(self, host: str) -> str:
+        """Return why the agents of a host will not connect, or "" if they may still do so."""
+        assert self._process is not None
+        name, code = self._program.name, self._process.exit_code()
+        ended = "" if code is None else f": {name} {how_ended(code)} before its agent had connected"
+        for cause in self._causes:
+            if cause.host == host or (cause.host is None and (ended or time.monotonic() > self._settled)):
+                return f"cannot run{ended}: {cause.text}"
+        if not ended or (self._causes and time.monotonic() < self._settled):  # those of another host come first
+            return ""
+        return f"cannot run{ended}" + (", for the reason that its lines above give" if self._lines else "")
+
+    def close(self, *, wait: bool) -> None:
+        """End the program. `wait`: its tasks have ended, so it ends by itself; otherwise it is told to."""
         if self._process is None:
             return
-        if not self._wait():
+        if not (wait and self._wait()):
+            self._program = replace(self._program, recognize=lambda line: None)
+            self._on_line = lambda name, line: None  # it complains about being told to end
             self._process.send_signal(signal.SIGTERM)
             self._wait()
         self._process.close()
@@ -122,12 +149,12 @@ class _Starter:
             *whole, self._partial = (self._partial + data).split(b"\n")
             for raw in whole:
                 line = raw.decode(errors="replace").rstrip().replace(self._secret, "<credentials>")
-                self._lines.append(line)
                 if line:
+                    self._lines += 1
                     self._on_line(self._program.name, line)
+                    self._note_cause(line)
 
-    def _explain(self, code: int) -> str:
-        advice = self._program.advice(list(self._lines))
-        return f"cannot run: {self._program.name} {how_ended(code)} before its agent had connected" + (
-            f"; {advice}" if advice else ", for the reason that its lines above give" if self._lines else ""
-        )
+    def _note_cause(self, line: str) -> None:
+        if cause := self._program.recognize(line):
+            self._causes.append(cause)
+            self._settled = min(self._settled, time.monotonic() + SETTLE_S)

@@ -52,22 +52,22 @@ def test_another_mpirun_is_refused() -> None:
 
 def test_open_mpi() -> None:
     assert command(OPEN_MPI, plan("a", "b"), "--tag-output") == (
-        "mpirun -n 4 --bind-to none --mca orte_abort_on_non_zero_status 0 --map-by seq --hostfile FILE "
+        "mpirun -n 4 --bind-to none --wdir / --mca orte_abort_on_non_zero_status 0 --map-by seq --hostfile FILE "
         "-x ECHELON_HUB -x ECHELON_CREDENTIALS --tag-output"
     )
     assert command(OPEN_MPI, plan()) == (
-        "mpirun -n 4 --bind-to none --mca orte_abort_on_non_zero_status 0 --oversubscribe "
+        "mpirun -n 4 --bind-to none --wdir / --mca orte_abort_on_non_zero_status 0 --oversubscribe "
         "-x ECHELON_HUB -x ECHELON_CREDENTIALS"
     )
 
 
 def test_mpich() -> None:
     assert command(MPICH, plan("a", "b"), "-verbose") == (
-        "mpirun -n 4 -bind-to none -disable-auto-cleanup -f FILE -localhost 10.0.0.9 "
+        "mpirun -n 4 -bind-to none -wdir / -disable-auto-cleanup -f FILE -localhost 10.0.0.9 "
         "-genvlist ECHELON_HUB,ECHELON_CREDENTIALS -verbose"
     )
     assert command(MPICH, plan()) == (
-        "mpirun -n 4 -bind-to none -disable-auto-cleanup -genvlist ECHELON_HUB,ECHELON_CREDENTIALS"
+        "mpirun -n 4 -bind-to none -wdir / -disable-auto-cleanup -genvlist ECHELON_HUB,ECHELON_CREDENTIALS"
     )
 
 

@@ -11,7 +11,6 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
 
@@ -27,7 +26,7 @@ from echelon.launch.slurm.allocation import Allocation, current_allocation
 from echelon.launch.slurm.batch import follow, submit
 from echelon.launch.slurm.commands import run_command
 from echelon.launch.slurm.script import WARNING_S, BatchOptions, output_file, parse_state, sbatch_command, to_text
-from echelon.launch.tasks import TaskProgram, run_tasks
+from echelon.launch.tasks import Cause, TaskProgram, run_tasks
 
 SRUN = "srun"
 TASK_NUMBER = "SLURM_PROCID"
@@ -137,7 +136,7 @@ def _run_step(plan: Plan, allocation: Allocation, output: Output) -> int:
     address = launcher_address(plan.job.interface, [host.name for host in plan.hosts()], one_machine=False)
 
     def start(hub: Hub) -> TaskProgram:
-        return TaskProgram(SRUN, _srun(plan, allocation), hub.environment(TASK_NUMBER), _advice)
+        return TaskProgram(SRUN, _srun(plan, allocation), hub.environment(TASK_NUMBER), _cause_of)
 
     return run_tasks(plan, output, address, start)
 
@@ -154,6 +153,6 @@ def _num_tasks(plan: Plan) -> int:
     return sum(process.role != SCHEDULER for process in plan.processes)
 
 
-def _advice(lines: Sequence[str]) -> str:
-    text = "\n".join(lines)
-    return next((advice for part, advice in _ADVICE.items() if part in text), "")
+def _cause_of(line: str) -> Cause | None:
+    """Return why tasks cannot run, if a line of srun is a known error."""
+    return next((Cause(None, advice) for part, advice in _ADVICE.items() if part in line), None)
