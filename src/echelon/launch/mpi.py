@@ -208,6 +208,8 @@ _CAUSES = {  # what mpirun, ssh and agents print, and what to say and do about i
     r"No module named 'echelon'": "a host has no Echelon for this Python; every host needs it at the same path",
     rf"@{_HOST}\] .*execvp error on file .*": "the host has no {python}; every host needs Python at the same path",
     rf"^Node: +{_HOST}$": "the host has no {python}; every host needs Python at the same path",
+    r"(hydra_pmi_proxy|orted): .*(?:not found|No such file)": "a host has no {0}, a part of MPI; install the same MPI, "
+    "at the same path, on every host",
     rf"(?:^|@){_HOST}: (?:Permission denied \(|Too many authentication failures)": None,
     rf"Could not resolve hostname {_HOST}: ": None,
     rf"connect to host {_HOST} port \d+: ": None,
@@ -222,5 +224,7 @@ def cause_of(line: str) -> Cause | None:
         if found := re.search(pattern, line):
             host = found.groupdict().get("host")
             known = recognize(Host(host), line) if host else None
-            return Cause(host, known or (text.format(host=host, python=task_command()[0]) if text else line))
+            return Cause(
+                host, known or (text.format(*found.groups(), host=host, python=task_command()[0]) if text else line)
+            )
     return None

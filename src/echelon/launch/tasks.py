@@ -24,7 +24,7 @@ from echelon.launch.run import run_job
 from echelon.launch.supervise import OnLine
 from echelon.transport.credentials import Security
 
-END_S = 5.0  # for the program to end after its tasks, or after SIGTERM
+END_S = 3.0  # for the program to end after its tasks, or after SIGTERM
 SETTLE_S = 3.0  # after an error of one host, for the agents of the others to connect
 
 

@@ -9,7 +9,7 @@ import pytest
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch.hosts import Host
-from echelon.launch.mpi import MPICH, OPEN_MPI, Flavour, MpiLauncher, flavour_of, hosts_text, mpirun_command
+from echelon.launch.mpi import MPICH, OPEN_MPI, Flavour, MpiLauncher, cause_of, flavour_of, hosts_text, mpirun_command
 from echelon.launch.plan import Plan, Request, make_plan
 
 VERSIONS = {
@@ -87,3 +87,52 @@ def test_a_missing_mpirun_says_what_to_install() -> None:
     request = Request(Job(num_workers=1), ["train"], options={"mpi_program": "no-such-mpirun"})
     with pytest.raises(UsageError, match=r"needs the program no-such-mpirun, .*apt-get install openmpi-bin"):
         launcher.describe(launcher.plan(request))
+
+
+@pytest.mark.parametrize(
+    ("line", "host", "text"),
+    [
+        (
+            "root@h2: Permission denied (publickey,password).",
+            "h2",
+            "h2 does not let this user log in without a password",
+        ),
+        ("h2: Permission denied (publickey).", "h2", "h2 does not let this user log in without a password"),
+        ("ssh: Could not resolve hostname nohost: Name or service not known", "nohost", "host name nohost is unknown"),
+        ("ssh: connect to host 10.0.0.9 port 22: No route to host", "10.0.0.9", "10.0.0.9 cannot be reached: No route"),
+        ("ssh: connect to host h2 port 22: Connection refused", "h2", "h2 runs no ssh server"),
+        (
+            "No ED25519 host key is known for h2 and you have requested strict checking.",
+            "h2",
+            "host key of h2 is unknown",
+        ),
+        ("/opt/bin/python: No module named 'echelon'", None, "a host has no Echelon for this Python"),
+        (
+            "[proxy:0:1@h2] HYDU_create_process (x.c:75): execvp error on file /opt/python (No such file)",
+            "h2",
+            "has no /",
+        ),
+        ("Node:       h2", "h2", "the host has no /"),
+        ("bash: line 1: /usr/bin/hydra_pmi_proxy: No such file or directory", None, "a host has no hydra_pmi_proxy"),
+        ("bash: line 1: orted: command not found", None, "a host has no orted"),
+        (
+            "the agent on h2 cannot start: no connection to {x}",
+            "h2",
+            "the agent on h2 cannot start: no connection to {x}",
+        ),
+        ("mpirun.openmpi has detected an attempt to run as root.", None, "refuses to run as root"),
+    ],
+)
+def test_known_errors_name_host_and_cause(line: str, host: str | None, text: str) -> None:
+    cause = cause_of(line)
+    assert cause is not None
+    assert cause.host == host
+    assert text in cause.text
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["Permission denied, please try again.", "ORTE was unable to reliably start one or more daemons.", "[h1:77] x"],
+)
+def test_other_lines_are_no_causes(line: str) -> None:
+    assert cause_of(line) is None
