@@ -54,12 +54,14 @@ def test_a_flag_that_no_script_has_is_an_error() -> None:
     [
         ("tools/launch.py", "ssh -T"),
         ("tracker/dmlc_ssh.py", "rsync -az"),
+        ("tracker/dmlc_yarn.py", "-container_memory 1000 -container_vcores 3 -queue q"),
         ("tracker/dmlc_local.py", "worker 0 on this machine: python train.py -s 3"),
     ],
 )
 def test_every_script_has_its_launcher(tmp_path: Path, script: str, expected: str) -> None:
-    sync = ["--sync-dir", "/tmp/there"] if "ssh" in script else []
-    done = run(script, "-n", "2", "-s", "2", "-H", hosts(tmp_path), *sync, "--dry-run", "python", "train.py", "-s", "3")
+    own = {"ssh": ["--sync-dir", "/tmp/there"], "yarn": ["-q", "q", "-mem", "1000", "--vcores", "3"]}
+    more = next((words for name, words in own.items() if name in script), [])
+    done = run(script, "-n", "2", "-s", "2", "-H", hosts(tmp_path), *more, "--dry-run", "python", "train.py", "-s", "3")
     assert done.returncode == 0, done
     assert expected in done.stdout
 

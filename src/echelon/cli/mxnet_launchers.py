@@ -28,10 +28,10 @@ _OTHER_NAMES = {  # MXNet's names of flags
     "--hostfile": ["--host-file"],
     "--sync-dst-dir": ["--sync-dir"],
 }
-_YARN_NAMES = {
-    ("-q", "--queue"): "yarn_queue",
-    ("-mem", "--memory-mb"): "yarn_memory_mb",
-    ("--vcores",): "yarn_vcores",
+_YARN_NAMES: dict[str, tuple[tuple[str, ...], type]] = {  # of dmlc_yarn.py alone, by the field of `echelon launch`
+    "yarn_queue": (("-q", "--queue"), str),
+    "yarn_memory": (("-mem", "--memory-mb"), int),
+    "yarn_vcores": (("--vcores",), int),
 }
 _WITHOUT_EFFECT = {  # flags that are accepted, and what the user is told
     "--host-ip": "the launcher announces the address that reaches the hosts; choose its interface with -i",
@@ -40,6 +40,10 @@ _WITHOUT_EFFECT = {  # flags that are accepted, and what the user is told
     "--max-attempts": "a worker that fails is not started again; the others continue",
     "--local-num-attempt": "a worker that fails is not started again; the others continue",
     "--jobname": "the run has a name of its own",
+}
+_CHOOSE_HOSTS = {  # launchers that take no hosts file
+    "local": "all processes start on this machine",
+    "yarn": "YARN chooses the hosts",
 }
 _P3 = "gradients are always sent in small buckets during the backward pass, the last layers' first"
 
@@ -57,8 +61,8 @@ def make_parser(script: str) -> Parser:
     parser = Parser(prog=script, description=f"{script} of MXNet. 'echelon launch --help' says more about the flags.")
     parser.advice = f"the command's own flags come after it, as in: {script} -n 2 -H hosts python train.py --lr 0.1"
     add_launch_arguments(parser, _OTHER_NAMES)
-    for names, field in _YARN_NAMES.items() if launcher == "yarn" else ():
-        parser.add_argument(*names, dest=field, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    for field, (names, kind) in _YARN_NAMES.items() if launcher == "yarn" else ():
+        parser.add_argument(*names, dest=field, type=kind, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for name in _WITHOUT_EFFECT:
         parser.add_argument(name, dest=f"unused {name}", help=argparse.SUPPRESS)
     parser.add_argument("--p3", action="store_true", help=argparse.SUPPRESS)
@@ -73,8 +77,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.p3:
         _say(f"--p3 has no effect: {_P3}")
     options.launcher = options.launcher or ("ssh" if options.hostfile else "local")
-    if options.launcher == "local" and options.hostfile:
-        _say(f"-H {options.hostfile} has no effect: the local launcher starts all processes on this machine")
+    if options.hostfile and options.launcher in _CHOOSE_HOSTS:
+        _say(f"-H {options.hostfile} has no effect: {_CHOOSE_HOSTS[options.launcher]}")
         options.hostfile = None
     return run(options)
 

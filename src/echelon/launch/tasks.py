@@ -46,6 +46,7 @@ class TaskProgram:
     arguments: Sequence[str]
     environment: Mapping[str, str]
     recognize: Callable[[str], Cause | None] = lambda line: None
+    hint: str = "its lines above say why"  # if it ends for a reason that is not known
 
 
 def run_tasks(
@@ -119,7 +120,7 @@ class _Starter:
                 return f"cannot run{ended}: {cause.text}"
         if not ended or (self._causes and time.monotonic() < self._settled):  # those of another host come first
             return ""
-        return f"cannot run{ended}" + (", for the reason that its lines above give" if self._lines else "")
+        return f"cannot run{ended}" + (f"; {self._program.hint}" if self._lines else "")
 
     def close(self, *, wait: bool) -> None:
         """End the program. `wait`: its tasks have ended, so it ends by itself; otherwise it is told to."""

@@ -11,7 +11,7 @@ import argparse
 import glob
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,14 @@ from echelon.launch.addresses import launcher_address
 from echelon.launch.hub import Hub, task_command
 from echelon.launch.interface import Output
 from echelon.launch.plan import SCHEDULER, Plan, Request, describe, make_plan
-from echelon.launch.tasks import TaskProgram, run_tasks
+from echelon.launch.tasks import Cause, TaskProgram, run_tasks
 from echelon.transport.credentials import FILE_NAME, read_credentials, user_credentials
 
 YARN = "yarn"
 CLIENT = "org.apache.hadoop.yarn.applications.distributedshell.Client"
 START_S = 300.0  # YARN may wait for free resources before it starts the containers
 _JAR = "share/hadoop/yarn/hadoop-yarn-applications-distributedshell-*.jar"
+_HINT = "'yarn logs -applicationId ID' shows what the containers printed"
 _UNKNOWN_HUB = "<address of this machine>:<free port>"
 
 
@@ -79,7 +80,7 @@ class YarnLauncher:
 
         def program(hub: Hub) -> TaskProgram:
             variables = _environment(plan, ":".join(map(str, hub.address)))
-            return TaskProgram(YARN, application(plan, options, jar, variables), {}, _advice)
+            return TaskProgram(YARN, application(plan, options, jar, variables), {}, _cause_of, _HINT)
 
         return run_tasks(plan, output, address, program, start_s=START_S)
 
@@ -122,8 +123,7 @@ def _environment(plan: Plan, hub: str) -> dict[str, str]:
     return variables
 
 
-def _advice(lines: Sequence[str]) -> str:
-    text = "\n".join(lines)
-    if "No module named" in text:
-        return "every node needs Echelon for the Python of --yarn-python"
-    return "'yarn logs -applicationId ID' shows what the containers printed"
+def _cause_of(line: str) -> Cause | None:
+    """Return why containers cannot run, if a line of yarn is a known error."""
+    known = "No module named" in line
+    return Cause(None, "every node needs Echelon for the Python of --yarn-python") if known else None
