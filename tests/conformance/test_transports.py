@@ -12,7 +12,7 @@ import pytest
 
 from echelon.testing import check_transport
 from echelon.testing.transport import CHECKS, Check
-from echelon.transport import SharedMemoryTransport, TcpTransport
+from echelon.transport import SharedMemoryTransport, TcpTransport, admission
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer, Transport
 
@@ -21,6 +21,13 @@ from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer, T
 @pytest.mark.parametrize("transport", [InProcessTransport, SharedMemoryTransport, TcpTransport])
 def test_transport(transport: type[Transport], check: Check) -> None:
     check(transport)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_tcp_between_machines(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same over TLS, which the processes use when they do not see that they are on one machine."""
+    monkeypatch.setattr(admission, "on_one_machine", lambda own, peer: False)
+    check(TcpTransport)
 
 
 # --- shared memory between processes

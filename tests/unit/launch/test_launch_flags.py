@@ -92,3 +92,23 @@ def test_a_python_file_that_the_system_cannot_run_is_run_by_this_python(
 def test_a_program_that_cannot_be_run_is_named_once(name: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         command_of([name])
+
+
+@pytest.mark.parametrize(
+    ("flag", "security", "words"),
+    [
+        ("--insecure", "none", "whoever reaches a port of this job can read and change its weights"),
+        ("--no-encryption", "proof", "whoever can read or change packets on the network can read and change"),
+    ],
+)
+def test_flags_that_give_up_protection_say_what(
+    flag: str, security: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_job_arguments(parser)
+    assert job_from(parser.parse_args(["-n", "1"])).security == "auto"
+    assert not capsys.readouterr().err
+    assert job_from(parser.parse_args(["-n", "1", flag])).security == security
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"echelon: warning: {flag}: ")
+    assert words in line
