@@ -18,6 +18,7 @@ from echelon.bench.train.workloads import WORKLOADS
 
 Benchmarks: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
+SECURITY = ("auto", "proof", "none")
 TRANSPORTS = ("auto", "shm", "tcp")
 PEERS_OF_TRAIN = (
     " (gradients: Echelon without --push-factors; lazy: Echelon with lazy_pull; clipped, ddp_clipped: with clipping by "
@@ -127,6 +128,10 @@ def _add_job(parser: argparse.ArgumentParser, stores: Iterable[str] | None, tran
     add("-s", "--num-servers", type=int, default=2, help="number of servers")
     add("--kv-store", choices=stores, default="dist_sync", help="store of Echelon and MXNet")
     add("--transport", choices=TRANSPORTS, default="auto", help=transport_help)
+    add("--security", choices=SECURITY, default="auto", help="of Echelon between hosts: TLS, proof only, or none")
+    add("--hosts", metavar="A,B", help="run servers, then workers, on these hosts in turn, over ssh")
+    add("-i", "--interface", default="eth0", help="network interface of the hosts")
+    add("--ssh-config", metavar="FILE", help="configuration file of ssh")
 
 
 def _add_turns(

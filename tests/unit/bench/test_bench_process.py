@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -33,7 +34,7 @@ MakeContender = Callable[..., ProcessContender]
 def make(tmp_path: Path) -> MakeContender:
     """Return a function that makes a contender of programs; those whose name starts with `worker` are driven."""
 
-    def made(timeouts: dict[str, float] | None = None, **programs: str) -> ProcessContender:
+    def made(timeouts: dict[str, Any] | None = None, **programs: str) -> ProcessContender:
         specs = [
             ProcessSpec(name.replace("_", " "), [sys.executable, "-c", code], {}, driven=name.startswith("worker"))
             for name, code in programs.items()

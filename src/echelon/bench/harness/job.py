@@ -1,4 +1,4 @@
-"""Which processes a contender consists of: one per role and rank, all on the loopback interface."""
+"""Which processes a contender consists of: one per role and rank, on this machine or on several hosts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 
 from echelon.bench.harness.mxnet_environment import MXNET_DEFAULTS, MXNET_STORES, mxnet_command
 from echelon.bench.harness.process import ProcessSpec
+from echelon.bench.harness.remote import Hosts
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch.processes import LOOPBACK, free_port
+from echelon.transport.credentials import Credentials
 
 NO_VARIABLES: Mapping[str, str] = {}
-JOB_FLAGS = ("num_workers", "num_servers", "kv_store", "transport")
+JOB_FLAGS = ("num_workers", "num_servers", "kv_store", "transport", "security")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +30,19 @@ class JobPlan:
     num_servers: int = 2
     kv_store: str = "dist_sync"
     transport: str = "auto"
+    security: str = "auto"
+    hosts: Hosts | None = None
+
+    @property
+    def address(self) -> str:
+        """Where the scheduler of an Echelon job listens, on this machine."""
+        return self.hosts.own_address() if self.hosts else LOOPBACK
 
 
 def job_fields(args: argparse.Namespace, work_dir: Path) -> dict[str, Any]:
     """Return the fields of a JobPlan from the command line."""
-    return {"work_dir": work_dir, **{name: getattr(args, name) for name in JOB_FLAGS}}
+    hosts = Hosts(tuple(args.hosts.split(",")), args.interface, args.ssh_config) if args.hosts else None
+    return {"work_dir": work_dir, "hosts": hosts, **{name: getattr(args, name) for name in JOB_FLAGS}}
 
 
 def check_job(args: argparse.Namespace) -> None:
@@ -48,7 +58,8 @@ def echelon_specs(
 ) -> list[ProcessSpec]:
     """Return the scheduler, servers and workers of an Echelon job; each runs `module` in its role."""
     argv = [sys.executable, "-m", module, *flags, "--kv-store", plan.kv_store]
-    return [ProcessSpec(_label(job), argv, env, driven=job.role == "worker", job=job) for job in _roles(plan)]
+    specs = [ProcessSpec(_label(job), argv, env, driven=job.role == "worker", job=job) for job in _roles(plan)]
+    return _on_hosts(plan, specs)
 
 
 def mxnet_specs(
@@ -59,15 +70,17 @@ def mxnet_specs(
         raise UsageError(f"MXNet has no store {plan.kv_store!r}; compare with it under {' or '.join(MXNET_STORES)}")
     argv = [*mxnet_command(script), *flags, "--kv-store", plan.kv_store]
     port = free_port()
-    return [
+    jobs = [replace(job, scheduler_host=plan.address, scheduler_port=port, credentials=None) for job in _roles(plan)]
+    specs = [
         ProcessSpec(
             _label(job),
             argv,
-            {**replace(job, scheduler_port=port).to_environment(), **MXNET_DEFAULTS, **env},
+            {**job.to_environment(), **MXNET_DEFAULTS, **env},
             driven=job.role == "worker",
         )
-        for job in _roles(plan)
+        for job in jobs
     ]
+    return _on_hosts(plan, specs)
 
 
 def gloo_specs(
@@ -76,15 +89,33 @@ def gloo_specs(
     """Return one rank of a Gloo process group per worker. Servers have no counterpart there."""
     url = f"file://{plan.work_dir / name}.store?world_size={plan.num_workers}&rank="
     argv = [sys.executable, "-m", module, *flags, "--process-group"]
-    variables = {"GLOO_SOCKET_IFNAME": "lo", **env}
-    return [
+    variables = {"GLOO_SOCKET_IFNAME": plan.hosts.interface if plan.hosts else "lo", **env}
+    specs = [
         ProcessSpec(f"rank {rank}", [*argv, f"{url}{rank}"], variables, driven=True) for rank in range(plan.num_workers)
     ]
+    return _on_hosts(plan, specs)
+
+
+def _on_hosts(plan: JobPlan, specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
+    """Put servers, then workers, on the hosts in turn, as launchers do. The scheduler stays on this machine."""
+    if plan.hosts is None:
+        return list(specs)
+    here = [spec for spec in specs if spec.label.startswith("scheduler")]
+    away = [spec for spec in specs if spec not in here]
+    return here + [replace(spec, command=plan.hosts.command(plan.hosts.at(index))) for index, spec in enumerate(away)]
 
 
 def _roles(plan: JobPlan) -> list[Job]:
     """Return the job as each of its processes sees it, still without a port."""
-    job = Job(num_workers=plan.num_workers, num_servers=plan.num_servers, host=LOOPBACK, transport=plan.transport)
+    job = Job(
+        num_workers=plan.num_workers,
+        num_servers=plan.num_servers,
+        host=None if plan.hosts else LOOPBACK,
+        interface=plan.hosts.interface if plan.hosts else None,
+        transport=plan.transport,
+        security=plan.security,
+        credentials=None if plan.security == "none" else Credentials.create().to_text(),
+    )
     counts = {"scheduler": 1, "server": job.num_servers, "worker": job.num_workers}
     return [job.as_role(role, rank) for role, count in counts.items() for rank in range(count)]
 

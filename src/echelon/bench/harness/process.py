@@ -19,10 +19,12 @@ from socket import socket
 from typing import TypeVar
 
 from echelon.bench.harness.protocol import QUIT, Answer, Ready, Times, decode_answer, run_command
+from echelon.bench.harness.remote import first_line
 from echelon.bench.harness.turns import Contender
 from echelon.environment import Job
 from echelon.errors import JobError
-from echelon.launch.processes import ChildProcess, listen_on_loopback
+from echelon.launch.addresses import listen
+from echelon.launch.processes import LOOPBACK, ChildProcess
 
 AnswerKind = TypeVar("AnswerKind", Ready, Times)
 
@@ -42,12 +44,14 @@ class ProcessSpec:
     driven: bool = False
     job: Job | None = None
     pass_fds: tuple[int, ...] = ()
+    command: Sequence[str] = ()  # if given, it starts the process on another host
 
     def at(self, listener: socket) -> ProcessSpec:
         """Return the spec with the variables of its job. The scheduler inherits the listening socket."""
         if self.job is None:
             return self
-        job = replace(self.job, scheduler_port=listener.getsockname()[1])
+        host, port = listener.getsockname()[:2]
+        job = replace(self.job, scheduler_host=host, scheduler_port=port)
         env = {**job.to_environment(), **self.env}
         if job.role != "scheduler":
             return replace(self, env=env)
@@ -66,9 +70,9 @@ class ContenderProcess(ChildProcess):
         try:
             super().__init__(
                 spec.label,
-                spec.argv,
-                spec.env,
-                stdin=subprocess.PIPE if spec.driven else subprocess.DEVNULL,
+                spec.command or spec.argv,
+                {} if spec.command else spec.env,
+                stdin=subprocess.PIPE if spec.driven or spec.command else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if spec.driven else self._log,
                 stderr=self._log,
                 pass_fds=spec.pass_fds,
@@ -76,6 +80,8 @@ class ContenderProcess(ChildProcess):
         except BaseException:
             self._log.close()
             raise
+        if spec.command and self.stdin is not None:
+            self.stdin.write(first_line(spec.argv, spec.env))
 
     def send(self, line: str) -> None:
         """Send a line to a driven process. If the process is dead, the next wait reports it."""
@@ -132,11 +138,14 @@ class ProcessContender(Contender):
         start_timeout_s: float = 120.0,
         step_timeout_s: float = 15.0,
         stop_timeout_s: float = 20.0,
+        address: str = LOOPBACK,
     ) -> None:
+        """`address`: where the scheduler of an Echelon job listens."""
         super().__init__(name)
         if not any(spec.driven for spec in specs):
             raise ValueError(f"contender {name!r} has no driven process among its {len(specs)}")
         self._specs = specs
+        self._address = address
         self._log_dir = log_dir
         self._start_timeout_s = start_timeout_s
         self._step_timeout_s = step_timeout_s
@@ -152,7 +161,7 @@ class ProcessContender(Contender):
     def start(self) -> None:
         """Start every process and wait until every driven one is ready."""
         try:
-            with listen_on_loopback() as listener:
+            with listen(self._address) as listener:
                 for spec in self._specs:
                     log_path = self._log_dir / f"{self.name} {spec.label}.log"
                     self._members.append(ContenderProcess(spec.at(listener), log_path))

@@ -1,18 +1,22 @@
 """The contenders of `echelon bench pushpull`: which processes each one starts.
 
 All contenders do the same step on the same shapes with the same optimizer (SGD, lr 0.1, momentum 0.9, weight decay
-1e-4). Gradients and weights are float32, and each worker has gradients of its own. All traffic uses loopback.
+1e-4). Gradients and weights are float32, and each worker has gradients of its own. All traffic uses loopback, or the
+network between hosts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.bench.harness.job import JobPlan, echelon_specs, gloo_specs, mxnet_specs
 from echelon.bench.harness.process import ProcessContender
 from echelon.bench.harness.turns import Contender
+from echelon.bench.pushpull.iperf import Iperf3
+from echelon.bench.pushpull.shapes import num_elements, shapes
+from echelon.errors import UsageError
 
 # What `mxnet_tuned` sets. It was chosen from five runs, each with 5 to 7 settings in turns (ResNet-50, 2 workers,
 # 2 servers, dist_sync, two cores with other load, so that single rounds differ by half). One number per run: the median
@@ -39,17 +43,39 @@ class PushPullPlan(JobPlan):
         """The flags that every worker program takes."""
         return ["--model", self.model]
 
+    @property
+    def bytes_between_hosts(self) -> int:
+        """How many bytes of gradients and weights go from one host to another in a step, in both directions."""
+        assert self.hosts is not None
+        at = [self.hosts.at(index) for index in range(self.num_servers + self.num_workers)]
+        servers, workers = at[: self.num_servers], at[self.num_servers :]
+        remote = sum(server != worker for server in servers for worker in workers)
+        return 2 * 4 * num_elements(shapes(self.model)) * remote // self.num_servers
+
 
 def echelon(plan: PushPullPlan) -> Contender:
     """Return Echelon as its Trainer uses it: gradients and weights are in the store's memory."""
     specs = echelon_specs(plan, "echelon.bench.pushpull.worker_echelon", plan.flags)
-    return ProcessContender("echelon", specs, plan.work_dir)
+    return ProcessContender("echelon", specs, plan.work_dir, address=plan.address)
 
 
 def echelon_copy(plan: PushPullPlan) -> Contender:
     """Return Echelon through its plain API: each step copies the caller's tensors in and out."""
     specs = echelon_specs(plan, "echelon.bench.pushpull.worker_echelon", [*plan.flags, "--copy"])
-    return ProcessContender("echelon_copy", specs, plan.work_dir)
+    return ProcessContender("echelon_copy", specs, plan.work_dir, address=plan.address)
+
+
+def encrypted(plan: PushPullPlan) -> Contender:
+    """Return Echelon as it is by default: TLS between hosts. `--security` chooses that of the first contender."""
+    specs = echelon_specs(replace(plan, security="auto"), "echelon.bench.pushpull.worker_echelon", plan.flags)
+    return ProcessContender("encrypted", specs, plan.work_dir, address=plan.address)
+
+
+def iperf3(plan: PushPullPlan) -> Contender:
+    """Return iperf3, which moves the bytes of a step between the hosts, in both directions at once."""
+    if plan.hosts is None:
+        raise UsageError("--peer iperf3 measures the network between hosts: name two with --hosts")
+    return Iperf3(plan.hosts, plan.bytes_between_hosts)
 
 
 def gloo(plan: PushPullPlan) -> Contender:
@@ -79,4 +105,6 @@ PEERS: dict[str, Callable[[PushPullPlan], Contender]] = {
     "mxnet": mxnet,
     "mxnet_tuned": mxnet_tuned,
     "echelon_copy": echelon_copy,
+    "encrypted": encrypted,
+    "iperf3": iperf3,
 }

@@ -17,7 +17,7 @@ from echelon.bench.harness.turns import Contender, measure
 from echelon.bench.pushpull.contenders import PEERS, PushPullPlan, echelon
 from echelon.bench.pushpull.shapes import num_elements, shapes
 
-SETTINGS = ("model", *JOB_FLAGS, "rounds", "steps", "warmup")
+SETTINGS = ("model", *JOB_FLAGS, "hosts", "rounds", "steps", "warmup")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -39,9 +39,18 @@ def compare(contenders: Sequence[Contender], args: argparse.Namespace) -> None:
     """Measure the contenders in turns, print the table and write the result file."""
     cases = measure(contenders, args.rounds, args.steps, args.warmup)
     print_times(title(args), cases)
+    if args.hosts:
+        for case in cases:
+            rate = moved_bytes(args) / case.median_ms / 1e6
+            print(f"{case.name}: {rate:.3f} GB/s between the hosts, both directions together")
     if args.json is not None:
         settings = {name: getattr(args, name) for name in SETTINGS}
         write_result(args.json, {"settings": settings, **figures(cases)})
+
+
+def moved_bytes(args: argparse.Namespace) -> int:
+    """Return the bytes that go between the hosts in a step."""
+    return PushPullPlan(model=args.model, **job_fields(args, Path())).bytes_between_hosts
 
 
 def title(args: argparse.Namespace) -> str:

@@ -1,7 +1,7 @@
 """The contenders of `echelon bench train`: which processes each one starts.
 
 All contenders train the same network with the same batch size and the same SGD, and each worker has the same number of
-threads. All traffic uses loopback.
+threads. All traffic uses loopback, or the network between hosts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from echelon.bench.harness.job import JobPlan, echelon_specs, gloo_specs, mxnet_specs
 from echelon.bench.harness.process import ProcessContender, ProcessSpec
 from echelon.errors import JobError
+from echelon.launch.processes import LOOPBACK
 
 CLIPPED = ("--max-grad-norm", "1")
 # glibc keeps freed memory. Echelon's workers make the same settings themselves (`system.keep_freed_memory`).
@@ -51,8 +52,8 @@ class TrainContender(ProcessContender):
     pace.
     """
 
-    def __init__(self, name: str, specs: Sequence[ProcessSpec], work_dir: Path) -> None:
-        super().__init__(name, specs, work_dir, step_timeout_s=60.0)
+    def __init__(self, name: str, specs: Sequence[ProcessSpec], work_dir: Path, address: str = LOOPBACK) -> None:
+        super().__init__(name, specs, work_dir, step_timeout_s=60.0, address=address)
         self.losses: list[float] = []
 
     def run_round(self, num_steps: int) -> list[float]:
@@ -91,7 +92,7 @@ def clipped(plan: TrainPlan) -> TrainContender:
 def _echelon(name: str, plan: TrainPlan, *flags: str) -> TrainContender:
     module = "echelon.bench.train.worker_echelon"
     specs = echelon_specs(plan, module, [*plan.torch_flags, *flags], plan.thread_variables)
-    return TrainContender(name, specs, plan.work_dir)
+    return TrainContender(name, specs, plan.work_dir, plan.address)
 
 
 def ddp(plan: TrainPlan) -> TrainContender:
@@ -112,7 +113,7 @@ def ddp_clipped(plan: TrainPlan) -> TrainContender:
 def _ddp(name: str, plan: TrainPlan, env: Mapping[str, str], *flags: str) -> TrainContender:
     module = "echelon.bench.train.worker_ddp"
     specs = gloo_specs(plan, name, module, [*plan.torch_flags, *flags], {**plan.thread_variables, **env})
-    return TrainContender(name, specs, plan.work_dir)
+    return TrainContender(name, specs, plan.work_dir, plan.address)
 
 
 def mxnet(plan: TrainPlan) -> TrainContender:
