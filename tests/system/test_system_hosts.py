@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from hosts import Network, make_hosts
 
+from jobs import until
+
 pytestmark = pytest.mark.system
 
 
@@ -37,8 +39,7 @@ def test_a_host_without_a_link_cannot_be_reached(network: Network) -> None:
 
 def test_what_still_runs_is_found_and_killed(network: Network) -> None:
     network.login.run(["ssh", "h1", "setsid -f sleep 1000 > /dev/null 2>&1 < /dev/null"])
-    found = network["h1"].processes()
-    assert "sleep 1000" in found.values()
+    until(lambda: "sleep 1000" in network["h1"].processes().values(), "it is found")  # setsid returns before it runs
     assert not network["h2"].processes()
     with pytest.raises(AssertionError, match="sleep 1000"):
         network.assert_nothing_runs(within_s=0.0)
