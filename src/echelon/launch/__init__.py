@@ -16,6 +16,7 @@ from echelon.launch.kubernetes import KubernetesLauncher
 from echelon.launch.local import LocalLauncher
 from echelon.launch.mpi import MpiLauncher
 from echelon.launch.ray.launcher import RayLauncher
+from echelon.launch.sge import SgeLauncher
 from echelon.launch.slurm import SlurmLauncher
 from echelon.launch.ssh import SshLauncher
 from echelon.launch.yarn import YarnLauncher
@@ -26,6 +27,7 @@ _ALL: tuple[Launcher, ...] = (
     MpiLauncher(),
     RayLauncher(),
     SlurmLauncher(),
+    SgeLauncher(),
     YarnLauncher(),
     KubernetesLauncher(),
     InprocLauncher(),

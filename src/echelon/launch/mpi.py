@@ -8,7 +8,6 @@ status 0, mpirun does not end the job when one worker fails.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import shutil
@@ -25,8 +24,8 @@ from echelon.launch.hosts import Host
 from echelon.launch.hub import Hub, task_command, variable_names
 from echelon.launch.interface import Output
 from echelon.launch.plan import SCHEDULER, Plan, PlannedProcess, Request, describe, make_plan
-from echelon.launch.ssh_client import package_folder, recognize
-from echelon.launch.tasks import Cause, TaskProgram, run_tasks
+from echelon.launch.ssh_client import recognize
+from echelon.launch.tasks import Cause, TaskProgram, python_path, run_tasks
 
 MPIRUN = "mpirun"
 HOSTS_FILE = "<hosts file>"
@@ -149,7 +148,7 @@ class MpiLauncher:
         """Return the command line of mpirun, its hosts file and the plan."""
         program, flavour = _find(plan)
         address = launcher_address_of(plan)
-        variables = [*variable_names(plan.job), *_python_path()]
+        variables = [*variable_names(plan.job), *python_path()]
         command = _command(plan, flavour, program, variables, HOSTS_FILE, address)
         hosts = [f"{HOSTS_FILE}:", *(f"    {line}" for line in hosts_text(plan).split())] if plan.hosts() else []
         return "\n".join([f"{flavour.name}: {shlex.join(command)}", *hosts, describe(plan)])
@@ -163,7 +162,7 @@ class MpiLauncher:
             hosts_file.write_text(hosts_text(plan))
 
             def start(hub: Hub) -> TaskProgram:
-                variables = {**hub.environment(flavour.rank), **_python_path()}
+                variables = {**hub.environment(flavour.rank), **python_path()}
                 command = _command(plan, flavour, program, list(variables), str(hosts_file), address)
                 return TaskProgram(MPIRUN, command, variables | _LAST, cause_of)
 
@@ -192,12 +191,6 @@ def _command(
     return mpirun_command(
         flavour, plan, program=program, variables=variables, hosts_file=hosts_file, address=address, extra=extra
     )
-
-
-def _python_path() -> dict[str, str]:
-    """Return the variable that lets hosts find Echelon if it is not installed: at the same path as here."""
-    folder = package_folder(Path(__file__).parents[1], Path.cwd(), None)
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [variable("PYTHONPATH"), folder]))} if folder else {}
 
 
 _HOST = r"(?P<host>[^\s:@\]]+)"

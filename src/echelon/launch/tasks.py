@@ -7,20 +7,23 @@ shown under its name. If it ends before all agents have connected, the job canno
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
-from echelon.environment import CREDENTIALS
+from echelon.environment import CREDENTIALS, variable
 from echelon.launch.coordinate import START_S, AgentBackend
 from echelon.launch.hub import Hub
 from echelon.launch.interface import Output
-from echelon.launch.plan import Plan
+from echelon.launch.plan import SCHEDULER, Plan
 from echelon.launch.processes import ChildProcess, how_ended
 from echelon.launch.run import run_job
+from echelon.launch.ssh_client import package_folder
 from echelon.launch.supervise import OnLine
 from echelon.transport.credentials import Security
 
@@ -47,6 +50,22 @@ class TaskProgram:
     environment: Mapping[str, str]
     recognize: Callable[[str], Cause | None] = lambda line: None
     hint: str = "its lines above say why"  # if it ends for a reason that is not known
+
+
+def find_cause(table: Mapping[str, str], line: str) -> Cause | None:
+    """Return what a table says about errors, if a line contains one of its keys."""
+    return next((Cause(None, text) for part, text in table.items() if part in line), None)
+
+
+def num_tasks(plan: Plan) -> int:
+    """Return the number of tasks: one per server and worker."""
+    return sum(process.role != SCHEDULER for process in plan.processes)
+
+
+def python_path() -> dict[str, str]:
+    """Return the variable that lets hosts find Echelon if it is not installed: at the same path as here."""
+    folder = package_folder(Path(__file__).parents[1], Path.cwd(), None)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [variable("PYTHONPATH"), folder]))} if folder else {}
 
 
 def run_tasks(

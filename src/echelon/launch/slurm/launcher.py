@@ -12,6 +12,7 @@ import shlex
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 
 from echelon.environment import take_variable
@@ -20,17 +21,17 @@ from echelon.launch.addresses import launcher_address
 from echelon.launch.hosts import Host
 from echelon.launch.hub import Hub, task_command
 from echelon.launch.interface import Output
-from echelon.launch.plan import SCHEDULER, Plan, Request, describe, make_plan
+from echelon.launch.plan import Plan, Request, describe, make_plan
 from echelon.launch.run import protect
 from echelon.launch.slurm.allocation import Allocation, current_allocation
 from echelon.launch.slurm.batch import follow, submit
 from echelon.launch.slurm.commands import run_command
 from echelon.launch.slurm.script import WARNING_S, BatchOptions, output_file, parse_state, sbatch_command, to_text
-from echelon.launch.tasks import Cause, TaskProgram, run_tasks
+from echelon.launch.tasks import TaskProgram, find_cause, num_tasks, python_path, run_tasks
 
 SRUN = "srun"
 TASK_NUMBER = "SLURM_PROCID"
-_ADVICE = {
+_ERRORS = {
     "Unable to create step": "the allocation does not permit this step; request a CPU per server and worker",
     "No module named": "every node needs the same Python with Echelon, at the same path",
 }
@@ -76,9 +77,9 @@ class SlurmLauncher:
             )
         options = BatchOptions.of(request.options)
         allocation = current_allocation()
-        num_tasks = request.job.num_servers + request.job.num_workers
         if allocation is not None:
-            return make_plan(replace(request, hosts=tuple(map(Host, allocation.placement(num_tasks)))))
+            names = allocation.placement(request.job.num_servers + request.job.num_workers)
+            return make_plan(replace(request, hosts=tuple(map(Host, names))))
         nodes = tuple(Host(f"<node {number}>") for number in range(1, 1 + (options.nodes or 1)))
         return make_plan(replace(request, hosts=nodes), scheduler_host=nodes[0])
 
@@ -136,23 +137,15 @@ def _run_step(plan: Plan, allocation: Allocation, output: Output) -> int:
     address = launcher_address(plan.job.interface, [host.name for host in plan.hosts()], one_machine=False)
 
     def start(hub: Hub) -> TaskProgram:
-        return TaskProgram(SRUN, _srun(plan, allocation), hub.environment(TASK_NUMBER), _cause_of)
+        variables = {**hub.environment(TASK_NUMBER), **python_path()}
+        return TaskProgram(SRUN, _srun(plan, allocation), variables, partial(find_cause, _ERRORS))
 
     return run_tasks(plan, output, address, start)
 
 
 def _srun(plan: Plan, allocation: Allocation) -> list[str]:
-    return allocation.srun(_num_tasks(plan), task_command())
+    return allocation.srun(num_tasks(plan), task_command())
 
 
 def _sbatch(plan: Plan) -> list[str]:
-    return sbatch_command(BatchOptions.of(plan.request.options), _num_tasks(plan), os.getcwd(), sys.executable)
-
-
-def _num_tasks(plan: Plan) -> int:
-    return sum(process.role != SCHEDULER for process in plan.processes)
-
-
-def _cause_of(line: str) -> Cause | None:
-    """Return why tasks cannot run, if a line of srun is a known error."""
-    return next((Cause(None, advice) for part, advice in _ADVICE.items() if part in line), None)
+    return sbatch_command(BatchOptions.of(plan.request.options), num_tasks(plan), os.getcwd(), sys.executable)
