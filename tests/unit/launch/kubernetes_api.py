@@ -1,6 +1,7 @@
 """A server that answers the Kubernetes API's requests for one job: objects, pods and their logs.
 
-Creating a Job starts its pods. A pod prints a line and ends with the status that `statuses` has for it.
+Creating a Job starts its pods. A pod prints a line and ends with the status that `statuses` has for it. With `runs` it
+runs until it is deleted.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ Manifest = dict[str, Any]
 class Api:
     """The state of the cluster, and its server at `url`."""
 
-    def __init__(self, statuses: dict[str, int] | None = None, waiting: str | None = None) -> None:
+    def __init__(
+        self, statuses: dict[str, int] | None = None, waiting: str | None = None, *, runs: bool = False
+    ) -> None:
         self.statuses = statuses or {}
         self.waiting = waiting  # why no container can start
+        self.runs = runs
+        self.deleted_pods: set[str] = set()
         self.objects: dict[str, Manifest] = {}  # by path
         self.created: list[Manifest] = []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -35,11 +40,14 @@ class Api:
 
     def pods(self) -> list[Manifest]:
         jobs = [one for one in self.objects.values() if one["kind"] == "Job"]
-        return [self._pod(job, index) for job in jobs for index in range(job["spec"]["completions"])]
+        pods = [self._pod(job, index) for job in jobs for index in range(job["spec"]["completions"])]
+        return [pod for pod in pods if pod["metadata"]["name"] not in self.deleted_pods]
 
     def _pod(self, job: Manifest, index: int) -> Manifest:
         name = f"{job['metadata']['name']}-{index}"
         state: Manifest = {"terminated": {"exitCode": self.statuses.get(name, 0)}}
+        if self.runs:
+            state = {"running": {}}
         if self.waiting:
             state = {"waiting": {"reason": self.waiting, "message": "no such image"}}
         return {
@@ -87,7 +95,9 @@ def _handler(api: Api) -> type[BaseHTTPRequestHandler]:
 
         def do_DELETE(self) -> None:
             path = urlsplit(self.path).path
-            if api.objects.pop(path, None) is None:
+            if "/pods/" in path:
+                api.deleted_pods.add(path.rpartition("/")[2])
+            elif api.objects.pop(path, None) is None:
                 self.answer({"kind": "Status", "message": "not found"}, 404)
                 return
             self.answer({"kind": "Status", "status": "Success"})

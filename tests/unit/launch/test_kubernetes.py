@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -136,6 +137,24 @@ def test_a_failed_worker_gives_its_status(cluster: Callable[..., Api], capfd: py
     assert run(plan())[0] == 3
     assert "worker 1 (pod mnist-worker-1) exited with status 3" in capfd.readouterr().err
     assert api.objects == {}
+
+
+def test_ctrl_c_deletes_the_pods_and_the_objects(
+    cluster: Callable[..., Api], capfd: pytest.CaptureFixture[str]
+) -> None:
+    api = cluster(runs=True)
+    shown: list[str] = []
+
+    def interrupt(name: str, text: str) -> None:
+        shown.append(name)
+        if len(shown) == 4:  # every process has printed its line
+            signal.raise_signal(signal.SIGINT)
+
+    status = KubernetesLauncher().run(protect(plan()), Output(interrupt))
+    assert status == 128 + signal.SIGINT
+    assert {"mnist-worker-0", "mnist-worker-1"} <= api.deleted_pods
+    assert api.objects == {}
+    assert "echelon: stopped by SIGINT" in capfd.readouterr().err
 
 
 def test_an_image_that_cannot_be_pulled(cluster: Callable[..., Api], capfd: pytest.CaptureFixture[str]) -> None:
