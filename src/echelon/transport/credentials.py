@@ -81,7 +81,7 @@ class Credentials:
             pass
         raise UsageError(
             f"{where} does not hold credentials of Echelon ({len(text)} characters): it is damaged or incomplete; "
-            "copy it again, or start the job with 'echelon launch', which makes credentials"
+            "copy it again, or remove it, so that the next start makes new credentials"
         )
 
     def to_text(self) -> str:
