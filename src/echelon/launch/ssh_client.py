@@ -171,7 +171,7 @@ def explain(host: Host, exit_code: int, errors: str, python: str | None = None) 
         return known
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     last = f": {lines[-1][:_MAX_SHOWN]}" if lines else " and printed nothing"
-    what = f"ssh to {host.name}" if exit_code == SSH_FAILED else f"the command on {host.name}"
+    what = f"ssh to {host.name}" if exit_code < 0 or exit_code == SSH_FAILED else f"the command on {host.name}"
     ended = f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with status {exit_code}"
     return f"{what} {ended}{last}; try it by hand: ssh {target(host)}"
 

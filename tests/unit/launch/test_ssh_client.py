@@ -152,6 +152,11 @@ def test_an_error_becomes_one_line_with_host_cause_and_advice(errors: str) -> No
     assert explain(ANNA, 255, errors, "/x/python") == CASES[errors]
 
 
+def test_a_killed_client_is_not_blamed_on_the_host() -> None:
+    line = explain(Host("h1"), -9, "", "python")
+    assert line == "ssh to h1 was killed by signal 9 and printed nothing; try it by hand: ssh h1"
+
+
 def test_an_agent_that_fails_is_not_blamed_on_ssh() -> None:
     line = explain(Host("h1"), 1, "agent: something", "python")
     assert line == "the command on h1 ended with status 1: agent: something; try it by hand: ssh h1"
