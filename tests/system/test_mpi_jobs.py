@@ -149,7 +149,8 @@ def test_a_working_directory_that_a_host_does_not_have_is_named(network: Network
     (network.login.own / "work").mkdir()
     (network["h1"].own / "work").mkdir()
     done = network.login.run(launch(network, mpirun, "--", *WAITING), cwd=network.disk / "work", check=False)
-    assert f"on h2: the folder {network.disk}/work cannot be used: No such file or directory" in done.stderr, done
+    assert "worker 1 (on h2)" in done.stderr, done
+    assert f"the folder {network.disk}/work cannot be used: No such file or directory" in done.stderr, done
 
 
 def test_open_mpi_does_not_run_as_root(network: Network) -> None:

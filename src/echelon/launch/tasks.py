@@ -95,13 +95,16 @@ class _TaskBackend(AgentBackend):
         self._hub, self._starter = hub, starter
 
     def turn(self) -> None:
-        """Watch the program, and start processes whose agents have connected."""
+        """Start processes whose agents have connected, and watch the program.
+
+        Failures come last, so that the supervisor handles them before the next turn stops the other processes.
+        """
         self._hub.turn()
+        super().turn()
         self._starter.turn()
         for process in self._hub.missing:
             if why := self._starter.why_missing(process.host):
                 process.fail(why)
-        super().turn()
 
 
 class _Starter:
