@@ -236,10 +236,13 @@ def rows(path: Path) -> list[Row]:
 
 
 def pid_of(role: str, rank: int, among: Iterable[int], run: Path) -> int:
-    """Return the process with this role and rank.
+    """Return the process with this role and rank."""
+    found: int = until(lambda: _find_pid(role, rank, among, run), f"a process that is {role} {rank}", 10.0)
+    return found
 
-    Servers and workers are found by their registration, because the environment of a forked process cannot be read.
-    """
+
+def _find_pid(role: str, rank: int, among: Iterable[int], run: Path) -> int | None:
+    """Find servers and workers by their registration, because the environment of a forked process cannot be read."""
     registered = f"{role} {rank} (pid "
     for event in rows(run / "events.jsonl"):
         if event["event"] == "registered" and event["who"].startswith(registered):
@@ -248,4 +251,4 @@ def pid_of(role: str, rank: int, among: Iterable[int], run: Path) -> int:
         variables = read_environment(pid)
         if (variables.get("DMLC_ROLE"), variables.get("ECHELON_RANK")) == (role, str(rank)):
             return pid
-    raise AssertionError(f"no process is {role} {rank}")
+    return None
