@@ -157,11 +157,14 @@ class PendingRequests:
 
     def retire(self, worker: int) -> str:
         """Stop waiting for a worker that has finished and may still pull. Return the engine's reason."""
-        return self._carry_out_departure(self.engine.leave(worker, finished=True))
+        reason = self._carry_out_departure(self.engine.leave(worker, finished=True))
+        self._answer_pulls(worker)
+        return reason
 
     def pause(self, worker: int) -> None:
         """Stop waiting for a worker until it resumes."""
         self._carry_out_departure(self.engine.pause(worker))
+        self._answer_pulls(worker)
 
     def resume(self, worker: int) -> dict[int, int]:
         """Let a paused worker take part again. Return the clock of its next push of each key."""
@@ -183,6 +186,11 @@ class PendingRequests:
                 del self._gradients[position]
             self._norms.forget(self.engine.rules.group_of(worker))
         return reason
+
+    def _answer_pulls(self, worker: int) -> None:
+        """Answer the pulls of a worker that does not take part any more: the engine has stopped waiting for them."""
+        held = [pending for pending in self._pending.get(worker, {}).values() if pending.output is not None]
+        self._carry_out([self.engine.pull(worker, lane, one.clock) for one in held for lane in sorted(one.waiting)])
 
     def _carry_out_departure(self, decision: Decision) -> str:
         self._carry_out([decision])

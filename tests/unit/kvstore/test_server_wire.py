@@ -11,7 +11,7 @@ from torch import Tensor
 
 from echelon.cluster.messages import Attach, Done, Failed, Init, Pull, Push, PushHeader, Request
 from echelon.cluster.placement import MIN_STRIPE, KeySpec, Slot
-from echelon.errors import UsageError
+from echelon.errors import JobError, UsageError
 from echelon.kvstore.servers import wire as wire_module
 from echelon.kvstore.servers.client import Client
 from echelon.kvstore.servers.wire import Wire
@@ -109,6 +109,20 @@ def test_values_of_a_key_whose_last_push_is_not_answered_are_sent_as_copies() ->
     assert (first.framed, second.framed) == (False, True)
     assert torch.equal(elements(frames)[:10], numbers(10, 50))
     assert (first.clock, second.clock) == (0, 1)
+
+
+def test_a_worker_that_does_not_pull_waits_before_it_is_too_far_ahead() -> None:
+    setup = Setup()
+    (slot,) = setup.place(10)
+    setup.answering = False
+    for _ in range(1 + wire_module.MAX_UNANSWERED):  # the first one is not a copy
+        setup.wire.push([slot], [numbers(10)], pull=False)
+    with pytest.raises(JobError, match="no answer in"):
+        setup.wire.push([slot], [numbers(10)], pull=False)
+    for _, message, _ in setup.pushes():
+        setup.servers.deliver(0, Done(message.id))
+    setup.wire.push([slot], [numbers(10)], pull=False)
+    assert len(setup.pushes()) == 2 + wire_module.MAX_UNANSWERED
 
 
 def test_a_push_without_values_sends_what_is_in_memory() -> None:

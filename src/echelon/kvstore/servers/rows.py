@@ -92,6 +92,7 @@ class RowWire:
         bring the rows that changed since this worker's last read (`receive`).
         """
         slots = [self._wire.layout.slots[key] for key in gradients]
+        self._wire.wait_for_room(slots)
         parts: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}  # server -> key -> numbers and values
         for slot, rows in zip(slots, gradients.values(), strict=True):
             for server, positions, numbers in self._map(slot).split(rows.numbers):

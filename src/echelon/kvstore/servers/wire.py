@@ -9,6 +9,7 @@ and the bytes that arrive are still in the cache when they are used.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from echelon.system import BLOCK_BYTES, LARGEST_INT, keep_freed_memory
 from echelon.transport.interface import Block, Transport
 
 MESSAGE_BYTES = 4 << 20
+MAX_UNANSWERED = 64  # pushes of a key by a worker that does not wait; servers hold up to `MAX_AHEAD`
 _MAX_CACHED_ROUTES = 4096
 PLAIN = PushHeader()  # a push that is added without weights, and that the optimizer's own settings apply to
 
@@ -70,6 +72,7 @@ class Wire:
         self._framed = [False] * num_servers  # by server: whether bytes are sent because it cannot map our memory
         self._clocks: dict[int, int] = {}
         self._last_pushes: dict[int, list[Ticket]] = {}  # by key
+        self._copies: dict[int, deque[list[Ticket]]] = {}  # by key: pushes of copies, the oldest first
         self.gated: set[int] = set()  # keys whose last push waits for `ClippedRounds.clip`
         self._routes: dict[tuple[int, ...], list[_Route]] = {}
 
@@ -131,6 +134,8 @@ class Wire:
             chosen = [slots[i] for i in indices]
             given = None if values is None else [values[i] for i in indices]
             unwritten = None if given is None or self._write(chosen, given) else given
+            if unwritten is not None:
+                self.wait_for_room(chosen)
             sent = []
             for route in self._route(chosen):
                 framed = unwritten is not None or self._framed[route.server]
@@ -141,6 +146,8 @@ class Wire:
             keys = [slot.key for slot in chosen]
             self._clocks |= dict.fromkeys(keys, clock + 1)
             self._last_pushes |= dict.fromkeys(keys, sent)
+            if unwritten is not None:
+                self._count_copies(chosen, sent)
             if header.gated:
                 self.gated.update(keys)
             tickets += sent
@@ -187,6 +194,23 @@ class Wire:
         for slot in slots:
             self._clocks[slot.key] += 1
             self._last_pushes[slot.key] = sent
+        self._count_copies(slots, sent)
+
+    def wait_for_room(self, slots: Sequence[Slot]) -> None:
+        """Wait for old pushes of keys, if a worker that does not pull has pushed them often.
+
+        Servers keep these pushes until the other workers have made theirs, and refuse more than a limited number.
+        """
+        for slot in slots:
+            copies = self._copies.get(slot.key)
+            while copies and len(copies) >= MAX_UNANSWERED and not self._client.ready(copies[0]):
+                self._client.wait(copies[0])
+            while copies and self._client.ready(copies[0]):
+                copies.popleft()
+
+    def _count_copies(self, slots: Sequence[Slot], sent: list[Ticket]) -> None:
+        for slot in slots:
+            self._copies.setdefault(slot.key, deque()).append(sent)
 
     def wait_for_pushes(self) -> None:
         """Wait until every push is answered, except those that no `ClippedRounds.clip` has followed."""
