@@ -280,7 +280,7 @@ class HostileWorker:
         if isinstance(value, bool):
             return not value
         if isinstance(value, int):
-            return pick((value + 1, max(0, value - 1), *INTEGERS))
+            return pick((min(value + 1, 2**64 - 1), max(0, value - 1), *INTEGERS))
         if isinstance(value, float):
             return pick(NUMBERS)
         if isinstance(value, list | tuple) and value and self.random.random() < 0.7:
