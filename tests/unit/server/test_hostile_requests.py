@@ -179,7 +179,13 @@ def test_an_optimizer_that_cannot_make_a_step(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [OptimizerSpec("sgd", []), OptimizerSpec("sgd", [{}], {"a": 1}), OptimizerSpec("", [{}])]
+    "spec",
+    [
+        OptimizerSpec("sgd", []),
+        OptimizerSpec("sgd", [{}], {"a": 1}),
+        OptimizerSpec("", [{}]),
+        OptimizerSpec("sparse_adam", [{"lr": 0.1}]),
+    ],
 )
 def test_an_optimizer_without_its_parameter_groups(spec: OptimizerSpec) -> None:
     rejected(Server(), SetOptimizer(4, spec))

@@ -15,6 +15,7 @@ from echelon.cluster.placement import ALIGN
 from echelon.errors import UsageError
 from echelon.server.optimizer.class_kernels import WholeClass
 from echelon.server.optimizer.kernel import Kernel, Progress, Step
+from echelon.server.optimizer.row_kernels import SparseAdam
 
 MAX_SAMPLES = float(1 << 53)
 LARGEST = 1e10  # of rates and settings: their products with what optimizers compute do not overflow float32
@@ -61,7 +62,10 @@ def check_settings(settings: Mapping[str, Setting]) -> None:
 
 def try_out(kernel: Kernel) -> None:
     """Make two steps on a few elements, to raise the exceptions of impossible options."""
-    if kernel.rows_only or isinstance(kernel, WholeClass):  # have checks of their own: `row_kernels`, `Runner`
+    if isinstance(kernel, WholeClass):  # `Runner` makes an instance, which checks its options
+        return
+    if kernel.rows_only:
+        _try_out_rows(kernel)
         return
     weights, gradient = torch.ones(ALIGN, device="cpu"), torch.ones(ALIGN, device="cpu")
     states = [torch.zeros(ALIGN, device="cpu") for _ in kernel.state_names]
@@ -69,6 +73,13 @@ def try_out(kernel: Kernel) -> None:
     for _ in range(2):
         kernel.update(weights, gradient, states, Step(progress, lr, 2.0))
         progress = kernel.progress(progress, lr)
+
+
+def _try_out_rows(kernel: Kernel) -> None:
+    table, numbers = torch.ones(4, 2, device="cpu"), torch.zeros((1, 1), dtype=torch.int64, device="cpu")
+    gradient = torch.sparse_coo_tensor(numbers, table[:1], table.shape, is_coalesced=True, check_invariants=False)
+    states = [torch.zeros_like(table) for _ in kernel.state_names]
+    SparseAdam(kernel).update(table, gradient, states, Step(Progress(), float(kernel.options.get("lr", 0.0))))
 
 
 def _numbers(values: Sequence[object]) -> Iterable[float]:
