@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import select
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from echelon.environment import Job
-from echelon.launch.forked import Preloaded, as_python_program
+from echelon.launch.forked import ForkedProcess, Preloaded, as_python_program
 from echelon.launch.local import run
 
 MAIN = """
@@ -43,6 +44,12 @@ PROGRAMS = {
     "output without a line end": "print('no end', end='')",
     "threads that go on": "from threading import *; Thread(target=lambda: main_thread().join() or print(1)).start()",
     "processes of its own": SPAWNS,
+    "annotations that are values": "x: int = 1\nprint(__annotations__)",
+    "attributes of the main module": "print(sorted(globals()), __builtins__, __cached__, __loader__.get_filename())",
+    "arguments of the interpreter": "import sys; print(sys.orig_argv[1:])",
+    "its command line": "print(open('/proc/self/cmdline').read().rstrip('\\0').split('\\0')[1:])",
+    "an empty standard input": "import sys; print(repr(sys.stdin.read()))",
+    "another program": "import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])",
 }
 
 
@@ -63,7 +70,11 @@ def run_forked(preloaded: Preloaded, arguments: list[str]) -> tuple[int, list[st
     """Run a command in a forked process. Return its exit status and its lines."""
     program = as_python_program(arguments)
     assert program is not None
-    process = preloaded.start(program, {}, None)
+    return read_all(preloaded.start(program, {}, None))
+
+
+def read_all(process: ForkedProcess) -> tuple[int, list[str]]:
+    """Wait for the end of a process. Return its exit status and its lines."""
     output_fd = process.fileno()
     assert output_fd is not None
     output = b""
@@ -87,7 +98,7 @@ def run_plain(arguments: list[str], variables: Mapping[str, str] | None = None) 
 def test_a_script_runs_as_it_does_alone(preloaded: Preloaded, tmp_path: Path, title: str) -> None:
     path = tmp_path / "script.py"
     path.write_text(PROGRAMS[title])
-    arguments = [sys.executable, str(path), "a b", "-c"]
+    arguments = [sys.executable, os.path.relpath(path), "a b", "-c"]
     assert run_forked(preloaded, arguments) == run_plain(arguments)
 
 
@@ -100,10 +111,10 @@ def test_a_text_and_a_module_run_as_they_do_alone(
 
 
 def test_random_numbers_differ_between_workers() -> None:
-    program = "import random, numpy as np; print(random.random(), np.random.random())"
+    program = "import random, numpy as np, torch; print(random.random(), np.random.random(), torch.rand(()).item())"
     lines: list[str] = []
     assert run(Job(num_workers=3), [sys.executable, "-c", program], on_line=lambda _, text: lines.append(text)) == 0
-    assert len({word for line in lines for word in line.split()}) == 6
+    assert len({word for line in lines for word in line.split()}) == 9
 
 
 def test_only_programs_of_this_interpreter_are_forked(tmp_path: Path) -> None:
@@ -119,6 +130,35 @@ def test_only_programs_of_this_interpreter_are_forked(tmp_path: Path) -> None:
     ):
         assert as_python_program(other) is None, other
     assert as_python_program([sys.executable, "nosuch.py"]) is None, "python itself says that it does not exist"
+
+
+@pytest.mark.parametrize("line", ["os.environ['OMP_NUM_THREADS'] = '1'", "# see TORCH_LOGS"])
+def test_programs_that_set_variables_for_libraries_are_not_forked(tmp_path: Path, line: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(line)
+    assert as_python_program([sys.executable, str(script)]) is None
+    assert as_python_program([sys.executable, "-c", line]) is None
+
+
+def test_modules_of_the_working_directory_do_not_replace_those_of_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "script.py").write_text("import random, sys; print(random.__file__ == sys.argv[1])")
+    (tmp_path / "random.py").write_text("raise RuntimeError('a module of the working directory')")
+    monkeypatch.chdir(tmp_path)
+    with closing(Preloaded({})) as preloaded:
+        arguments = [sys.executable, "scripts/script.py", random.__file__]
+        assert run_forked(preloaded, arguments) == (0, ["True"])
+
+
+def test_many_processes_with_large_environments_and_arguments_are_forked(tmp_path: Path) -> None:
+    program = "import os, sys; print(len(os.environ['LARGE']), len(sys.argv[1]))"
+    with closing(Preloaded({})) as preloaded:
+        processes = [preloaded.start(["-c", program, "y" * 100_000], {"LARGE": "x" * 300_000}, None) for _ in range(40)]
+        preloaded.no_more()
+        assert [read_all(process) for process in processes] == [(0, ["300000 100000"])] * 40
 
 
 def test_forked_processes_have_an_environment_and_a_session_of_their_own() -> None:

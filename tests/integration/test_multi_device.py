@@ -33,7 +33,6 @@ from plain_loops import (
     snapshot,
     take_steps,
 )
-from tiny_data import make_data
 from torch import nn
 from torch.optim import Adam
 from torch.optim.lr_scheduler import StepLR
@@ -46,6 +45,7 @@ from echelon.train.checkpoint.format import load
 from echelon.train.loop.fit import fit
 from echelon.train.recipe.options import TrainOptions
 from jobs import Job, rows
+from tiny_data import make_data
 
 pytestmark = pytest.mark.numeric
 

@@ -17,11 +17,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_data import make_data, write_idx
 
 from echelon.train import script
 from echelon.train.checkpoint.names import find
 from jobs import Job, until
+from tiny_data import make_data, write_idx
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "image-classification"
 SETS = {"train_mnist": "mnist", "train_cifar10": "cifar10", "train_imagenet": "imagenet"}

@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_data import make_data
 
 from echelon.environment import Job
 from echelon.train.flags.arguments import options_from
 from echelon.train.flags.check import check_flags
 from echelon.train.loop.fit import fit
+from tiny_data import make_data
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "image-classification"
 LIST: dict[str, Any] = tomllib.loads((EXAMPLES / "seed_commands.toml").read_text())

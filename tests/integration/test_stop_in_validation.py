@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_data import make_data
 from torch import Tensor, nn
 
 from echelon.train.checkpoint.format import load
@@ -28,6 +27,7 @@ from echelon.train.loop.fit import fit
 from echelon.train.loop.stopping import EXIT_STATUS
 from echelon.train.recipe.options import TrainOptions
 from jobs import Job, until
+from tiny_data import make_data
 
 pytestmark = pytest.mark.numeric
 

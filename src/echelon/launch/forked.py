@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +22,8 @@ from echelon.launch.processes import ChildProcess, OwnChild, adopt_orphans, how_
 class ForkRequest(msgspec.Struct, frozen=True, array_like=True):
     """A process to fork. `program` is what follows `python` on its command line. `parent` is the launcher.
 
-    The first file that comes with the message is for its output; the second one, if there is one, listens.
+    It is written to a file, because a message of a socket is limited to about 200 kB. A message of one byte brings this
+    file, the one for the output of the process and, if there is one, the socket at which it listens.
     """
 
     number: int
@@ -39,21 +42,37 @@ class Forked(msgspec.Struct, frozen=True, array_like=True):
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Forked).decode
 _REPLY_BYTES = 64
+# Not `-m`, which would import modules of the working directory instead of Python's own.
+_START = (
+    "import sys; sys.flags.safe_path or sys.path.pop(0); "
+    "from echelon.launch.preload import main; main(int(sys.argv[1]))"
+)
+_ROOM = " " * 4096  # an argument that forked processes overwrite with their own command line
+_READ_BY_LIBRARIES = re.compile(rb"\b(OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ATEN|TORCH|PYTORCH)_[A-Z]")
 
 
 def as_python_program(arguments: Sequence[str]) -> list[str] | None:
     """Return what follows the interpreter on a command line that a forked process can run, or None for all others.
 
-    It must name this interpreter. Options of the interpreter other than -u are not supported.
+    It must name this interpreter. Options of the interpreter other than -u are not supported. A program that sets
+    variables such as OMP_NUM_THREADS sets them for libraries that it imports, so they must not be imported yet.
     """
     path, here = shutil.which(arguments[0]), Path(sys.executable)
     if path is None or Path(path).parent != here.parent or not os.path.samefile(path, here):
         return None
     program = list(arguments[1:])
     first, *rest = (program[1:] if program[:1] == ["-u"] else program) or [""]
-    if first in ("-m", "-c"):
+    if first == "-m":
         return program if rest else None
-    return program if first and not first.startswith("-") and os.path.isfile(first) else None
+    if first == "-c":
+        if not rest:
+            return None
+        text = os.fsencode(rest[0])
+    elif first and not first.startswith("-") and os.path.isfile(first) and os.access(first, os.R_OK):
+        text = Path(first).read_bytes()
+    else:
+        return None
+    return program if not _READ_BY_LIBRARIES.search(text) else None
 
 
 class ForkedProcess(OwnChild):
@@ -112,12 +131,14 @@ class Preloaded:
         """`environment`: variables that torch reads when it is imported."""
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            arguments = [sys.executable, "-m", "echelon.launch.preload", str(theirs.fileno())]
+            arguments = [sys.executable, "-c", _START, str(theirs.fileno()), _ROOM]
             self._process = ChildProcess("preload", arguments, environment, pass_fds=[theirs.fileno()])
         self._requests.setblocking(False)
         self._pids: dict[int, int] = {}
         self._count = 0
         self._ended = False
+        self._waiting: deque[list[int]] = deque()  # the files of requests that are not sent yet
+        self._finished = False
 
     def start(self, program: Sequence[str], environment: Mapping[str, str], listener: int | None) -> ForkedProcess:
         """Ask for a process. It runs as soon as torch is imported."""
@@ -125,20 +146,34 @@ class Preloaded:
         number, self._count = self._count, self._count + 1
         reading, writing = os.pipe2(os.O_CLOEXEC)
         request = ForkRequest(number, list(program), child_environment(environment), os.getpid())
-        fds = [writing] if listener is None else [writing, listener]
-        try:
-            socket.send_fds(self._requests, [_encode(request)], fds)
-        finally:
-            os.close(writing)
+        written = os.memfd_create("request")
+        with open(written, "wb", closefd=False) as file:
+            file.write(_encode(request))
+        os.lseek(written, 0, os.SEEK_SET)
+        self._waiting.append([written, writing, *([] if listener is None else [os.dup(listener)])])
+        self._send_waiting()
         return ForkedProcess(number, self, reading)
 
+    def _send_waiting(self) -> None:
+        """Send what the socket takes. It takes few requests while torch is imported."""
+        with suppress(BlockingIOError, BrokenPipeError):
+            while self._waiting:
+                socket.send_fds(self._requests, [b"\0"], self._waiting[0])
+                _close_all(self._waiting.popleft())
+        if self._finished and not self._waiting:
+            with suppress(OSError):
+                self._requests.shutdown(socket.SHUT_WR)
+
     def no_more(self) -> None:
-        """Let the process end when it has forked what was asked for. A second call does nothing."""
-        with suppress(OSError):
-            self._requests.shutdown(socket.SHUT_WR)
+        """Let the process end when it has forked what was asked for. Called several times per second."""
+        self._finished = True
+        self._send_waiting()
+        if self._process.exit_code() is not None:
+            self._process.reap()  # otherwise it is a zombie until the job ends
 
     def pid_of(self, number: int) -> int | None:
         """Return the number of the process that was forked for a request, once it is known."""
+        self._send_waiting()
         while not self._ended:
             try:
                 data = self._requests.recv(_REPLY_BYTES)
@@ -170,3 +205,10 @@ class Preloaded:
         adopt_orphans(False)
         self._process.close()
         self._requests.close()
+        while self._waiting:
+            _close_all(self._waiting.popleft())
+
+
+def _close_all(files: Sequence[int]) -> None:
+    for number in files:
+        os.close(number)
