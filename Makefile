@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NEEDED := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpus test-dropins test-system loops-table check bench-gpu clean
+.PHONY: help demo test test-cpus test-dropins test-ray test-system loops-table check bench-gpu clean
 
 help:  ## list these commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -44,6 +44,17 @@ $(DROPINS)/.installed: pyproject.toml constraints.txt
 
 test-dropins: $(DROPINS)/.installed  ## the drop-ins, with Lightning, Hugging Face's Trainer and Accelerate
 	$(DROPINS)/bin/pytest -m dropins tests/dropins
+
+# The Ray launcher on a real local cluster, in an environment of its own.
+RAY := .peers/ray
+$(RAY)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -m venv --clear $(RAY)
+	@echo "installing Ray into $(RAY) …"
+	@$(RAY)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
+	@touch $@
+
+test-ray: $(RAY)/.installed  ## the Ray launcher, on a real Ray cluster of two nodes
+	$(RAY)/bin/pytest -m ray tests/ray_cluster
 
 # Needs root: installs Debian packages, makes network namespaces. Also runs what takes minutes.
 test-system: $(VENV)/.installed  ## tests that need root and Debian packages, and those that take minutes
