@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,10 @@ from torch.optim import SGD, Adam
 
 import echelon
 import forked
+from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
+from echelon.launch import local
 from echelon.launch.in_process import run
 
 
@@ -262,3 +265,27 @@ def test_two_trainers_with_less_data_on_one_worker_do_not_wait_for_each_other() 
         return [trainer.clock for trainer in trainers]
 
     assert run(program, "dist_sync", num_workers=2) == [[3, 3], [6, 6]]
+
+
+TWO_UNEVEN = """
+import torch, echelon
+models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+trainers = [echelon.Trainer(m, torch.optim.SGD(m.parameters(), 0.1, momentum=0.9), "dist_sync") for m in models]
+rank = trainers[0].kvstore.rank
+for _ in range(3 + 3 * rank):
+    for model, trainer in zip(models, trainers):
+        model(torch.ones(2, 4)).sum().backward()
+        trainer.step()
+for trainer in trainers:
+    trainer.close()
+print([p.sum().item() for m in models for p in m.parameters()])
+"""
+
+
+def test_without_servers_two_trainers_with_less_data_on_one_worker_end_with_equal_weights() -> None:
+    """Worker 0 takes part in the steps of both Trainers while it waits in the close() of the first."""
+    lines: list[str] = []
+    job = Job(num_workers=2, timeout_s=60.0)
+    assert local.run(job, [sys.executable, "-c", TWO_UNEVEN], on_line=lambda _, text: lines.append(text)) == 0
+    assert len(lines) == 2
+    assert lines[0] == lines[1]

@@ -144,6 +144,11 @@ class ProcessGroup:
         """Return a text that another member stores, and wait for it if necessary."""
         assert self._store is not None
         with self._naming_failures("the group's store"):
+            deadline = time.monotonic() + self._timeout_s
+            while not self._store.check([key]):  # `get` would wait with a lock that threads of other groups need
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"nobody has stored {key!r} in {self._timeout_s:g} s")
+                time.sleep(POLL_S)
             return bytes(self._store.get(key)).decode()
 
     def gather_texts(self, own: str) -> list[str]:

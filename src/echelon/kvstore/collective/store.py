@@ -12,7 +12,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,6 @@ from echelon.kvstore.values import Key, Keys, Values
 from echelon.observe.events import EventLog
 
 log = logging.getLogger(__name__)
-_OPEN: WeakSet[CollectiveStore] = WeakSet()  # the stores of this process that other processes share
 
 
 @dataclass(slots=True, eq=False)
@@ -59,8 +57,6 @@ class CollectiveStore(KVStore):
         self._values: dict[Key, _Value] = {}
         self._requested_halt: str | None = None
         self._updater: Updater | None = None
-        if group.size > 1:
-            _OPEN.add(self)
 
     # --- ranks and workers
 
@@ -167,9 +163,8 @@ class CollectiveStore(KVStore):
         If other workers still have data, take part in their steps first, unless this process has `failed`.
         """
         if not self._closed:
-            if not failed and self in _OPEN and len(_OPEN) == 1:  # of two Trainers, the next step may be either's
+            if not failed and self.group.size > 1:
                 self._take_part_to_the_end()
-            _OPEN.discard(self)
             self._closed = True
             self.group.close(failed=failed)
             self.events.close()

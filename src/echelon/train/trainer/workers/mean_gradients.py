@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from echelon.errors import UsageError
 from echelon.train.trainer.attached import Closure
 from echelon.train.trainer.base import Trainer
 
+_REDUCING: WeakSet[MeanGradientTrainer] = WeakSet()  # of this process; those that have retired are not in it
 _PERIOD = 97  # clocks are compared modulo this number, so that sums of their squares are exact in float32
 
 
@@ -91,6 +94,7 @@ class MeanGradientTrainer(Trainer, ABC):
         self._last_totals: StepTotals | None = None
         self._check_unchanged_types()
         self._meets = False  # whether this worker waits for all others
+        _REDUCING.add(self)
         self.kvstore.on_retire = self._retire
         self.kvstore.before_barrier = self._take_part_without_data
         self._watch_gradients(self._parameters)
@@ -288,6 +292,7 @@ class MeanGradientTrainer(Trainer, ABC):
     def _retire(self) -> None:
         self.kvstore.on_retire = self.kvstore.before_barrier = lambda: None
         self._has_retired = self._is_needed_to_the_end
+        _REDUCING.discard(self)
         self._take_part_without_data()
 
     def _are_all_here(self, totals: StepTotals) -> bool:
@@ -297,14 +302,33 @@ class MeanGradientTrainer(Trainer, ABC):
         return not self._has_retired or int(totals.retired) == len(totals.active)
 
     def _take_part_without_data(self) -> None:
-        """Take part in the reductions of the others until all workers are here, then make the weights equal."""
+        """Take part in the reductions of the others until all workers are here, then make the weights equal.
+
+        Another worker may still make steps of this worker's other Trainers, which need all workers, too.
+        """
         if self._meets:
             return  # `_make_equal` has barriers, too
-        self._meets, self._clock_at_barrier = True, self.clock
+        waiting = [self, *self._siblings()]
+        for trainer in waiting:
+            trainer._meets, trainer._clock_at_barrier = True, trainer.clock
         try:
-            self._take_part_until_all_are_here()
+            with ThreadPoolExecutor(len(waiting)) as pool:
+                others = [pool.submit(trainer._take_part_until_all_are_here) for trainer in waiting[1:]]
+                self._take_part_until_all_are_here()
+            for other in others:
+                other.result()
         finally:
-            self._meets = False
+            for trainer in waiting:
+                trainer._meets = False
+
+    def _siblings(self) -> list[MeanGradientTrainer]:
+        """Return the other Trainers of this worker that have not been closed."""
+        own = self.kvstore
+        return [
+            trainer
+            for trainer in _REDUCING
+            if trainer is not self and not trainer._meets and trainer.kvstore.rank == own.rank
+        ]
 
     def _take_part_until_all_are_here(self) -> None:
         while True:
