@@ -4,12 +4,16 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 epochs="${NUM_EPOCHS:-300}"
+allocator="${DATA_ALLOCATOR:-0}"
+sharding=""
+[ "$allocator" = 0 ] || sharding="${DATA_SHARDING:-data_sharding}"
 exec echelon launch \
   -n "${NUM_WORKERS:-3}" \
   -s "${NUM_SERVERS:-3}" \
   -i "${INTERFACE:-eth0}" \
   --launcher "${LAUNCHER:-ssh}" \
   -H "${HOSTS:-hosts}" \
+  ${sharding:+--data-sharding "$sharding"} \
   python train_cifar10.py \
   --network resnet --num-layers 164 \
   --data-dir "${DATA_DIR:-data}" \
@@ -21,5 +25,5 @@ exec echelon launch \
   --num-examples "${NUM_EXAMPLES:-50000}" \
   ${GPUS:+--gpus "$GPUS"} \
   --kv-store dist_sync \
-  --data-allocator "${DATA_ALLOCATOR:-0}" \
+  --data-allocator "$allocator" \
   "$@"

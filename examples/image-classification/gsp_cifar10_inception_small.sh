@@ -4,12 +4,17 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 epochs="${NUM_EPOCHS:-60}"
+allocator="${DATA_ALLOCATOR:-1}"
+sharding=""
+[ "$allocator" = 0 ] || sharding="${DATA_SHARDING:-data_sharding}"
 exec echelon launch \
   -n "${NUM_WORKERS:-3}" \
   -s "${NUM_SERVERS:-3}" \
   -i "${INTERFACE:-eth0}" \
   --launcher "${LAUNCHER:-ssh}" \
   -H "${HOSTS:-hosts}" \
+  --groups "${GROUPS_FILE:-groups}" \
+  ${sharding:+--data-sharding "$sharding"} \
   python train_cifar10.py \
   --network inception-bn-28-small \
   --data-dir "${DATA_DIR:-data}" \
@@ -21,7 +26,6 @@ exec echelon launch \
   --num-examples "${NUM_EXAMPLES:-50000}" \
   ${GPUS:+--gpus "$GPUS"} \
   --kv-store dist_gsync \
-  --data-allocator "${DATA_ALLOCATOR:-1}" \
-  --groups "${GROUPS_FILE:-groups}" \
+  --data-allocator "$allocator" \
   ${STALENESS:+--staleness "$STALENESS"} \
   "$@"

@@ -22,12 +22,16 @@ TEMPLATE = """\
 set -euo pipefail
 cd "$(dirname "$0")"
 epochs="${{NUM_EPOCHS:-{num_epochs}}}"
+allocator="${{DATA_ALLOCATOR:-{data_allocator}}}"
+sharding=""
+[ "$allocator" = 0 ] || sharding="${{DATA_SHARDING:-data_sharding}}"
 exec echelon launch \\
   -n "${{NUM_WORKERS:-3}}" \\
   -s "${{NUM_SERVERS:-3}}" \\
   -i "${{INTERFACE:-eth0}}" \\
   --launcher "${{LAUNCHER:-ssh}}" \\
   -H "${{HOSTS:-hosts}}" \\
+  {groups}${{sharding:+--data-sharding "$sharding"}} \\
   python {script} \\
   {network} \\
   --data-dir "${{DATA_DIR:-data}}" \\
@@ -39,19 +43,21 @@ exec echelon launch \\
   --num-examples "${{NUM_EXAMPLES:-{num_examples}}}" \\
   ${{GPUS:+--gpus "$GPUS"}} \\
   --kv-store {store} \\
-  {scheme_flags} \\
-  "$@"
+  --data-allocator "$allocator" \\
+  {staleness}"$@"
 """
 EVERY_EPOCH = '$(seq -s , "$epochs")'
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A scheme: its store, its flags, and the files that it reads besides hosts."""
+    """A scheme: its store, its flags, and the files that the launcher reads besides hosts."""
 
     name: str
     store: str
-    flags: str = '--data-allocator "${DATA_ALLOCATOR:-0}"'
+    data_allocator: int = 0
+    groups: str = ""
+    staleness: str = ""
     files: str = ", and data_sharding with DATA_ALLOCATOR=1"
 
 
@@ -79,13 +85,14 @@ class Row:
 SCHEMES = {
     "bsp": Scheme("BSP", "dist_sync"),
     "asp": Scheme("ASP", "dist_async"),
-    "ssp": Scheme("SSP", "dist_ssync", '--data-allocator "${DATA_ALLOCATOR:-0}" \\\n  --staleness "${STALENESS:-3}"'),
+    "ssp": Scheme("SSP", "dist_ssync", staleness='--staleness "${STALENESS:-3}" \\\n  '),
     "gsp": Scheme(
         "GSP",
         "dist_gsync",
-        '--data-allocator "${DATA_ALLOCATOR:-1}" \\\n  --groups "${GROUPS_FILE:-groups}" \\\n'
-        '  ${STALENESS:+--staleness "$STALENESS"}',
-        ", groups and data_sharding",
+        data_allocator=1,
+        groups='--groups "${GROUPS_FILE:-groups}" \\\n  ',
+        staleness='${STALENESS:+--staleness "$STALENESS"} \\\n  ',
+        files=", groups and data_sharding",
     ),
 }
 ROWS = [
@@ -123,7 +130,9 @@ def scripts() -> dict[str, str]:
             lr_steps=row.lr_steps,
             num_epochs=row.num_epochs,
             num_examples=row.num_examples,
-            scheme_flags=scheme.flags,
+            data_allocator=scheme.data_allocator,
+            groups=scheme.groups,
+            staleness=scheme.staleness,
         )
         for key, scheme in SCHEMES.items()
         for row in ROWS

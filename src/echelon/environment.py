@@ -44,6 +44,7 @@ class Job:
     transport: str = "auto"
     staleness: int | None = None
     groups: str | None = None
+    data_sharding: str | None = None  # the workers' shares of the data, as text or as a file
     run_dir: str | None = None
     stall_seconds: float = 10.0
     timeout_s: float = 600.0
@@ -285,6 +286,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # the variable
     "transport": ("ECHELON_TRANSPORT", _text),
     "staleness": ("ECHELON_STALENESS", _number),
     "groups": ("ECHELON_GROUPS", _text),
+    "data_sharding": ("ECHELON_DATA_SHARDING", _text),
     "run_dir": ("ECHELON_RUN_DIR", _text),
     "stall_seconds": ("ECHELON_STALL_SECONDS", _seconds),
     "timeout_s": ("ECHELON_TIMEOUT", _seconds),

@@ -101,11 +101,12 @@ def test_a_script_of_a_scheme_over_ssh(network: Network, commands: dict[str, str
         "HOSTS": str(hosts),
         "DATA_DIR": str(tmp_path / "tiny" / "data"),
         "GROUPS_FILE": str(tmp_path / "groups"),
+        "DATA_SHARDING": str(tmp_path / "data_sharding"),
         "NUM_EPOCHS": "1",
         "NUM_EXAMPLES": "16",
     }
     done = network.login.run(
-        [str(EXAMPLES / "gsp_mnist_mlp.sh"), "--data-sharding", str(tmp_path / "data_sharding")],
+        [str(EXAMPLES / "gsp_mnist_mlp.sh")],
         environment={**commands, **settings},
         check=False,
         timeout_s=100,

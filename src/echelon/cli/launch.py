@@ -14,13 +14,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from echelon.cluster.messages import SERVER, WORKER
-from echelon.cluster.shares import read_groups
+from echelon.cluster.shares import groups_text, read_groups, read_shares, shares_text
 from echelon.environment import Job, import_paths, variable
 from echelon.errors import UsageError, unknown_name
 from echelon.launch import LAUNCHERS, Launcher
 from echelon.launch.hosts import read_hosts
 from echelon.launch.interface import Output
-from echelon.launch.plan import Request
+from echelon.launch.plan import Plan, Request
 from echelon.launch.run import protect
 from echelon.train.flags.parser import Parser
 from echelon.transport import by_name
@@ -201,6 +201,9 @@ def add_launch_arguments(
     add_job_arguments(parser, other_names=other_names)
     parser.add_argument("--staleness", type=int, help="staleness bound of dist_ssync and dist_gsync")
     parser.add_argument("--groups", help="groups of dist_gsync: a groups file, or ranks as in 0,1,2/3")
+    parser.add_argument(
+        "--data-sharding", help="file with every worker's part of the data, for a command with --data-allocator 1"
+    )
     parser.add_argument("--run-dir", help="folder for events.jsonl")
     parser.add_argument(
         "--allow-optimizer",
@@ -221,6 +224,7 @@ def run(options: argparse.Namespace) -> int:
         options,
         staleness=options.staleness,
         groups=options.groups,
+        data_sharding=options.data_sharding,
         run_dir=options.run_dir,
         allow_optimizers=_allowed(options.allow_optimizer),
     )
@@ -228,7 +232,8 @@ def run(options: argparse.Namespace) -> int:
     if launcher.name in ("local", "inproc"):  # other machines may have programs that this one does not have
         program = command_of(program)
     plan = launcher.plan(request_from(options, job, program))
-    _check_settings(job, plan.worker_hosts())
+    _check_settings(job)
+    plan = _with_files(plan)
     if options.dry_run:
         print(launcher.describe(plan))
         return 0
@@ -263,12 +268,20 @@ def _has_interpreter(name: str) -> bool:
         return file.read(2) == b"#!"
 
 
-def _check_settings(job: Job, hosts: Mapping[int, str]) -> None:
+def _with_files(plan: Plan) -> Plan:
+    """Return the plan with the content of its groups and data_sharding files, which need not be on the hosts."""
+    job, settings = plan.job, {}
+    if job.groups:
+        settings["groups"] = groups_text(read_groups(job.groups, plan.worker_hosts()))
+    if job.data_sharding:
+        settings["data_sharding"] = shares_text(read_shares(job.data_sharding, job.num_workers))
+    return plan.with_settings(**settings)
+
+
+def _check_settings(job: Job) -> None:
     """Report mistakes once, before any process is started, instead of once in every process."""
     if job.staleness is not None and job.staleness < 0:
         raise UsageError(f"--staleness must be 0 or more, not {job.staleness}")
-    if job.groups:
-        read_groups(job.groups, hosts)
     if job.run_dir:
         try:
             Path(job.run_dir).mkdir(parents=True, exist_ok=True)

@@ -18,6 +18,7 @@ GROUPS_FILE = "groups"
 Groups = str | Path | Sequence[Iterable[int]]  # a groups file, groups as text, or lists of ranks
 _TOLERANCE = 1e-9
 _INLINE = re.compile(r"[\d\s,/]+")
+_INLINE_SHARES = re.compile(r"\s*[\d.e+-]+\s+[\d.e+-]+\s*(/\s*[\d.e+-]+\s+[\d.e+-]+\s*)*")
 
 
 def find_groups(given: str | None) -> str | None:
@@ -37,6 +38,11 @@ def read_groups(given: Groups, hosts: Mapping[int, str]) -> list[list[int]]:
     if not path.is_file():
         raise UsageError(f"no groups file {path}; write one group per line, as hosts or ranks")
     return [list(group) for group in parse_groups(read_text(path), hosts, str(path))]
+
+
+def groups_text(groups: Iterable[Iterable[int]]) -> str:
+    """Return groups of ranks as one line, which `read_groups` reads: `0,1/2`."""
+    return "/".join(",".join(str(rank) for rank in group) for group in groups)
 
 
 def read_text(path: Path) -> str:
@@ -114,6 +120,21 @@ def parse_shares(text: str, num_workers: int, source: str = "data_sharding") -> 
         raise UsageError(f"{source} has {len(shares)} lines for {num_workers} workers; write one line per worker")
     check_shares(shares, [f"{source} line {number}" for number in numbers])
     return shares
+
+
+def read_shares(given: str, num_workers: int) -> list[tuple[float, float]]:
+    """Return the (start, end) of each rank from a data_sharding file, or from text like `0 0.3/0.3 1`."""
+    if _INLINE_SHARES.fullmatch(given):
+        return parse_shares(given.replace("/", "\n"), num_workers, f"data sharding {given!r}")
+    path = Path(given)
+    if not path.is_file():
+        raise UsageError(f"--data-allocator 1 needs the file {path} with one line 'start end' per worker")
+    return parse_shares(read_text(path), num_workers, str(path))
+
+
+def shares_text(shares: Iterable[tuple[float, float]]) -> str:
+    """Return shares as one line, which `read_shares` reads without a loss."""
+    return "/".join(f"{start!r} {end!r}" for start, end in shares)
 
 
 def _share(line: str, where: str) -> tuple[float, float]:

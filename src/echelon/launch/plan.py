@@ -106,9 +106,13 @@ class Plan:
 
     def with_credentials(self, credentials: str) -> Plan:
         """Return the plan of a job with this secret."""
+        return self.with_settings(credentials=credentials)
+
+    def with_settings(self, **settings: str | None) -> Plan:
+        """Return the plan of the same job with other values of these fields of `Job`, for all processes."""
 
         def give(job: Job) -> Job:
-            return replace(job, credentials=credentials)
+            return replace(job, **settings)  # type: ignore[arg-type]
 
         processes = tuple(replace(process, job=give(process.job)) for process in self.processes)
         return replace(self, request=replace(self.request, job=give(self.job)), processes=processes)

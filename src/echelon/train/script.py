@@ -89,6 +89,8 @@ def _checked_options(given: argparse.Namespace, data: str, job: Job) -> tuple[Tr
     from echelon.train.flags.stores import choose_store
 
     options = options_from(given, data)
+    if job.data_sharding and not was_given(given, "data_sharding"):
+        options = replace(options, data_sharding=job.data_sharding)
     if hasattr(given, "pretrained_model"):
         from echelon.train.pretrained import options_for_pretrained  # imports torch
 

@@ -6,7 +6,16 @@ import re
 
 import pytest
 
-from echelon.cluster.shares import check_shares, inline_groups, parse_groups, parse_shares
+from echelon.cluster.shares import (
+    check_shares,
+    groups_text,
+    inline_groups,
+    parse_groups,
+    parse_shares,
+    read_groups,
+    read_shares,
+    shares_text,
+)
 from echelon.errors import UsageError
 
 SEED_GROUPS = "10.10.10.21\n10.10.10.22 10.10.10.23\n10.10.10.24 10.10.10.25 10.10.10.26\n"
@@ -161,3 +170,17 @@ def test_check_shares_uses_the_given_names() -> None:
     check_shares([(0.5, 1.0), (0.0, 0.5)], ["fast", "slow"])
     with refused("slow: the share from 0.1 to 0.5 leaves a gap after the share that ends at 0"):
         check_shares([(0.5, 1.0), (0.1, 0.5)], ["fast", "slow"])
+
+
+def test_groups_and_shares_as_text_are_read_without_a_loss() -> None:
+    groups = [[1], [0, 2]]
+    assert read_groups(groups_text(groups), {0: "a", 1: "b", 2: "c"}) == groups
+    shares = [(0.0, 1 / 3), (1 / 3, 1e-5 + 1 / 3), (1e-5 + 1 / 3, 1.0)]
+    assert read_shares(shares_text(shares), 3) == shares
+
+
+def test_a_share_given_as_text_is_checked_like_a_file() -> None:
+    with pytest.raises(UsageError, match=r"^data sharding '0 0.3/0.4 1' line 2: the share from 0.4 to 1 leaves a gap"):
+        read_shares("0 0.3/0.4 1", 2)
+    with pytest.raises(UsageError, match=r"^--data-allocator 1 needs the file 2\.5/shares"):
+        read_shares("2.5/shares", 2)

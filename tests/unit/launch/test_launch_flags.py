@@ -38,6 +38,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--groups by-host", "by-host line 1: no worker runs on 'elsewhere'; the workers' hosts are 127.0.0.1"),
         ("--groups latin", "latin is not valid UTF-8 (byte 2); save the file as UTF-8"),
         ("--groups 0,1/2", "groups '0,1/2' line 2: worker 2 does not exist; ranks go from 0 to 1"),
+        ("--data-sharding nosuch", "--data-allocator 1 needs the file nosuch with one line 'start end' per worker"),
+        ("--data-sharding latin", "latin is not valid UTF-8 (byte 2); save the file as UTF-8"),
+        ("--data-sharding by-host", "by-host line 1: 'elsewhere' is not two numbers"),
     ],
 )
 def test_an_invalid_flag_is_rejected_before_anything_starts(
@@ -49,6 +52,18 @@ def test_an_invalid_flag_is_rejected_before_anything_starts(
     assert err.startswith("echelon: ")
     assert message in err
     assert sorted(os.listdir(folder)) == ["by-host", "latin"]
+
+
+def test_the_launcher_reads_groups_and_data_sharding(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The hosts get what the files say, because the files need not be there, or may be older there."""
+    (folder / "hosts").write_text("10.0.0.1\n10.0.0.2\n10.0.0.3\n")
+    (folder / "groups").write_text("10.0.0.2\n10.0.0.3 10.0.0.1\n")
+    (folder / "data_sharding").write_text("0 0.3\n0.3 0.6\n0.6 1\n")
+    flags = "-n 3 -s 3 -H hosts --launcher ssh --groups groups --data-sharding data_sharding --dry-run python train.py"
+    assert main(["launch", *flags.split()]) == 0
+    out = capsys.readouterr().out
+    for setting in ("ECHELON_GROUPS=1/0,2", "ECHELON_DATA_SHARDING='0.0 0.3/0.3 0.6/0.6 1.0'"):
+        assert out.count(setting) == out.count("DMLC_ROLE=") == 7
 
 
 @pytest.mark.parametrize(

@@ -47,13 +47,14 @@ def test_training_accepts_the_flags_of_a_script(script: str, arguments_of: Calla
     arguments = arguments_of(script)
     start = arguments.index("python")
     launch, program, flags = arguments[:start], arguments[start + 1], arguments[start + 2 :]
-    assert launch == shlex.split("launch -n 3 -s 3 -i eth0 --launcher ssh -H hosts")
+    files = " --groups groups --data-sharding data_sharding" if script.startswith("gsp") else ""
+    assert launch == shlex.split("launch -n 3 -s 3 -i eth0 --launcher ssh -H hosts" + files)
     parser = runpy.run_path(str(EXAMPLES / program), run_name="example")["parser"]
     options = options_from(parser.parse_args(flags), SETS[program])
     stores = {"bsp": "dist_sync", "asp": "dist_async", "ssp": "dist_ssync", "gsp": "dist_gsync"}
     assert options.kv_store == stores[script[:3]]
     assert (options.staleness is not None) == script.startswith("ssp")
-    assert (options.groups is not None) == script.startswith("gsp")
+    assert options.data_allocator == script.startswith("gsp")
 
 
 def test_variables_replace_values_and_arguments_are_appended(arguments_of: Callable[..., list[str]]) -> None:
@@ -65,6 +66,16 @@ def test_variables_replace_values_and_arguments_are_appended(arguments_of: Calla
     assert arguments[arguments.index("--lr-step-epochs") + 1] == "1,2,3"
     assert arguments[arguments.index("--gpus") + 1] == "0,1"
     assert arguments[-2:] == ["--disp-batches", "5"]
+
+
+@pytest.mark.parametrize(("allocator", "file"), [("1", ["--data-sharding", "mine"]), ("0", [])])
+def test_any_scheme_reads_data_sharding_if_asked(
+    arguments_of: Callable[..., list[str]], allocator: str, file: list[str]
+) -> None:
+    arguments = arguments_of("bsp_mnist_mlp.sh", DATA_ALLOCATOR=allocator, DATA_SHARDING="mine")
+    start = arguments.index("python")
+    assert arguments[arguments.index("hosts") + 1 : start] == file
+    assert arguments[arguments.index("--data-allocator") + 1] == allocator
 
 
 def test_the_example_files_fit_together() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from echelon.cluster.shares import parse_shares, read_text
+from echelon.cluster.shares import read_shares
 from echelon.data.loading.order import ByFraction, ByPart, Sampling, Sharding, State
 from echelon.errors import UsageError
 from echelon.schemes.stores import store_kind
@@ -124,11 +123,8 @@ def shares_of(options: TrainOptions, place: ProcessRank) -> list[list[float]] | 
 
 
 def shares_for(options: TrainOptions, num_workers: int) -> list[tuple[float, float]]:
-    """Read every worker's share of the data from the data_sharding file."""
-    path = Path(options.data_sharding)
-    if not path.is_file():
-        raise UsageError(f"--data-allocator 1 needs the file {path} with one line 'start end' per worker")
-    return parse_shares(read_text(path), num_workers, str(path))
+    """Return every worker's share of the data, from the data_sharding file or its text."""
+    return read_shares(options.data_sharding, num_workers)
 
 
 def state_at(sampling: Sampling, epoch: int, samples_done: int, size: int) -> State:
