@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -83,7 +84,8 @@ def read_all(process: ForkedProcess) -> tuple[int, list[str]]:
             output += data or b""
             process.exit_code()  # learns its number
             select.select([output_fd], [], [], 0.01)
-        select.select([process.pidfd], [], [])
+        if process.pid:
+            select.select([process.pidfd], [], [])
         return process.exit_code() or 0, output.decode().splitlines()
 
 
@@ -159,6 +161,26 @@ def test_many_processes_with_large_environments_and_arguments_are_forked(tmp_pat
         processes = [preloaded.start(["-c", program, "y" * 100_000], {"LARGE": "x" * 300_000}, None) for _ in range(40)]
         preloaded.no_more()
         assert [read_all(process) for process in processes] == [(0, ["300000 100000"])] * 40
+
+
+def test_all_processes_say_why_torch_could_not_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libmissing.so: cannot open')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with closing(Preloaded({"PYTHONPATH": path})) as preloaded:
+        processes = [preloaded.start(["-c", "print(1)"], {}, None) for _ in range(2)]
+        assert [read_all(process) for process in processes] == [(1, [])] * 2
+        assert {process.how_ended() for process in processes} == {
+            "could not be started: the process that imports torch exited with status 1: "
+            "ImportError: libmissing.so: cannot open"
+        }
+
+
+def test_a_signal_while_torch_is_imported_stops_the_processes() -> None:
+    with closing(Preloaded({})) as preloaded:
+        processes = [preloaded.start(["-c", "print(1)"], {}, None) for _ in range(2)]
+        processes[0].send_signal(signal.SIGINT)
+        assert [read_all(process)[0] for process in processes] == [-signal.SIGINT, 1]
+        assert processes[0].how_ended() == "was stopped"
 
 
 def test_forked_processes_have_an_environment_and_a_session_of_their_own() -> None:

@@ -102,7 +102,7 @@ class ForkedProcess(OwnChild):
         if self._has_number():
             super().send_signal(number)
         elif self._returncode is None:
-            self._fail(-number, "was stopped before it started")
+            self._fail(-number, "was stopped")
             self._preloaded.kill()
 
     def reap(self) -> int:
@@ -137,6 +137,7 @@ class Preloaded:
         self._pids: dict[int, int] = {}
         self._count = 0
         self._ended = False
+        self._failure: str | None = None
         self._waiting: deque[list[int]] = deque()  # the files of requests that are not sent yet
         self._finished = False
 
@@ -179,6 +180,8 @@ class Preloaded:
                 data = self._requests.recv(_REPLY_BYTES)
             except BlockingIOError:
                 break
+            except ConnectionResetError:  # it ended before it read all requests
+                data = b""
             if not data:
                 self._ended = True
             else:
@@ -190,11 +193,11 @@ class Preloaded:
 
     def failure(self) -> str | None:
         """Say why no more processes will be forked, or return None."""
-        if not self._ended:
-            return None
-        code = self._process.reap()
-        lines = (self._process.read_output() or b"").decode(errors="replace").strip().splitlines()
-        return f"the process that imports torch {how_ended(code)}{': ' + lines[-1] if lines else ''}"
+        if self._ended and not self._failure:
+            code = self._process.reap()
+            lines = (self._process.read_output() or b"").decode(errors="replace").strip().splitlines()
+            self._failure = f"the process that imports torch {how_ended(code)}{': ' + lines[-1] if lines else ''}"
+        return self._failure
 
     def kill(self) -> None:
         """Kill the process, so that it forks nothing more."""
