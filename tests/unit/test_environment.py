@@ -38,6 +38,9 @@ LAUNCHED = {  # the variables of seed 002's nodes, and those that an Echelon lau
     "ECHELON_JOINED_FILE": "/tmp/joined",
     "ECHELON_ALLOW_OPTIMIZERS": "mine.optimizers:Lion,other:Outer.Inner",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "ECHELON_SECURITY": "proof",
+    "ECHELON_CREDENTIALS": "secret",
+    "ECHELON_CREDENTIALS_FILE": "/tmp/credentials",
 }
 JOB = Job(
     role="server",
@@ -68,6 +71,9 @@ JOB = Job(
     joined_file="/tmp/joined",
     allow_optimizers="mine.optimizers:Lion,other:Outer.Inner",
     rendezvous_hosted=True,
+    security="proof",
+    credentials="secret",
+    credentials_file="/tmp/credentials",
 )
 
 

@@ -229,9 +229,8 @@ def run(options: argparse.Namespace) -> int:
         allow_optimizers=_allowed(options.allow_optimizer),
     )
     launcher = launcher_of(options.launcher)
-    if launcher.name in ("local", "inproc"):  # other machines may have programs that this one does not have
-        program = command_of(program)
-    plan = launcher.plan(request_from(options, job, program))
+    command = command_of(program) if launcher.name in ("local", "inproc") else command_on_hosts(program)
+    plan = launcher.plan(request_from(options, job, command))
     _check_settings(job)
     plan = _with_files(plan)
     if options.dry_run:
@@ -253,19 +252,29 @@ def command_of(program: Sequence[str]) -> list[str]:
     Raises UsageError for a program that does not exist, once and not in every worker.
     """
     name = program[0]
-    if shutil.which(name) is not None and (not name.endswith(".py") or _has_interpreter(name)):
-        return list(program)
-    if name.endswith(".py") and Path(name).is_file():
+    if _needs_python(name):
         return [sys.executable, *program]
+    if shutil.which(name) is not None:
+        return list(program)
     if Path(name).exists():
         raise UsageError(f"{name} is not a program: it is a folder, or not executable; put its interpreter before it")
     raise UsageError(f"there is no program {name!r}, neither here nor in a folder of PATH; check its name")
 
 
-def _has_interpreter(name: str) -> bool:
-    """Return whether a script names its interpreter in the first line; without it, the system cannot run the file."""
-    with open(str(shutil.which(name)), "rb") as file:
-        return file.read(2) == b"#!"
+def command_on_hosts(program: Sequence[str]) -> list[str]:
+    """Return the same for other machines. They may have programs that this one does not have, and another Python."""
+    return ["python", *program] if _needs_python(program[0]) else list(program)
+
+
+def _needs_python(name: str) -> bool:
+    """Return whether a program is a Python file that the system cannot run, or that names no interpreter."""
+    if not name.endswith(".py"):
+        return False
+    found = shutil.which(name)
+    if found is None:
+        return Path(name).is_file()
+    with open(found, "rb") as file:
+        return file.read(2) != b"#!"
 
 
 def _with_files(plan: Plan) -> Plan:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from echelon.cli.launch import add_job_arguments, command_of, job_from
+from echelon.cli.launch import add_job_arguments, command_of, command_on_hosts, job_from
 from echelon.cli.main import main
 from echelon.errors import UsageError
 
@@ -93,6 +93,11 @@ def test_a_python_file_that_the_system_cannot_run_is_run_by_this_python(
         expected = [sys.executable, name, "--lr", "1"]
         found = command_of([name, "--lr", "1"])
         assert found == (expected[1:] if runs_python is False and "/" in name else expected)
+        assert command_on_hosts([name, "--lr", "1"]) == (found if found[0] == name else ["python", *expected[1:]])
+
+
+def test_hosts_may_have_programs_that_this_machine_does_not_have() -> None:
+    assert command_on_hosts(["nosuch.py", "--lr", "1"]) == ["nosuch.py", "--lr", "1"]
 
 
 @pytest.mark.parametrize(
