@@ -175,6 +175,11 @@ def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **variables}
 
 
+def in_batch_job() -> bool:
+    """Return whether Slurm, Grid Engine, PBS or LSF has started this process. They signal all processes of a job."""
+    return any(os.environ.get(name) for name in ("SLURM_JOB_ID", "SGE_TASK_ID", "PBS_JOBID", "LSB_JOBID"))
+
+
 def set_variables(variables: Mapping[str, str]) -> None:
     """Set environment variables of this process."""
     os.environ.update(variables)

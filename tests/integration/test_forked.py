@@ -183,6 +183,26 @@ def test_a_signal_while_torch_is_imported_stops_the_processes() -> None:
         assert processes[0].how_ended() == "was stopped"
 
 
+def test_servers_of_a_batch_job_ignore_its_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm sends SIGTERM to all processes of a job, but servers must run until the workers have saved."""
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    program = """
+import os, psutil, torch, echelon
+store = echelon.kvstore.create("dist_sync")
+others = [child for child in psutil.Process(os.getppid()).children() if child.pid != os.getpid()]
+for child in others:
+    child.terminate()
+store.init("weight", torch.ones(3))
+weight = torch.zeros(3)
+store.pull("weight", weight)
+print(len(others) >= 2, weight.tolist())
+"""
+    lines: list[str] = []
+    job = Job(num_workers=1, num_servers=1)
+    status = run(job, [sys.executable, "-c", program], on_line=lambda _, text: lines.append(text))
+    assert (status, lines) == (0, ["True [1.0, 1.0, 1.0]"])
+
+
 def test_forked_processes_have_an_environment_and_a_session_of_their_own() -> None:
     program = "import os; print(os.environ['ECHELON_RANK'], os.getsid(0) == os.getpid(), os.getppid())"
     lines: list[str] = []

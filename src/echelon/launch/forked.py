@@ -22,6 +22,8 @@ from echelon.launch.processes import ChildProcess, OwnChild, adopt_orphans, how_
 class ForkRequest(msgspec.Struct, frozen=True, array_like=True):
     """A process to fork. `program` is what follows `python` on its command line. `parent` is the launcher.
 
+    `shielded`: it ignores SIGTERM.
+
     It is written to a file, because a message of a socket is limited to about 200 kB. A message of one byte brings this
     file, the one for the output of the process and, if there is one, the socket at which it listens.
     """
@@ -30,6 +32,7 @@ class ForkRequest(msgspec.Struct, frozen=True, array_like=True):
     program: list[str]
     environment: dict[str, str]
     parent: int
+    shielded: bool
 
 
 class Forked(msgspec.Struct, frozen=True, array_like=True):
@@ -78,8 +81,9 @@ def as_python_program(arguments: Sequence[str]) -> list[str] | None:
 class ForkedProcess(OwnChild):
     """A process that is being forked, then a child of this process. Until then its number is unknown."""
 
-    def __init__(self, number: int, preloaded: Preloaded, output: int) -> None:
+    def __init__(self, number: int, preloaded: Preloaded, output: int, shielded: bool) -> None:
         self.pid = 0
+        self._shielded = shielded
         self.stdout = os.fdopen(output, "rb", buffering=0)
         self._number, self._preloaded = number, preloaded
         self._how = ""
@@ -141,19 +145,21 @@ class Preloaded:
         self._waiting: deque[list[int]] = deque()  # the files of requests that are not sent yet
         self._finished = False
 
-    def start(self, program: Sequence[str], environment: Mapping[str, str], listener: int | None) -> ForkedProcess:
+    def start(
+        self, program: Sequence[str], environment: Mapping[str, str], listener: int | None, *, shielded: bool = False
+    ) -> ForkedProcess:
         """Ask for a process. It runs as soon as torch is imported."""
         adopt_orphans(True)
         number, self._count = self._count, self._count + 1
         reading, writing = os.pipe2(os.O_CLOEXEC)
-        request = ForkRequest(number, list(program), child_environment(environment), os.getpid())
+        request = ForkRequest(number, list(program), child_environment(environment), os.getpid(), shielded)
         written = os.memfd_create("request")
         with open(written, "wb", closefd=False) as file:
             file.write(_encode(request))
         os.lseek(written, 0, os.SEEK_SET)
         self._waiting.append([written, writing, *([] if listener is None else [os.dup(listener)])])
         self._send_waiting()
-        return ForkedProcess(number, self, reading)
+        return ForkedProcess(number, self, reading, shielded)
 
     def _send_waiting(self) -> None:
         """Send what the socket takes. It takes few requests while torch is imported."""

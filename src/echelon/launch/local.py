@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from echelon.cluster.messages import WORKER, WorkerExited
-from echelon.environment import Job
+from echelon.environment import Job, in_batch_job
 from echelon.errors import UsageError
 from echelon.launch.devices import library_variables
 from echelon.launch.forked import Preloaded, as_python_program
@@ -99,12 +99,14 @@ class ChildBackend:
         whole = self._plan.complete(planned, self._addresses)
         environment = {**self._variables(whole), **whole.environment, "ECHELON_JOINED_FILE": str(self._joined.path)}
         listener = self._listeners.get(planned.name)
+        shielded = planned.role != WORKER and in_batch_job()
         if self._preloaded and (program := self._programs.get(planned.name)):
-            return self._preloaded.start(program, environment, None if listener is None else listener.fileno())
+            inherited = None if listener is None else listener.fileno()
+            return self._preloaded.start(program, environment, inherited, shielded=shielded)
         fds = [] if listener is None else [listener.fileno()]
         if fds:
             environment["ECHELON_LISTEN_FD"] = str(fds[0])
-        return ChildProcess(planned.name, planned.arguments, environment, pass_fds=fds)
+        return ChildProcess(planned.name, planned.arguments, environment, pass_fds=fds, shielded=shielded)
 
     def _variables(self, process: PlannedProcess) -> dict[str, str]:
         """Return variables that libraries read when they are imported."""

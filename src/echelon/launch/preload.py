@@ -22,7 +22,7 @@ import torch
 
 from echelon.environment import replace_environment
 from echelon.launch.forked import Forked, ForkRequest
-from echelon.launch.processes import die_with_parent
+from echelon.launch.processes import die_with_parent, ignore_termination
 from echelon.launch.run_as_python import run_as_python
 
 MODULES = ("echelon.train.trainer", "echelon.server.serve")
@@ -63,6 +63,8 @@ def _become(request: ForkRequest, fds: Sequence[int], requests: socket.socket) -
             os._exit(1)
         time.sleep(0)
     die_with_parent(request.parent)
+    if request.shielded:
+        ignore_termination()
     os.setsid()
     requests.send(_encode(Forked(request.number, os.getpid())))
     requests.close()

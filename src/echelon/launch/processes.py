@@ -88,13 +88,18 @@ def adopt_orphans(adopt: bool) -> None:
 
 
 class OwnChild:
-    """A child of this process, which leads a session."""
+    """A child of this process, which leads a session.
+
+    A shielded one is ended by SIGTERM only if it comes from this object. A batch system sends SIGTERM to all processes
+    of a job at once, but servers and the scheduler must run until the workers have saved.
+    """
 
     pid: int
     stdin: IO[bytes] | None = None
     stdout: IO[bytes] | None = None
     _returncode: int | None = None
     _pidfd: int | None = None
+    _shielded = False
 
     @property
     def where(self) -> str:
@@ -139,9 +144,9 @@ class OwnChild:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the whole session, unless the process was reaped."""
+        """Send a signal to the whole session, unless the process was reaped. SIGTERM kills a shielded one."""
         if self._returncode is None:
-            os.killpg(self.pid, number)
+            os.killpg(self.pid, signal.SIGKILL if self._shielded and number == signal.SIGTERM else number)
 
     def reap(self) -> int:
         """Kill what is left of the session, wait for the process, and return its exit code."""
@@ -174,11 +179,7 @@ class OwnChild:
 
 
 class ChildProcess(OwnChild):
-    """A running child process and its pipes. The file arguments are those of `subprocess.Popen`.
-
-    `shielded`: SIGTERM ends it only if it comes from this object. A batch system sends SIGTERM to all processes of a
-    job at once, but servers and the scheduler must run until the workers have saved.
-    """
+    """A running child process and its pipes. The file arguments are those of `subprocess.Popen`."""
 
     def __init__(
         self,
@@ -210,18 +211,19 @@ class ChildProcess(OwnChild):
         self.stdin, self.stdout = self._popen.stdin, self._popen.stdout
         self._shielded = shielded
 
-    def send_signal(self, number: int) -> None:
-        """Send a signal to the whole session, unless the process was reaped. SIGTERM kills a shielded one."""
-        super().send_signal(signal.SIGKILL if self._shielded and number == signal.SIGTERM else number)
-
     def _wait(self) -> int:
         return self._popen.wait()
 
 
 def _prepare_child(parent: int, shielded: bool) -> None:
-    if shielded:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     die_with_parent(parent)
+    if shielded:
+        ignore_termination()
+
+
+def ignore_termination() -> None:
+    """Shield this process from SIGTERM."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _stat_fields(pid: int) -> list[str]:

@@ -53,7 +53,7 @@ def panel_rows(summary: Summary) -> list[list[Panel]]:
     metrics: list[Panel] = [_accuracy, _loss] if summary["validations"] or summary["training"] else []
     speed: list[Panel] = []
     if len(workers) > 1 or any(worker["wait_s"] for worker in workers) or not metrics:
-        speed.append(_workers)
+        speed.append(_workers if workers else _nothing)
     if any(value != "0" for worker in workers for value in worker["staleness"]):
         speed += [_updates_missed] if summary["staleness_bound"] is None else [_rounds_ahead, _updates_missed]
     return [metrics + speed] if len(metrics + speed) <= 3 else [metrics, speed]
@@ -143,6 +143,12 @@ def _workers(axes: Axes, summary: Summary) -> None:
     axes.set_xlim(0, room * max(1e-9, *(work + wait for work, wait in zip(works, waits, strict=True))))
     axes.set_ylim(max(ranks) + 0.6, min(ranks) - 0.6)  # worker 0 at the top
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.19), ncols=2, frameon=False)
+
+
+def _nothing(axes: Axes, summary: Summary) -> None:
+    """Say that there is nothing to draw."""
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, "no worker reported anything", ha="center", va="center", transform=axes.transAxes)
 
 
 def _rounds_ahead(axes: Axes, summary: Summary) -> None:

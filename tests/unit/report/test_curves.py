@@ -111,6 +111,11 @@ def test_the_title_says_which_accuracy_it_is_and_the_status_of_a_failure() -> No
     assert stopped.endswith("last accuracy 0.9700 (exit status 130)")
 
 
+def test_a_run_without_workers_says_so() -> None:
+    [(_, axes)] = panels(run(workers=[], validations=[], training=[])).items()
+    assert [text.get_text() for text in axes.texts] == ["no worker reported anything"]
+
+
 @pytest.mark.parametrize("num_workers", [1, 8, 32])
 def test_a_picture_is_written(tmp_path: Path, num_workers: int) -> None:
     draw_curves(run(num_workers), tmp_path / "curves.png")
