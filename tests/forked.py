@@ -34,7 +34,7 @@ from echelon.errors import JobError
 from echelon.kvstore import KVStore, create
 from echelon.kvstore.worker import thread_is_worker
 from echelon.schemes.stores import store_kind
-from echelon.transport import by_name
+from echelon.transport.choose import by_name
 
 T = TypeVar("T")
 STUCK_S = 60.0

@@ -14,9 +14,10 @@ from echelon.launch.in_process import run
 from echelon.testing import check_kvstore, kvstore_calls, kvstore_updates
 from echelon.testing.kvstore import CHECKS, Check
 from echelon.testing.trial import Trial
-from echelon.transport import SharedMemoryTransport, TcpTransport
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.interface import Transport
+from echelon.transport.shared_memory import SharedMemoryTransport
+from echelon.transport.sockets import TcpTransport
 
 pytestmark = pytest.mark.numeric
 

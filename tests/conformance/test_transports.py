@@ -12,9 +12,11 @@ import pytest
 
 from echelon.testing import check_transport
 from echelon.testing.transport import CHECKS, Check
-from echelon.transport import SharedMemoryTransport, TcpTransport, admission
+from echelon.transport import admission
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer, Transport
+from echelon.transport.shared_memory import SharedMemoryTransport
+from echelon.transport.sockets import TcpTransport
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -34,7 +36,7 @@ def test_tcp_between_machines(check: Check, monkeypatch: pytest.MonkeyPatch) -> 
 
 ATTACH = """
 import sys
-from echelon.transport import SharedMemoryTransport
+from echelon.transport.shared_memory import SharedMemoryTransport
 memory = SharedMemoryTransport().attach(sys.argv[1])
 if memory is None:
     sys.exit("out of reach")
@@ -55,9 +57,16 @@ def test_another_process_attaches_by_the_descriptor() -> None:
     assert bytes(block.buffer[:10]) == b"helloworld"
 
 
+ALLOCATES = "from echelon.transport.choose import by_name; print(by_name('shm').allocate(64).descriptor)"
+
+
 def test_memory_of_a_dead_process_cannot_be_attached() -> None:
     made = subprocess.run(
-        [sys.executable, "-c", "from echelon.transport import by_name; print(by_name('shm').allocate(64).descriptor)"],
+        [
+            sys.executable,
+            "-c",
+            "from echelon.transport.choose import by_name; print(by_name('shm').allocate(64).descriptor)",
+        ],
         capture_output=True,
         text=True,
         check=True,

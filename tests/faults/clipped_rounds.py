@@ -22,7 +22,7 @@ from echelon.environment import Job
 from echelon.kvstore import KVStore
 from echelon.kvstore.create import join
 from echelon.kvstore.servers.store import ServerStore
-from echelon.transport import by_name
+from echelon.transport.choose import by_name
 
 CLOCKS, MAX_NORM = 5, 1.0
 SHAPES = {"narrow": (3, 5), "wide": (70, 1000)}  # wide: a part of it on every server

@@ -15,7 +15,7 @@ from echelon.cluster.messages import OptimizerSpec
 from echelon.environment import Job
 from echelon.kvstore import KVStore
 from echelon.kvstore.create import join
-from echelon.transport import by_name
+from echelon.transport.choose import by_name
 from jobs import AFTER_PUSH, BEFORE_PUSH, IN_PULL, MARK, Fault, Gate, Plan, pid_of, until
 from leaks import marked_processes, segments_of
 

@@ -13,7 +13,7 @@ from echelon.environment import Job
 from echelon.kvstore import KVStore, create
 from echelon.scheduler import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
-from echelon.transport import by_name
+from echelon.transport.choose import by_name
 from forked import Fork
 
 TIMEOUT_S = 60.0

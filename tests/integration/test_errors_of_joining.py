@@ -23,8 +23,9 @@ from echelon.kvstore.servers.session import SESSIONS
 from echelon.launch.in_process import run
 from echelon.scheduler import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
-from echelon.transport import SharedMemoryTransport, TcpTransport
 from echelon.transport.in_process import InProcessTransport
+from echelon.transport.shared_memory import SharedMemoryTransport
+from echelon.transport.sockets import TcpTransport
 
 
 @pytest.mark.parametrize("transport", [None, SharedMemoryTransport, TcpTransport])

@@ -13,7 +13,8 @@ from torch import nn
 
 from echelon.errors import DataError, EchelonError, UsageError
 from echelon.kvstore import KVStore, create
-from echelon.transport import SharedMemoryTransport, TcpTransport
+from echelon.transport.shared_memory import SharedMemoryTransport
+from echelon.transport.sockets import TcpTransport
 
 
 @pytest.mark.parametrize("transport", [None, SharedMemoryTransport, TcpTransport])

@@ -17,7 +17,7 @@ import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.launch.in_process import run
-from echelon.transport import by_name
+from echelon.transport.choose import by_name
 
 pytestmark = pytest.mark.numeric
 

@@ -110,7 +110,7 @@ def test_one_script_in_every_role_started_by_hand_in_any_order(by_hand: ByHand) 
 def test_ranks_come_from_the_order_of_arrival(tmp_path: Path) -> None:
     arrive = """
 from echelon.environment import Job
-from echelon.transport import by_name
+from echelon.transport.choose import by_name
 from echelon.transport.registration import register
 with register(Job.from_environment(), "worker", by_name("tcp")) as post:
     print("rank", post.rank)

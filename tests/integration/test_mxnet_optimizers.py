@@ -57,7 +57,7 @@ from echelon.optim import (
     Signum,
     create,
 )
-from echelon.transport import TcpTransport
+from echelon.transport.sockets import TcpTransport
 from forked import run
 
 pytestmark = pytest.mark.numeric

@@ -27,7 +27,7 @@ import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
 from echelon.launch.in_process import run
-from echelon.transport import TcpTransport
+from echelon.transport.sockets import TcpTransport
 
 pytestmark = pytest.mark.numeric
 

@@ -23,7 +23,7 @@ from echelon.launch.interface import Output
 from echelon.launch.plan import Plan, Request
 from echelon.launch.run import protect
 from echelon.train.flags.parser import Parser
-from echelon.transport import by_name
+from echelon.transport.interface import check_name
 
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:[=:](?P<value>.*))?", re.DOTALL)
 
@@ -158,7 +158,7 @@ def job_from(options: argparse.Namespace, **more: object) -> Job:
     servers = options.num_workers if options.num_servers is None else options.num_servers
     environment = Job.from_environment()
     transport = options.transport or environment.transport
-    by_name(transport)  # raises for an unknown transport, here and not in every process
+    check_name(transport)  # raises for an unknown transport, here and not in every process
     stall_seconds = environment.stall_seconds if options.stall_seconds is None else options.stall_seconds
     if not 0 < stall_seconds < math.inf:
         raise UsageError(f"--stall-seconds must be above 0 and finite, not {stall_seconds:g}")

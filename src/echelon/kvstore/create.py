@@ -31,7 +31,7 @@ from echelon.kvstore.uncaught import print_job_errors_in_one_line
 from echelon.kvstore.worker import is_thread, transport_for
 from echelon.observe.events import EventLog
 from echelon.schemes import check_lr_scale, rules_for, store_kind
-from echelon.transport import transport_of
+from echelon.transport.choose import transport_of
 from echelon.transport.interface import Transport
 from echelon.transport.registration import announce_servers_unused
 

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from echelon.environment import Job, job_of_thread
-from echelon.transport import transport_of
+from echelon.transport.choose import transport_of
 from echelon.transport.interface import Transport
 
 

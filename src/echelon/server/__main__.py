@@ -5,7 +5,7 @@ import sys
 from echelon.environment import Job
 from echelon.errors import EchelonError
 from echelon.server.serve import serve
-from echelon.transport import transport_of
+from echelon.transport.choose import transport_of
 
 try:
     job = Job.from_environment()

@@ -6,8 +6,7 @@ import itertools
 import queue
 from collections.abc import Sequence
 
-from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer
-from echelon.transport.sockets import private_memory
+from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer, private_memory
 
 _Message = tuple[Peer, list[memoryview]] | None
 

@@ -7,9 +7,12 @@ peers are the names of the clients' endpoints. `recv` has a timeout and can be w
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from echelon.errors import unknown_name
 
 Buffer = bytes | bytearray | memoryview
 Peer = int | bytes
@@ -64,6 +67,11 @@ class Block:
     descriptor: str = ""
 
 
+def private_memory(num_bytes: int) -> memoryview:
+    """Return zeroed memory of this process. It is mapped, so that its pages cost nothing until they are used."""
+    return memoryview(mmap.mmap(-1, max(1, num_bytes)))[:num_bytes]  # a mapping needs at least one byte
+
+
 class Transport(Protocol):
     """Creates endpoints and memory."""
 
@@ -84,3 +92,12 @@ class Transport(Protocol):
     def attach(self, descriptor: str) -> memoryview | None:
         """Return a peer's memory, or None if it cannot be reached (another machine or user). Then use frames."""
         ...
+
+
+NAMES = ("auto", "shm", "tcp")
+
+
+def check_name(name: str) -> None:
+    """Raise UsageError for a name that is not a transport's."""
+    if name not in NAMES:
+        raise unknown_name("transport", name, NAMES)

@@ -12,7 +12,6 @@ connection takes the place of the old one.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import secrets
 import select
@@ -31,7 +30,7 @@ from echelon.transport.admission_thread import AdmissionThread
 from echelon.transport.channel import Channel
 from echelon.transport.connection import MAX_HEAD, MAX_NAME, Connection, ConnectionBroken
 from echelon.transport.credentials import Security
-from echelon.transport.interface import Block, Buffer, Endpoint, FramesRefused, Peer, Placer
+from echelon.transport.interface import Block, Buffer, Endpoint, FramesRefused, Peer, Placer, private_memory
 
 CONNECT_S = 30.0
 RECONNECT_S = 1.0
@@ -328,11 +327,6 @@ class ClientSockets(_Sockets):
         self._connections[server] = connection
         self._add(connection)
         self._send(connection, [self._name + b" " + self._addresses[server].encode()])
-
-
-def private_memory(num_bytes: int) -> memoryview:
-    """Return zeroed memory of this process. It is mapped, so that its pages cost nothing until they are used."""
-    return memoryview(mmap.mmap(-1, max(1, num_bytes)))[:num_bytes]  # a mapping needs at least one byte
 
 
 def listen(host: str, port: int) -> socket.socket:
