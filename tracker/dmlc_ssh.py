@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
 """MXNet's tracker/dmlc_ssh.py: starts a job over ssh. It is `echelon launch` with MXNet's flags."""
 
+import os
 import sys
 
+if os.path.isfile("echelon/__init__.py"):  # a working directory with its own copy, which workers import, too
+    sys.path.insert(0, os.getcwd())
 try:
     from echelon.cli.mxnet_launchers import main
 except ImportError as error:

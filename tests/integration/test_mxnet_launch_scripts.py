@@ -13,9 +13,11 @@ REPOSITORY = Path(__file__).parents[2]
 SHOW = "import os, sys; print(sys.argv[1:], os.environ.get('MINE'))"
 
 
-def run(script: str, *arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+def run(
+    script: str, *arguments: str, python: str = sys.executable, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [python, str(REPOSITORY / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=cwd)
 
 
 def hosts(tmp_path: Path) -> str:
@@ -64,6 +66,15 @@ def test_every_script_has_its_launcher(tmp_path: Path, script: str, expected: st
     done = run(script, "-n", "2", "-s", "2", "-H", hosts(tmp_path), *more, "--dry-run", "python", "train.py", "-s", "3")
     assert done.returncode == 0, done
     assert expected in done.stdout
+
+
+def test_a_copy_of_echelon_in_the_working_directory_is_used(tmp_path: Path) -> None:
+    """As in MXNet's document: `cp -r ../../python/mxnet working_dir`. Workers import this copy, so agents do, too."""
+    words = ("-n", "2", "-s", "2", "-H", hosts(tmp_path), "--dry-run", "python", "dist_sync_mlp.py")
+    (tmp_path / "echelon").symlink_to(REPOSITORY / "src" / "echelon")
+    done = run("tracker/dmlc_ssh.py", *words, cwd=tmp_path)
+    assert done.returncode == 0, done
+    assert f'PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}"{tmp_path};' in done.stdout
 
 
 def test_launch_without_hosts_is_local() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from echelon.errors import UsageError, unknown_name
 
 RANK = "mxnet.rank"
+_DISPLAYED_BATCHES = 20  # between two lines with the speed
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 _DEFAULTS: dict[str, Any] = {
     "exp.num_nodes": 1,
@@ -69,6 +70,7 @@ def read_recipe(path: Path, rank: int, environment: Callable[[str], str | None])
     flags = f"--network {_MODELS[model]} --batch-size {batch} --num-examples {num_batches * batch * num_nodes}"
     words = [*flags.split(), "--num-epochs", "1", "--dtype", str(parameters["exp.dtype"])]
     words += ["--kv-store", str(parameters["mxnet.kv_store"])]
+    words += ["--disp-batches", str(min(_DISPLAYED_BATCHES, number("exp.num_batches")))]  # a short run shows it, too
     words += ["--gpus", gpus] if gpus else []
     data = str(parameters["exp.data_dir"])
     words += ["--data-train", f"{data}/train.rec"] if data else ["--benchmark", "1"]
