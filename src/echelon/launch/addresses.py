@@ -74,7 +74,7 @@ def address_towards(host: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
         try:
             probe.connect((host, 9))
-        except OSError:
+        except (OSError, UnicodeError):
             return None
         return str(probe.getsockname()[0])
 
@@ -92,7 +92,7 @@ def listen(address: str) -> socket.socket:
 def _candidates(name: str, others: Sequence[str]) -> Iterator[str]:
     try:
         yield from dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET))
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: no host can have this name
         pass
     for other in others:
         if address := address_towards(other):

@@ -133,7 +133,7 @@ class Agent:
             for body in self._frames.feed(data):
                 try:
                     self._handle(decode_to_agent(body))
-                except (EchelonError, OSError) as error:
+                except (EchelonError, OSError, ValueError) as error:  # ValueError: a name with bytes that none can have
                     self._send(CannotStart(str(error)))
                     self._ended = True
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from echelon.environment import HIGHEST_PORT
 from echelon.errors import UsageError
 
-_HOST = re.compile(r"(?:(?P<user>[^\s@:]+)@)?(?P<name>\[[0-9A-Fa-f:.]+\]|[^\s@:\[\]]+)(?::(?P<port>[0-9]+))?")
+# ssh, rsync and mpirun take a word that begins with a hyphen for an option.
+_HOST = re.compile(r"(?:(?P<user>(?!-)[^\s@:]+)@)?(?P<name>\[[0-9A-Fa-f:.]+\]|(?!-)[^\s@:\[\]]+)(?::(?P<port>[0-9]+))?")
 
 
 @dataclass(frozen=True, slots=True)

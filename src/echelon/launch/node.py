@@ -61,7 +61,7 @@ def _resolved(host: str, text: str, where: str) -> str:
         pass
     try:
         return socket.gethostbyname(host)
-    except OSError:
+    except (OSError, UnicodeError):
         raise UsageError(
             f"{where} is {text!r}, but {host!r} is neither an IP address nor a known host: write the address of node 0"
         ) from None

@@ -339,8 +339,9 @@ def listen(host: str, port: int) -> socket.socket:
                 "reach; use the IP address of its network interface instead of the name"
             )
         return socket.create_server((address, port), backlog=128)
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL and not isinstance(error, socket.gaierror):
+    except (OSError, UnicodeError) as error:  # UnicodeError: no host can have this name
+        is_address = isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL
+        if not is_address:
             raise
         raise UsageError(
             f"cannot listen at {host}, which is not an address of this machine; set DMLC_NODE_HOST to one that the "

@@ -34,6 +34,11 @@ def test_a_host_that_is_listed_twice_has_the_slots_of_both_lines() -> None:
         ("a slots=two", "hosts, line 1: 'slots=two'; the number of slots must be 1 or more"),
         ("a:70000", "hosts, line 1: 70000 is not a port; write a number from 1 to 65535"),
         ("a@b@c", "hosts, line 1: 'a@b@c' is not a host; write host, user@host or user@host:port"),
+        (
+            "-oProxyCommand=x",
+            "hosts, line 1: '-oProxyCommand=x' is not a host; write host, user@host or user@host:port",
+        ),
+        ("-x@host", "hosts, line 1: '-x@host' is not a host; write host, user@host or user@host:port"),
         ("# none\n", "the hosts file hosts names no host; write one per line"),
     ],
 )

@@ -38,6 +38,7 @@ def test_the_rendezvous_has_an_optional_interface() -> None:
         (":10.0.0.1:29500", "write INTERFACE:IP:PORT or IP:PORT"),
         ("10.0.0.1:http", "'http' is not a port"),
         ("10.0.0.1:65535", "write a number from 1 to 65534"),
+        ("INTERFACE:two..dots:29500", "'two..dots' is neither an IP address nor a known host"),
         ("INTERFACE:IP_ADDRESS.invalid:29500", "'IP_ADDRESS.invalid' is neither an IP address nor a known host"),
     ],
 )
