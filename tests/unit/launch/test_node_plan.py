@@ -102,7 +102,7 @@ def test_a_recipe_becomes_the_flags_of_a_worker(recipe: Callable[..., list[str]]
     )
     assert shlex.join(flags) == (
         "--network vgg --num-layers 16 --batch-size 64 --num-examples 1280 --num-epochs 1 --dtype float16 "
-        "--kv-store dist_device_sync --gpus 0,1 --data-train /data/rank_1/train.rec"
+        "--kv-store dist_device_sync --disp-batches 8 --gpus 0,1 --data-train /data/rank_1/train.rec"
     )
 
 
