@@ -15,6 +15,7 @@ from echelon.testing.transport import CHECKS, Check
 from echelon.transport import admission
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer, Transport
+from echelon.transport.outbox import Precedence
 from echelon.transport.shared_memory import SharedMemoryTransport
 from echelon.transport.sockets import TcpTransport
 
@@ -128,8 +129,8 @@ class _Endpoint:
     def address(self) -> str:
         return self.inner.address
 
-    def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
-        self.inner.send(peer, frames)
+    def send(self, peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
+        self.inner.send(peer, frames, precedence)
 
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
         return self.inner.recv(timeout_s)
@@ -167,7 +168,7 @@ class _Wrapped:
 
 
 class _DropsEmptyFramesEndpoint(_Endpoint):
-    def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
+    def send(self, peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
         super().send(peer, [frame for frame in frames if len(frame)])
 
 
@@ -176,7 +177,7 @@ class DropsEmptyFrames(_Wrapped):
 
 
 class _TruncatesEndpoint(_Endpoint):
-    def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
+    def send(self, peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
         super().send(peer, [memoryview(frame).cast("B")[: 16 << 20] for frame in frames])
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from echelon.cluster.messages import Done, Response, decode_request, decode_response
 from echelon.transport.interface import Buffer, Endpoint, Peer, Placer, Transport
+from echelon.transport.outbox import Precedence
 
 LOSE = "lose"  # the request never arrives
 REPEAT = "repeat"  # it arrives twice
@@ -82,7 +83,7 @@ class _FaultyEndpoint:
         self.wake = inner.wake
         self.close = inner.close
 
-    def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
+    def send(self, peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
         request: Any = decode_request(memoryview(frames[0]))
         kind = type(request).__name__
         clock = request.clock - 1 if kind == "Pull" else getattr(request, "clock", None)
@@ -90,7 +91,7 @@ class _FaultyEndpoint:
         action = self._faults.take(self._rank, kind, clock, (LOSE, REPEAT, REPEAT_LATE))
         if action == LOSE:
             return
-        self._inner.send(peer, frames)
+        self._inner.send(peer, frames, precedence)
         if late := self._late.pop(kind, None):
             self._inner.send(*late)
         if action == REPEAT:

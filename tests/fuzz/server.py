@@ -55,6 +55,7 @@ from echelon.server.memory import frame_pieces
 from echelon.server.serve import _Server
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.interface import Buffer, FramesRefused, Peer, Placer
+from echelon.transport.outbox import Precedence
 from fuzz.messages import MessageSource
 from fuzz.requests import HostileWorker, Known, request_source
 
@@ -88,7 +89,7 @@ class _Endpoint:
         self.answers: dict[Peer, list[tuple[Response, list[Buffer]]]] = {}
         self.ended = 0
 
-    def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
+    def send(self, peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
         response = decode_response(memoryview(frames[0]))
         self.answers.setdefault(peer, []).append((response, list(frames[1:])))
 

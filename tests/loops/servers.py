@@ -15,6 +15,7 @@ from echelon.launch.processes import listen_on_loopback
 from echelon.scheduler import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
 from echelon.transport.interface import Buffer, Endpoint, Peer, Placer, Transport
+from echelon.transport.outbox import Precedence
 from echelon.transport.shared_memory import SharedMemoryTransport
 
 NUM_SERVERS = 2
@@ -88,8 +89,8 @@ class _DelayedEndpoint:
         self._delay_s = delay_s
         self._held: deque[_Held] = deque()  # messages keep their order
 
-    def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
-        self._inner.send(peer, frames)
+    def send(self, peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
+        self._inner.send(peer, frames, precedence)
 
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
         end = time.monotonic() + timeout_s

@@ -57,7 +57,7 @@ class Server:
         optimization.set_optimizer(SGD)
         self.engine = Recorder(rules, workers)
         self.requests = PendingRequests(
-            self.engine, Storage(layout, 0), optimization, lambda worker, response, _: answer(worker, response)
+            self.engine, Storage(layout, 0), optimization, lambda worker, response, *_: answer(worker, response)
         )
         self.engine.keys_of = self.requests.lanes.keys
         for key in range(KEYS):

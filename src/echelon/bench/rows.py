@@ -21,6 +21,7 @@ from echelon.kvstore import KVStore
 from echelon.launch.in_process import run as run_job
 from echelon.train.trainer import Trainer
 from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Transport
+from echelon.transport.outbox import Precedence
 from echelon.transport.sockets import TcpTransport
 
 TOUCHED = (10, 100, 1000, 10_000)
@@ -106,9 +107,9 @@ class CountedTransport:
         endpoint = self._inner.serve(host)
         send = endpoint.send
 
-        def counted(peer: Peer, frames: Sequence[Buffer]) -> None:
+        def counted(peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
             self.answered += sum(memoryview(frame).nbytes for frame in frames)
-            send(peer, frames)
+            send(peer, frames, precedence)
 
         endpoint.send = counted  # type: ignore[method-assign]
         return endpoint
@@ -118,9 +119,9 @@ class CountedTransport:
         endpoint = self._inner.connect(name, addresses)
         send = endpoint.send
 
-        def counted(peer: Peer, frames: Sequence[Buffer]) -> None:
+        def counted(peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
             self.sent += sum(memoryview(frame).nbytes for frame in frames)
-            send(peer, frames)
+            send(peer, frames, precedence)
 
         endpoint.send = counted  # type: ignore[method-assign]
         return endpoint

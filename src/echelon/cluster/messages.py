@@ -27,6 +27,7 @@ Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Pid = Annotated[int, Meta(ge=0, lt=1 << 31)]
 StoreNumber = Annotated[int, Meta(ge=0, lt=MAX_STORES)]
 KeyNumbers = Annotated[list[Natural], Meta(max_length=MAX_KEYS)]
+Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 BarrierNumber = Annotated[int, Meta(ge=1, lt=1 << 53)]
 
 
@@ -312,6 +313,7 @@ class Push(_Message, frozen=True):
     rows         if given, the keys are row-sparse, and the push carries this many rows of each: a frame with the
                  numbers of the rows on this server (int64, ascending), then a frame with their values
     since        for each row-sparse key, the version of the rows that this worker has: the answer brings later ones
+    priority     where messages wait for the link, the push and its answer overtake those of a lower priority
     """
 
     id: Natural
@@ -322,6 +324,7 @@ class Push(_Message, frozen=True):
     framed: bool
     rows: KeyNumbers = []
     since: list[int] = []
+    priority: Priority = 0
 
 
 class Pull(_Message, frozen=True):
@@ -331,6 +334,7 @@ class Pull(_Message, frozen=True):
     clock: Natural
     keys: KeyNumbers
     framed: bool
+    priority: Priority = 0
 
 
 FROM_NOW = -1

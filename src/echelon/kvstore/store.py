@@ -134,7 +134,11 @@ class KVStore(ABC):
 
     @abstractmethod
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
-        """Send values to be summed over all workers. They are cast to the key's dtype, as a pull's are to `out`'s."""
+        """Send values to be summed over all workers. They are cast to the key's dtype, as a pull's are to `out`'s.
+
+        Over a slow link to the servers, what has a higher `priority` overtakes what waits with a lower one, on the way
+        there and back. Messages about the same key keep their order.
+        """
 
     @abstractmethod
     def pull(self, key: Keys, out: Values, priority: int = 0) -> None:

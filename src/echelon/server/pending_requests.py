@@ -12,8 +12,9 @@ workers still compute their other gradients. `measure_norm` answers when all lan
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from echelon.cluster.messages import Done, Failed, Response, SquaredNorm
 from echelon.errors import UsageError
@@ -26,12 +27,20 @@ from echelon.server.memory import Framed, Window
 from echelon.server.optimizer.optimization import Optimization, PushedGradient, shares_of
 from echelon.server.rows import PushedRows
 from echelon.server.tables import RowOutput
+from echelon.transport.outbox import Precedence
 
-Answer = Callable[[int, Response, Sequence[memoryview]], None]
 MAX_AHEAD = 128  # rounds that a worker may push before the first of them is applied
 MAX_PENDING = 1 << 17  # requests of a worker without an answer
 MAX_HELD_BYTES = 4 << 30  # of the frames of these requests and their answers, or eight times the store if that is more
 _Position = tuple[int, int, int]  # worker, lane, clock
+
+
+class Answer(Protocol):
+    """Sends a response to a worker."""
+
+    def __call__(
+        self, worker: int, response: Response, frames: Sequence[memoryview], precedence: Precedence | None = None, /
+    ) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +53,7 @@ class PendingRequest:
     waiting: set[int]  # lanes that are not done
     output: Window | RowOutput | None  # where the weights go; None: a push whose answer carries no weights
     num_bytes: int  # of its frames and those of its answer
+    precedence: Precedence  # of its answer
     version: int = 0
     staleness: int = 0
     rounds_ahead: int = 0
@@ -85,6 +95,7 @@ class PendingRequests:
         clock: int,
         gradient: PushedGradient,
         output: Window | RowOutput | None,
+        priority: int = 0,
     ) -> None:
         """Add a push. `output` is where the new weights go; None if the worker does not want them."""
         if self.find(worker, request) is not None:
@@ -95,7 +106,8 @@ class PendingRequests:
         self._check_room(worker, lanes, clock, size)
         if header.halt:
             self.halt_after(clock)
-        pending = self._add(PendingRequest(worker, request, clock + 1, set(lanes), output, size), lanes)
+        precedence = Precedence(priority, keys)
+        pending = self._add(PendingRequest(worker, request, clock + 1, set(lanes), output, size, precedence), lanes)
         decisions: list[Decision] = []
         for lane in lanes:
             self._gradients.setdefault((worker, lane, clock), gradient)
@@ -118,13 +130,22 @@ class PendingRequests:
         """
         self._halt_clock = clock if self._halt_clock is None else min(self._halt_clock, clock)
 
-    def pull(self, worker: int, request: int, keys: Sequence[int], clock: int, output: Window | RowOutput) -> None:
+    def pull(
+        self,
+        worker: int,
+        request: int,
+        keys: Sequence[int],
+        clock: int,
+        output: Window | RowOutput,
+        priority: int = 0,
+    ) -> None:
         """Add a pull; the weights go to `output`."""
         if self.find(worker, request) is not None:
             return  # it was sent twice
         lanes = self.lanes.resolve(keys, pushed=False)
-        self._check_room(worker, lanes, clock - 1, _num_bytes(output))
-        self._add(PendingRequest(worker, request, clock, set(lanes), output, _num_bytes(output)), lanes)
+        size, precedence = _num_bytes(output), Precedence(priority, keys)
+        self._check_room(worker, lanes, clock - 1, size)
+        self._add(PendingRequest(worker, request, clock, set(lanes), output, size, precedence), lanes)
         self._carry_out([self.engine.pull(worker, lane, clock) for lane in lanes])
 
     def measure_norm(self, worker: int, request: int, keys: Sequence[int], clock: int, max_norm: float | None) -> None:
@@ -326,7 +347,7 @@ class PendingRequests:
             frames = pending.output.buffers() if isinstance(pending.output, Framed | RowOutput) else ()
             halt = self._halt_clock is not None and self._halt_clock < pending.clock
             done = Done(pending.id, pending.version, pending.staleness, halt, pending.rounds_ahead, pending.notice)
-            self._answer(pending.worker, done, frames)
+            self._answer(pending.worker, done, frames, pending.precedence)
 
     def _unite(self, keys: tuple[int, ...], lane: int) -> bool:
         if not self._optimization.unite(keys, lane):

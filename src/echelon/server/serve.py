@@ -45,6 +45,7 @@ from echelon.observe.events import EventLog
 from echelon.server.shard import MAX_REASON, Shard
 from echelon.system import keep_freed_memory, usable_cores
 from echelon.transport.interface import Endpoint, FramesRefused, Peer, Transport
+from echelon.transport.outbox import Precedence
 from echelon.transport.registration import register
 from echelon.transport.sockets import ServerSockets
 
@@ -251,9 +252,16 @@ class _Server:
             self._shards.pop(number, None)
             self._closed.pop(number, None)
 
-    def _answer(self, number: int, worker: int, response: Response, frames: Sequence[memoryview]) -> None:
+    def _answer(
+        self,
+        number: int,
+        worker: int,
+        response: Response,
+        frames: Sequence[memoryview],
+        precedence: Precedence | None = None,
+    ) -> None:
         if peer := self._peers.get((worker, number)):
-            self._endpoint.send(peer, [encode(response), *frames])
+            self._endpoint.send(peer, [encode(response), *frames], precedence)
 
     def _stop(self, reason: str) -> int:
         print(f"server {self._rank} stops: {reason}", file=sys.stderr, flush=True)

@@ -51,12 +51,11 @@ from echelon.server.optimizer.kernel import NO_STEP
 from echelon.server.optimizer.optimization import Optimization, PushedGradient
 from echelon.server.optimizer.settings import check_header
 from echelon.server.optimizer.states import ServerStates
-from echelon.server.pending_requests import PendingRequests
+from echelon.server.pending_requests import Answer, PendingRequests
 from echelon.server.rows import PushedRows, RowMap, pushed_rows, row_numbers, row_values
 from echelon.server.tables import ChangedRows, ChosenRows
 from echelon.system import machine_memory
 
-Answer = Callable[[int, Response, Sequence[memoryview]], None]
 AttachMemory = Callable[[str], memoryview | None]
 MAX_REASON = 4000  # characters of the answer to a rejected request
 
@@ -288,7 +287,7 @@ class Shard:
             window = self._tensors.pushed(memory.gradients, request, frames)
             output = self._tensors.outgoing(memory.weights, request.keys, request.framed) if request.pull else None
         pushed = PushedGradient(window, request.header)
-        requests.push(worker, request.id, request.keys, request.clock, pushed, output)
+        requests.push(worker, request.id, request.keys, request.clock, pushed, output, request.priority)
         memory.last_push = time.monotonic()
 
     def _pull(self, worker: int, request: Pull) -> None:
@@ -296,7 +295,7 @@ class Shard:
         self._check_keys(request.keys)
         self._check_dense(request.keys)
         output = self._tensors.outgoing(self._workers[worker].weights, request.keys, request.framed)
-        requests.pull(worker, request.id, request.keys, request.clock, output)
+        requests.pull(worker, request.id, request.keys, request.clock, output, request.priority)
 
     # --- tables: keys that travel by rows
 

@@ -7,6 +7,7 @@ import queue
 from collections.abc import Sequence
 
 from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer, private_memory
+from echelon.transport.outbox import Precedence
 
 _Message = tuple[Peer, list[memoryview]] | None
 
@@ -20,7 +21,7 @@ class _Endpoint:
         self.messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self.routes: dict[Peer, tuple[_Endpoint, Peer]] = {}  # peer -> (its endpoint, this endpoint's name there)
 
-    def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
+    def send(self, peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
         endpoint, own_name = self.routes[peer]
         endpoint.messages.put((own_name, [memoryview(frame).cast("B") for frame in frames]))
 

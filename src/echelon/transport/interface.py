@@ -1,8 +1,8 @@
 """The interface of a transport: endpoints that carry messages (lists of frames), and memory that peers may attach.
 
-A message arrives whole, once, and in order from each sender. A client's peers are the ranks of the servers; a server's
-peers are the names of the clients' endpoints. `recv` has a timeout and can be woken from another thread. Apart from
-`wake`, an endpoint is used by one thread only.
+A message arrives whole, once, and in order from each sender, unless its precedence lets it overtake others. A client's
+peers are the ranks of the servers; a server's peers are the names of the clients' endpoints. `recv` has a timeout and
+can be woken from another thread. Apart from `wake`, an endpoint is used by one thread only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from echelon.errors import unknown_name
+from echelon.transport.outbox import Precedence
 
 Buffer = bytes | bytearray | memoryview
 Peer = int | bytes
@@ -38,8 +39,11 @@ class Endpoint(Protocol):
         """The address that clients connect to; empty on a client."""
         ...
 
-    def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
-        """Send frames as one message. Buffers must stay unchanged until the peer has answered."""
+    def send(self, peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
+        """Send frames as one message. Buffers must stay unchanged until the peer has answered.
+
+        If messages wait for the link, one with a `precedence` may overtake others (`outbox.py`).
+        """
         ...
 
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:

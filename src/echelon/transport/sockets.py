@@ -31,6 +31,7 @@ from echelon.transport.channel import Channel
 from echelon.transport.connection import MAX_HEAD, MAX_NAME, Connection, ConnectionBroken
 from echelon.transport.credentials import Security
 from echelon.transport.interface import Block, Buffer, Endpoint, FramesRefused, Peer, Placer, private_memory
+from echelon.transport.outbox import Precedence
 
 CONNECT_S = 30.0
 RECONNECT_S = 1.0
@@ -157,8 +158,8 @@ class _Sockets:
     def _add(self, connection: Connection) -> None:
         self._selector.register(connection, selectors.EVENT_READ, connection)
 
-    def _send(self, connection: Connection, frames: Sequence[Buffer]) -> None:
-        if not connection.send(frames):
+    def _send(self, connection: Connection, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
+        if not connection.send(frames, precedence):
             self._flusher = self._flusher or _Flusher(self.wake)
             self._flusher.add(connection)
 
@@ -208,12 +209,12 @@ class ServerSockets(_Sockets):
             self._check_progress(now)
         return super().recv(timeout_s)
 
-    def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
+    def send(self, peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
         """Answer a client. A message to a client that has disconnected is dropped."""
         connection = self._connections.get(peer)
         if connection is not None:
             try:
-                self._send(connection, frames)
+                self._send(connection, frames, precedence)
             except ConnectionBroken:
                 self._drop(connection)
 
@@ -304,12 +305,12 @@ class ClientSockets(_Sockets):
                 self.close()
                 raise JobError(f"server {server} cannot be reached at {address}: {error}") from error
 
-    def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
+    def send(self, peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
         """Send a request to a server. If the server cannot be reached now, the message is lost; the caller retries."""
         try:
             if peer not in self._connections:
                 self._connect(peer, RECONNECT_S)
-            self._send(self._connections[peer], frames)
+            self._send(self._connections[peer], frames, precedence)
         except ConnectionBroken:
             self._drop(self._connections[peer])
         except OSError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import UnionType
 from typing import Any
 
 from echelon.cluster.messages import Ask, Attach, Done, Place, Placed, Request, Response, decode_request, encode
@@ -12,6 +13,7 @@ from echelon.errors import JobError, UsageError
 from echelon.kvstore.servers.store_session import StoreSession
 from echelon.observe.events import EventLog
 from echelon.transport.interface import Buffer, Peer, Placer
+from echelon.transport.outbox import Precedence
 
 Answer = Response | tuple[Response, list[bytes]]
 
@@ -63,6 +65,7 @@ class FakeServers:
     def __init__(self, num_servers: int = 1, answer: Callable[[int, Request], Answer | None] | None = None) -> None:
         self.placer: Placer | None = None
         self.sent: list[tuple[int, Request, list[bytes]]] = []
+        self.precedences: list[Precedence | None] = []  # of what was sent
         self.answer = answer or (lambda server, request: Done(request.id))
         self.layout = Layout(num_servers)
         self._received: deque[tuple[Peer, list[memoryview]]] = deque()
@@ -71,7 +74,7 @@ class FakeServers:
     def now(self) -> float:
         return self._time
 
-    def requests(self, kind: type) -> list[tuple[int, Any, list[bytes]]]:
+    def requests(self, kind: type | UnionType) -> list[tuple[int, Any, list[bytes]]]:
         """Return what was sent of one kind: server, request, a copy of its frames."""
         return [one for one in self.sent if isinstance(one[1], kind)]
 
@@ -81,10 +84,11 @@ class FakeServers:
         head = response if isinstance(response, bytes) else encode(response)
         self._received.append((server, [memoryview(frame) for frame in (head, *frames)]))
 
-    def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
+    def send(self, peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
         assert isinstance(peer, int)
         request = decode_request(bytes(frames[0]))
         self.sent.append((peer, request, [bytes(frame) for frame in frames[1:]]))
+        self.precedences.append(precedence)
         answer: Answer | None
         if isinstance(request, Place):
             slots = self.layout.place(request.specs)

@@ -16,6 +16,7 @@ from echelon.kvstore.servers import wire as wire_module
 from echelon.kvstore.servers.client import Client
 from echelon.kvstore.servers.wire import Wire
 from echelon.transport.in_process import InProcessTransport
+from echelon.transport.outbox import Precedence
 
 
 class Setup:
@@ -77,6 +78,19 @@ def test_a_push_through_shared_memory_has_no_frames() -> None:
     assert (server, frames) == (0, [])
     assert message == Push(tickets[0].id, 0, [0, 1], PushHeader(4.0, [0.1]), pull=True, framed=False)
     assert torch.equal(setup.wire.gradient(slots[1]), numbers(20))
+
+
+def test_only_pushes_and_pulls_may_overtake_others() -> None:
+    """A push is known to the server before it is asked about it, and keys exist before they are pushed."""
+    setup = Setup(framed=True)
+    slots = setup.place(10, 20)
+    setup.wire.init(slots, [numbers(10), numbers(20)])
+    before = len(setup.servers.sent)
+    assert setup.servers.precedences == [None] * before
+    setup.wire.push(slots, [numbers(10), numbers(20)], pull=True, priority=3)
+    setup.wire.pull(slots[1:], priority=-2)
+    assert setup.servers.precedences[before:] == [Precedence(3, [0, 1]), Precedence(-2, [1])]
+    assert [request.priority for _, request, _ in setup.servers.requests(Push | Pull)] == [3, -2]
 
 
 def test_frames_hold_each_server_s_part_of_every_key() -> None:

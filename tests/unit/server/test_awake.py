@@ -25,6 +25,7 @@ from echelon.server import serve
 from echelon.server.serve import POLL_S, _Server, has_spare_cores
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.interface import Buffer, Peer, Placer
+from echelon.transport.outbox import Precedence
 
 
 class Scripted:
@@ -45,7 +46,7 @@ class Scripted:
             return None
         return b"worker-0..1", [memoryview(encode(self._requests.pop(0)))]
 
-    def send(self, peer: Peer, frames: Sequence[Buffer]) -> None:
+    def send(self, peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
         pass
 
     def disconnect(self, peer: Peer) -> None:

@@ -16,6 +16,7 @@ from echelon.server.execute import Storage
 from echelon.server.memory import Mapped, empty_frames, frame_pieces
 from echelon.server.optimizer.optimization import Optimization, PushedGradient
 from echelon.server.pending_requests import PendingRequests
+from echelon.transport.outbox import Precedence
 
 pytestmark = pytest.mark.numeric
 
@@ -34,6 +35,7 @@ class Server:
         optimization.set_optimizer(SGD)
         self.answers: list[tuple[int, Done]] = []
         self.frames: list[Sequence[memoryview]] = []
+        self.precedences: list[Precedence | None] = []
         self.requests = PendingRequests(
             Engine(rules, range(num_workers)), Storage(self.layout, 0), optimization, self.answer
         )
@@ -42,10 +44,13 @@ class Server:
             optimization.add(key)
         self.outputs = [self.memory() for _ in range(num_workers)]
 
-    def answer(self, worker: int, response: Response, frames: Sequence[memoryview]) -> None:
+    def answer(
+        self, worker: int, response: Response, frames: Sequence[memoryview], precedence: Precedence | None = None
+    ) -> None:
         assert isinstance(response, Done)
         self.answers.append((worker, response))
         self.frames.append(frames)
+        self.precedences.append(precedence)
 
     def memory(self, value: float = 0.0) -> Mapped:
         mapped = Mapped()
@@ -62,12 +67,14 @@ class Server:
         keys: Sequence[int] = (0,),
         samples: float | None = None,
         pull: bool = True,
+        priority: int = 0,
     ) -> None:
         gradient = PushedGradient(self.memory(value), PushHeader(samples))
-        self.requests.push(worker, request, keys, clock, gradient, self.outputs[worker] if pull else None)
+        output = self.outputs[worker] if pull else None
+        self.requests.push(worker, request, keys, clock, gradient, output, priority)
 
-    def pull(self, worker: int, request: int, clock: int, *, keys: Sequence[int] = (0,)) -> None:
-        self.requests.pull(worker, request, keys, clock, self.outputs[worker])
+    def pull(self, worker: int, request: int, clock: int, *, keys: Sequence[int] = (0,), priority: int = 0) -> None:
+        self.requests.pull(worker, request, keys, clock, self.outputs[worker], priority)
 
     def answered(self) -> list[tuple[int, Done]]:
         """The answers since the last call."""
@@ -98,6 +105,14 @@ def test_a_push_is_answered_with_the_weights_when_its_round_is_applied() -> None
     assert server.answered() == [(0, Done(7, version=1)), (1, Done(9, version=1))]
     assert (server.seen(0), server.seen(1)) == (11.0, 11.0)
     assert server.requests.find(0, 7) is None
+
+
+def test_an_answer_has_the_priority_and_the_keys_of_its_request() -> None:
+    server = Server(bsp(), 1, num_keys=2)
+    server.push(0, 1, 0, 1.0, keys=(0, 1), priority=5)
+    server.push(0, 2, 1, 1.0, keys=(1,), pull=False, priority=-1)
+    server.pull(0, 3, 1, keys=(0,), priority=7)
+    assert server.precedences == [Precedence(5, (0, 1)), Precedence(-1, (1,)), Precedence(7, (0,))]
 
 
 def test_a_push_that_does_not_pull_is_answered_when_it_is_applied() -> None:

@@ -104,7 +104,9 @@ class Server:
 
     def __init__(self) -> None:
         self._answers: list[tuple[Response, Sequence[memoryview]]] = []
-        self._shard = Shard(0, 1, [0], lambda _, answer, frames: self._answers.append((answer, frames)), lambda _: None)
+        self._shard = Shard(
+            0, 1, [0], lambda _, answer, frames, *_more: self._answers.append((answer, frames)), lambda _: None
+        )
         self.ask(Configure(1, 0, "dist_sync", None, None, "share"))
         specs = [KeySpec("table", (ROWS, 3), "float32", True), KeySpec("dense", (4,), "float32")]
         placed = self.ask(Place(2, specs))[0]

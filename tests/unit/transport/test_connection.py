@@ -12,7 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echelon.transport.channel import PlainChannel
-from echelon.transport.connection import MAX_FRAMES, MAX_HEAD, Connection, ConnectionBroken, MessageReader, State
+from echelon.transport.connection import (
+    MAX_FRAMES,
+    MAX_HEAD,
+    Connection,
+    ConnectionBroken,
+    MessageReader,
+    State,
+    buffer_bytes,
+)
+from echelon.transport.outbox import Precedence
 
 
 def as_bytes(frames: Sequence[bytes]) -> bytes:
@@ -122,3 +131,35 @@ def test_what_the_kernel_does_not_accept_at_once_is_left_for_flush() -> None:
         assert [len(frame) for frame in received[0]] == [4, len(large)]
         assert bytes(received[1][0]) == b"second"
         connection.close()
+
+
+@pytest.mark.parametrize(
+    ("max_fixed", "max_automatic", "chosen"),
+    [
+        (212_992, 4 << 20, None),  # Linux as it comes: a set size would be 0.4 MB, the kernel finds up to 4 MB
+        (4 << 20, 4 << 20, 4 << 20),
+        (4 << 20, 32 << 20, None),
+        (64 << 20, 6 << 20, 4 << 20),
+    ],
+)
+def test_a_buffer_has_a_set_size_only_if_that_is_larger(max_fixed: int, max_automatic: int, chosen: int | None) -> None:
+    assert buffer_bytes(max_fixed, max_automatic) == chosen
+
+
+def test_the_first_layers_overtake_over_a_connection_that_is_full() -> None:
+    """Nobody reads while messages are queued. What has not begun then leaves by its priority."""
+    one, other = socket.socketpair()
+    sender, receiver = Connection(PlainChannel(one)), Connection(PlainChannel(other))
+    for layer in reversed(range(32)):  # as backward finishes them
+        sender.send([b"%d" % layer, bytes(1 << 20)], Precedence(-layer, [layer]))
+    arrived: list[int] = []
+    while len(arrived) < 32:
+        sender.flush()
+        while (frames := receiver.read(None)) is not None:
+            arrived.append(int(bytes(frames[0])))
+    assert arrived[0] == 31  # it had begun
+    waited = arrived[arrived.index(0) :]
+    assert len(waited) > 16
+    assert waited == sorted(waited)
+    sender.close()
+    receiver.close()

@@ -91,6 +91,8 @@ def test_one_client_with_many_messages_does_not_keep_the_server_from_another() -
 def test_one_client_with_a_large_message_does_not_keep_the_server_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "TURN_BYTES", 1000)
     with a_server() as server, a_client(server, b"large") as large, a_client(server, b"other") as other:
+        other.sendall(message(b"first"))
+        assert peers_of(server, 1) == [b"other"], "the thread that admits clients has admitted it"
         large.sendall(message(b"head", bytes(100_000)))
         other.sendall(message(b"hello"))
         assert peers_of(server, 2) == [b"other", b"large"]

@@ -18,6 +18,8 @@ from echelon.cluster.messages import (
     Done,
     Failed,
     Malformed,
+    Pull,
+    Push,
     Request,
     Response,
     Status,
@@ -28,6 +30,7 @@ from echelon.errors import JobError, UsageError
 from echelon.kvstore.servers.store_session import StoreSession
 from echelon.observe.events import EventLog
 from echelon.transport.interface import Buffer, Endpoint, Peer
+from echelon.transport.outbox import Precedence
 
 ASK_AFTER_S = 2.0
 
@@ -84,7 +87,8 @@ class Client:
             self._session.check_joined()
             ticket = Ticket(request.id, server, [encode(request), *frames], places)
             self._open[ticket.id] = ticket
-            self._endpoint.send(server, ticket.frames)
+            precedence = Precedence(request.priority, request.keys) if isinstance(request, Push | Pull) else None
+            self._endpoint.send(server, ticket.frames, precedence)
         return ticket
 
     def wait(self, tickets: Sequence[Ticket]) -> None:

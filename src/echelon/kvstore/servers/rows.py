@@ -85,6 +85,7 @@ class RowWire:
         header: PushHeader = PLAIN,
         *,
         pull: bool,
+        priority: int = 0,
     ) -> list[Ticket]:
         """Send the rows of the gradients of some keys, which have equal clocks, without waiting.
 
@@ -106,7 +107,7 @@ class RowWire:
             frames = [as_frame(tensor) for pair in by_key.values() for tensor in pair]
             since = [self._versions.get((server, key), FROM_NOW) for key in keys] if pull else []
             request = self._client.next_id()
-            message = Push(request, clock, keys, header, pull, True, counts, since)
+            message = Push(request, clock, keys, header, pull, True, counts, since, priority)
             sent.append(self._client.send(server, message, frames))
             if pull:
                 self._asked[request] = keys

@@ -124,17 +124,18 @@ class ServerStore(KVStore):
         """Send values, without waiting for other workers."""
         dense, sparse = self._by_kind(self._checked(key, value))
         if dense:
-            self._wire.push(self.slots(list(dense)), list(dense.values()), self._with_halt(PLAIN), pull=False)
+            header = self._with_halt(PLAIN)
+            self._wire.push(self.slots(list(dense)), list(dense.values()), header, pull=False, priority=priority)
         for name, gradient in sparse.items():
             rows = {self._slot(name).key: rows_of(gradient, add_repeated=True)}
-            self.rows.push(rows, self._with_halt(PLAIN), pull=False)
+            self.rows.push(rows, self._with_halt(PLAIN), pull=False, priority=priority)
 
     def pull(self, key: Keys, out: Values, priority: int = 0) -> None:
         """Wait as long as the scheme requires, then copy the weights into `out` (every tensor of a list)."""
         outs = self._targets(key, out)
         pushes = self._wire.last_pushes(self.slots(list(outs)))  # if one was refused, the pull would never be answered
         slots = [slot for slot in self.slots(list(outs)) if not slot.spec.row_sparse]
-        self._wait_and_accept_halt([*pushes, *self._wire.pull(slots)])
+        self._wait_and_accept_halt([*pushes, *self._wire.pull(slots, priority)])
         self._copy_weights(slots, [outs[slot.spec.name] for slot in slots])
         for slot in self.slots(list(outs)):
             if slot.spec.row_sparse:
@@ -149,7 +150,7 @@ class ServerStore(KVStore):
             return
         slots = self.slots(list(values))
         sums = list(values.values())
-        self._wait_and_accept_halt(self._wire.push(slots, sums, self._with_halt(PLAIN), pull=True))
+        self._wait_and_accept_halt(self._wire.push(slots, sums, self._with_halt(PLAIN), pull=True, priority=priority))
         self._copy_weights(slots, outs.values())
 
     def gather_bytes(self, part: bytes) -> dict[int, bytes | memoryview]:
@@ -240,12 +241,12 @@ class ServerStore(KVStore):
         self._wire.send_to_all(lambda i: SetOptimizer(i, spec))
         self.optimizer_spec = spec
 
-    def push_bucket(self, slots: Sequence[Slot], header: PushHeader) -> list[Ticket]:
+    def push_bucket(self, slots: Sequence[Slot], header: PushHeader, priority: int = 0) -> list[Ticket]:
         """Push the gradients that are in `views`, ask for the new weights, and do not wait.
 
         With `header.gated`, the servers hold the update until workers call `clip`.
         """
-        return self._wire.push(slots, None, self._with_halt(header), pull=True)
+        return self._wire.push(slots, None, self._with_halt(header), pull=True, priority=priority)
 
     def push_rows(self, gradients: Mapping[int, Rows], header: PushHeader) -> list[Ticket]:
         """Push rows of the gradients of row-sparse keys, ask for the rows that change, and do not wait."""

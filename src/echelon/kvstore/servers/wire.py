@@ -124,6 +124,7 @@ class Wire:
         header: PushHeader = PLAIN,
         *,
         pull: bool,
+        priority: int = 0,
     ) -> list[Ticket]:
         """Send gradients without waiting. `values` None: they are in this worker's memory already.
 
@@ -140,7 +141,7 @@ class Wire:
             for route in self._route(chosen):
                 framed = unwritten is not None or self._framed[route.server]
                 frames = self._gradient_frames(route, chosen, unwritten, header.factor_rank) if framed else ()
-                message = Push(self._client.next_id(), clock, route.keys, header, pull, framed)
+                message = Push(self._client.next_id(), clock, route.keys, header, pull, framed, priority=priority)
                 places = self._weight_bytes(route) if pull and framed else ()
                 sent.append(self._client.send(route.server, message, frames, places))
             keys = [slot.key for slot in chosen]
@@ -153,7 +154,7 @@ class Wire:
             tickets += sent
         return tickets
 
-    def pull(self, slots: Sequence[Slot]) -> list[Ticket]:
+    def pull(self, slots: Sequence[Slot], priority: int = 0) -> list[Ticket]:
         """Ask for weights without waiting; they are in this worker's memory when the tickets are answered."""
         if waiting := [slot for slot in slots if slot.key in self.gated]:
             raise UsageError(
@@ -164,7 +165,7 @@ class Wire:
         for clock, indices in self._messages(slots):
             for route in self._route([slots[i] for i in indices]):
                 framed = self._framed[route.server]
-                message = Pull(self._client.next_id(), clock, route.keys, framed)
+                message = Pull(self._client.next_id(), clock, route.keys, framed, priority)
                 places = self._weight_bytes(route) if framed else ()
                 tickets.append(self._client.send(route.server, message, places=places))
         return tickets

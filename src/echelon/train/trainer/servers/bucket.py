@@ -97,7 +97,7 @@ class Bucket:
             gated=self._gated,
             edits=self.edits,
         )
-        return self._store.push_bucket(slots, header)
+        return self._store.push_bucket(slots, header, priority=self.index)  # the next forward pass begins with the last
 
     def discard(self) -> None:
         """Discard the gradients of the current step, unless they were pushed."""
