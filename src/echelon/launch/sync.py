@@ -102,7 +102,8 @@ def copy_to_hosts(copy: Copy, hosts: Sequence[Host]) -> None:
         for first in range(0, len(hosts), _AT_ONCE):
             failed |= _copy_to_some(copy, hosts[first : first + _AT_ONCE], on_progress)
     if failed:
-        raise JobError("\n".join(f"{copy.source} was not copied to {host}: {why}" for host, why in failed.items()))
+        lines = [f"{copy.source} was not copied to {host}: {failed[host]}" for host in hosts if host in failed]
+        raise JobError("\n".join(lines))
 
 
 def _copy_to_some(copy: Copy, hosts: Sequence[Host], on_progress: OnProgress) -> dict[Host, str]:
