@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from ray_nodes import RayCluster
 
-from echelon.testing.launcher import CHECKS, Check, LauncherTrial
+from echelon.testing.launcher import CHECKS, Check, LauncherTrial, nothing_outlives_a_killed_launcher
 from leaks import MARK
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
@@ -154,6 +154,11 @@ def test_the_actors_log_has_the_lines_of_its_process(cluster: RayCluster) -> Non
     own = [text for text in logs if "logged for-the-dashboard\n" in text]
     assert len(own) == 1
     assert "worker 0 exited with status 0\n" in own[0]
+
+
+def test_a_local_cluster_ends_with_a_killed_launcher() -> None:
+    """The fixture that finds leaked processes checks it: agents of Ray's node stayed for a minute."""
+    nothing_outlives_a_killed_launcher(LauncherTrial(["--launcher", "ray", "--ray-address", "local"], python="python"))
 
 
 def test_a_local_cluster_is_started_for_the_job() -> None:

@@ -66,6 +66,7 @@ class Driver:
         job = asyncio.create_task(self._run_job())
         await asyncio.wait({launcher, job}, return_when=asyncio.FIRST_COMPLETED)
         if not (job.done() or ray.is_initialized()):
+            _kill_own_cluster()
             os._exit(1)  # Ray may try to reach a cluster for minutes, and cannot be interrupted
         job.cancel()
         try:
@@ -209,12 +210,25 @@ def main() -> int:
     try:
         asyncio.run(Driver(placement, sockets, events).run())
     finally:
-        cluster = psutil.Process().children(recursive=True)  # that this driver has started, if there was none
+        _kill_own_cluster()
         ray.shutdown()
-        for process in cluster:  # agents of a node try for a minute to reach a cluster that has ended
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
     return 0
+
+
+def _kill_own_cluster() -> None:
+    """Kill a cluster that this driver has started, if there was none.
+
+    Ray ends a driver whose cluster has ended, so this must be done first. Otherwise the agents of a node try for a
+    minute to reach a cluster that has ended. Processes whose parents have ended are in the group of this process.
+    """
+    cluster = psutil.Process().children(recursive=True)
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError):
+            if process.pid != os.getpid() and os.getpgid(process.pid) == os.getpid():
+                cluster.append(process)
+    for process in cluster:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 if __name__ == "__main__":
