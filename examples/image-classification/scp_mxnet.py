@@ -13,8 +13,8 @@ from pathlib import Path
 
 from echelon.errors import EchelonError
 from echelon.launch.hosts import read_hosts
-from echelon.launch.ssh_client import SshClient
-from echelon.launch.sync import NOT_COPIED, Copy, copy_to_hosts
+from echelon.launch.ssh.client import SshClient
+from echelon.launch.ssh.sync import NOT_COPIED, Copy, copy_to_hosts
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 

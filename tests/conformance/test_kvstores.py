@@ -10,7 +10,7 @@ import torch
 
 import forked
 from echelon.kvstore import KVStore, create
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 from echelon.testing import check_kvstore, kvstore_calls, kvstore_updates
 from echelon.testing.kvstore import CHECKS, Check
 from echelon.testing.trial import Trial

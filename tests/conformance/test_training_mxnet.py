@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 import echelon
 from echelon.kvstore import KVStore
 from echelon.kvstore import create as create_store
-from echelon.launch.in_process import run as run_with_servers
+from echelon.launch.threads.in_process import run as run_with_servers
 from echelon.train.recipe.optimizers import make_optimizer
 from echelon.train.recipe.plan import LargeBatch
 from echelon.train.recipe.schedules import make_schedule

@@ -12,7 +12,7 @@ import torch
 from clipped_rounds import BEFORE_NORM, BETWEEN_TOTALS, CLOCKS, DEATH, Rounds, in_one_process, run_rounds
 from faulty import LOSE, LOSE_ANSWER, REPEAT, REPEAT_ANSWER, REPEAT_LATE, FaultyTransport, MessageFault
 
-from echelon.launch import in_process
+from echelon.launch.threads import in_process
 from echelon.transport.in_process import InProcessTransport
 from jobs import Job
 from tolerances import reordering

@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 import echelon
 from echelon.kvstore import KVStore
-from echelon.launch import in_process
+from echelon.launch.threads import in_process
 from echelon.transport.in_process import InProcessTransport
 
 CLOCKS, WORKERS = 6, 2

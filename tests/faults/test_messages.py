@@ -9,7 +9,7 @@ import torch
 from faulty import LOSE, LOSE_ANSWER, REPEAT, REPEAT_ANSWER, REPEAT_LATE, FaultyTransport, MessageFault
 
 from echelon.kvstore import KVStore
-from echelon.launch import in_process
+from echelon.launch.threads import in_process
 from echelon.transport.in_process import InProcessTransport
 
 CLOCKS = 8

@@ -7,14 +7,14 @@ import subprocess
 import sys
 from tempfile import TemporaryFile
 
-from echelon.launch.coordinate import AgentBackend
+from echelon.launch.agents.coordinate import AgentBackend
+from echelon.launch.agents.remote import RemoteProcess
+from echelon.launch.agents.streams import ProgramStream
 from echelon.launch.hosts import Host
 from echelon.launch.interface import Output
 from echelon.launch.plan import Plan, PlannedProcess, Request, describe, make_plan
 from echelon.launch.processes import ChildProcess
-from echelon.launch.remote import RemoteProcess
 from echelon.launch.run import run_job
-from echelon.launch.streams import ProgramStream
 
 HERE = Host("127.0.0.1")
 
@@ -41,7 +41,7 @@ class PipeLauncher:
 def connect(planned: PlannedProcess) -> RemoteProcess:
     """Start an agent."""
     errors = TemporaryFile()  # noqa: SIM115  (the stream closes it)
-    arguments = [sys.executable, "-m", "echelon.launch.agent"]
+    arguments = [sys.executable, "-m", "echelon.launch.agents.agent"]
     program = ChildProcess(f"agent of {planned.name}", arguments, {}, stdin=subprocess.PIPE, stderr=errors)
     stream = ProgramStream(program, errors, lambda code, text: f"its agent ended with {code}: {text.strip()}")
     return RemoteProcess(planned.name, str(planned.host), stream)

@@ -9,7 +9,7 @@ import torch
 
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 
 DEADLINE_S = 10.0
 STORES: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import echelon
 from echelon import optim as mxnet
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 
 
 @dataclass(frozen=True)

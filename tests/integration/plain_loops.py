@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import echelon
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 
 STORES: dict[str, dict[str, Any]] = {
     "local": {},

@@ -12,7 +12,7 @@ from agents import PipeLauncher
 
 from echelon.environment import Job
 from echelon.launch.interface import Launcher, Output
-from echelon.launch.local import LocalLauncher
+from echelon.launch.local.launcher import LocalLauncher
 from echelon.launch.plan import Request
 
 LINES = 20_000  # more bytes than pipes hold

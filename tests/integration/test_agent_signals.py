@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 
-from echelon.launch.agent_messages import Frames, Output, Start, decode_from_agent, encode
+from echelon.launch.agents.messages import Frames, Output, Start, decode_from_agent, encode
 
 PROGRAM = """
 import signal
@@ -22,7 +22,7 @@ def ignore_and_block_ctrl_c() -> None:
 
 def test_a_process_gets_ctrl_c_even_if_its_agent_was_started_without() -> None:
     agent = subprocess.Popen(
-        [sys.executable, "-m", "echelon.launch.agent"],
+        [sys.executable, "-m", "echelon.launch.agents.agent"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         preexec_fn=ignore_and_block_ctrl_c,

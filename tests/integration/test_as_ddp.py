@@ -29,7 +29,7 @@ import echelon
 import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run as run_with_servers
+from echelon.launch.threads.in_process import run as run_with_servers
 from echelon.train.trainer.workers import collective
 from echelon.train.trainer.workers.flat_buckets import make_flat_buckets
 from forked import Fork

@@ -19,7 +19,7 @@ from echelon.data.loading.memory import MemorySource
 from echelon.data.loading.order import ByPart, Sampling
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 from echelon.train.recipe.optimizers import make_optimizer
 from echelon.train.recipe.pace import Pace, Pacer
 from echelon.train.step.captured_with_servers import ServerStepBody, why_not_capturable_with_servers

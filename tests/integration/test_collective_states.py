@@ -32,8 +32,8 @@ import tolerances
 from echelon.environment import Job
 from echelon.errors import JobError, UsageError
 from echelon.kvstore import KVStore, create
-from echelon.launch.in_process import run as run_with_servers
 from echelon.launch.processes import free_port
+from echelon.launch.threads.in_process import run as run_with_servers
 from forked import run
 
 pytestmark = pytest.mark.numeric

@@ -18,7 +18,7 @@ from torch.optim import SGD
 
 from echelon import Trainer, models
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 from echelon.train.loop import compile_beside
 from echelon.train.loop.compile_beside import CompileBeside, CompileProcess, StepRate, request_for, why_not_compile
 from echelon.train.loop.compile_child import CompileRequest

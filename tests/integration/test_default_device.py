@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, Optimizer
 import echelon
 import forked
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 from tolerances import reordering
 
 STEPS = 3

@@ -14,7 +14,7 @@ from torch.optim import SGD
 import echelon
 from echelon.kvstore import KVStore
 from echelon.kvstore.servers.store import ServerStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 
 STORES = pytest.mark.parametrize("store", ["dist_sync", "dist_async", "dist_ssync"])
 

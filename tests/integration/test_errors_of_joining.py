@@ -20,7 +20,7 @@ from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.kvstore.create import join
 from echelon.kvstore.servers.session import SESSIONS
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 from echelon.scheduler import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
 from echelon.transport.in_process import InProcessTransport

@@ -12,7 +12,7 @@ from error_jobs import DEADLINE_S, STORES, check_still_works, error_of, prepare,
 import forked
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 
 
 @pytest.mark.parametrize(

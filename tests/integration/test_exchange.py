@@ -16,7 +16,7 @@ import echelon
 import forked
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 
 
 @pytest.mark.parametrize("store", ["dist_sync", "dist_async"])

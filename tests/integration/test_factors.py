@@ -16,7 +16,7 @@ import echelon
 import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 from echelon.transport.choose import by_name
 
 pytestmark = pytest.mark.numeric

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from echelon.environment import Job
-from echelon.launch.forked import ForkedProcess, Preloaded, as_python_program
-from echelon.launch.local import run
+from echelon.launch.local.forked import ForkedProcess, Preloaded, as_python_program
+from echelon.launch.local.launcher import run
 
 MAIN = """
 import pickle, sys

@@ -8,7 +8,7 @@ import pytest
 
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 
 
 @pytest.mark.parametrize(

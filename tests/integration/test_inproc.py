@@ -13,8 +13,8 @@ import pytest
 
 from echelon.environment import Job
 from echelon.errors import UsageError
-from echelon.launch.inproc import InprocLauncher, PythonProgram, python_program
 from echelon.launch.plan import Request
+from echelon.launch.threads.launcher import InprocLauncher, PythonProgram, python_program
 from jobs import until
 
 PROGRAM = """

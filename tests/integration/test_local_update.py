@@ -14,7 +14,7 @@ import echelon
 import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 
 pytestmark = pytest.mark.numeric
 

@@ -34,7 +34,7 @@ import echelon
 import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run as run_with_servers
+from echelon.launch.threads.in_process import run as run_with_servers
 from echelon.optim import (
     DCASGD,
     FTML,

@@ -19,7 +19,7 @@ import echelon
 import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 from jobs import TESTS, Job
 
 pytestmark = pytest.mark.numeric

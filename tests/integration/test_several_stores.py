@@ -18,8 +18,8 @@ import forked
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
-from echelon.launch import local
-from echelon.launch.in_process import run
+from echelon.launch.local.launcher import run as run_local
+from echelon.launch.threads.in_process import run
 
 
 def two_kinds(kv: KVStore) -> tuple[list[float], list[float], list[str]]:
@@ -286,6 +286,6 @@ def test_without_servers_two_trainers_with_less_data_on_one_worker_end_with_equa
     """Worker 0 takes part in the steps of both Trainers while it waits in the close() of the first."""
     lines: list[str] = []
     job = Job(num_workers=2, timeout_s=60.0)
-    assert local.run(job, [sys.executable, "-c", TWO_UNEVEN], on_line=lambda _, text: lines.append(text)) == 0
+    assert run_local(job, [sys.executable, "-c", TWO_UNEVEN], on_line=lambda _, text: lines.append(text)) == 0
     assert len(lines) == 2
     assert lines[0] == lines[1]

@@ -19,7 +19,7 @@ from echelon.bench.rows import measure
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
 from echelon.kvstore.servers.store import ServerStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 from tolerances import reordering
 
 pytestmark = [

@@ -14,7 +14,7 @@ import echelon
 import forked
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 from echelon.train.trainer import start_equal
 
 RUNS = pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 import echelon
 import tolerances
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.shared_memory import SharedMemoryTransport
 from echelon.transport.sockets import TcpTransport

@@ -27,7 +27,7 @@ from torch.optim import SGD
 import echelon
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 
 pytestmark = pytest.mark.numeric
 

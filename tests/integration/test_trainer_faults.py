@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from echelon.environment import Job
-from echelon.launch.local import run
+from echelon.launch.local.launcher import run
 
 SCRIPT = Path(__file__).with_name("faults_worker.py")
 STEP_BYTES = 64 << 20  # of gradients alone

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from echelon.environment import Job
-from echelon.launch.local import run
+from echelon.launch.local.launcher import run
 
 MB = 1 << 20
 SERVER_ALLOWANCE = 64 * MB

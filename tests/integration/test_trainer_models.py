@@ -33,7 +33,7 @@ import echelon
 import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 
 pytestmark = pytest.mark.numeric
 

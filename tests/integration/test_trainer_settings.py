@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 import echelon
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 
 pytestmark = pytest.mark.numeric
 

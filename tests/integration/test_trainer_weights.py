@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 import echelon
 import tolerances
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 
 pytestmark = pytest.mark.numeric
 

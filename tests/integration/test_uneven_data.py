@@ -14,7 +14,7 @@ import echelon
 import forked
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 
 EPOCHS = 3
 COUNTS = (5, 2, 0)  # batches per epoch of each worker

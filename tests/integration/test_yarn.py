@@ -19,7 +19,7 @@ GOLDEN = (
     "-appname echelon -num_containers 3 -container_memory 2048 -container_vcores 2 -queue lab "
     "-shell_env ECHELON_CREDENTIALS_FILE=/etc/echelon/credentials "
     "-shell_env 'ECHELON_HUB=<address of this machine>:<free port>' -shell_env ECHELON_SECURITY=auto "
-    "-shell_command '/opt/python -P -m echelon.launch.task'"
+    "-shell_command '/opt/python -P -m echelon.launch.agents.task'"
 )
 YARN = """#!{python}
 import os, shlex, subprocess, sys

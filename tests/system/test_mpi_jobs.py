@@ -109,7 +109,7 @@ def test_the_death_of_an_agent_is_that_of_its_process(network: Network, mpirun: 
     assert job.stdout is not None
     for _ in range(2):
         assert "waits" in job.stdout.readline()
-    agent = next(pid for pid, command in network["h2"].processes().items() if "echelon.launch.task" in command)
+    agent = next(pid for pid, command in network["h2"].processes().items() if "echelon.launch.agents.task" in command)
     os.kill(agent, signal.SIGKILL)
     _, err = job.communicate(timeout=60)
     assert job.returncode == 255

@@ -13,8 +13,8 @@ from hosts import REPOSITORY, Network, make_hosts
 
 from echelon.errors import JobError
 from echelon.launch.hosts import Host
-from echelon.launch.ssh_client import SshClient
-from echelon.launch.sync import Copy, copy_to_hosts
+from echelon.launch.ssh.client import SshClient
+from echelon.launch.ssh.sync import Copy, copy_to_hosts
 
 pytestmark = pytest.mark.system
 
@@ -22,7 +22,7 @@ COPY = """
 import sys
 from pathlib import Path
 from echelon.launch.hosts import read_hosts
-from echelon.launch.sync import Copy, copy_to_hosts
+from echelon.launch.ssh.sync import Copy, copy_to_hosts
 copy_to_hosts(Copy(Path.cwd(), sys.argv[2]), read_hosts(sys.argv[1]))
 """
 

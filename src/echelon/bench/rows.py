@@ -18,7 +18,7 @@ from torch import nn
 
 from echelon.bench.harness.results import write_result
 from echelon.kvstore import KVStore
-from echelon.launch.in_process import run as run_job
+from echelon.launch.threads.in_process import run as run_job
 from echelon.train.trainer import Trainer
 from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Transport
 from echelon.transport.outbox import Precedence

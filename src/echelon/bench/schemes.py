@@ -25,7 +25,7 @@ from rich.table import Table
 from echelon.bench.harness.results import write_result
 from echelon.environment import Job
 from echelon.errors import JobError
-from echelon.launch import local
+from echelon.launch.local.launcher import run as run_local
 from echelon.observe.events import EventReader
 from echelon.report.state import RunState
 from echelon.schemes import SCHEMES, store_kind
@@ -105,7 +105,7 @@ def measure(args: argparse.Namespace, case: str, store: str, seed: int) -> Outco
         job = Job(num_workers=WORKERS, num_servers=SERVERS, run_dir=folder)
         command = [sys.executable, "-m", "echelon.train", msgspec.json.encode(options).decode()]
         lines: list[str] = []
-        status = local.run(job, command, on_line=lambda name, text: lines.append(f"[{name}] {text}"))
+        status = run_local(job, command, on_line=lambda name, text: lines.append(f"[{name}] {text}"))
         if status:
             raise JobError(f"{case}, {store}, seed {seed}: exit status {status}\n" + "\n".join(lines[-20:]))
         state = RunState()

@@ -16,11 +16,11 @@ from echelon.doctor.diagnose import Examination
 from echelon.doctor.messages import Clock, Facts, FromProbe, Inspect, Measure, Measured, Time, ToProbe
 from echelon.doctor.probe import facts as own_facts
 from echelon.errors import JobError
-from echelon.launch.agent_messages import Frames, frame
+from echelon.launch.agents.messages import Frames, frame
+from echelon.launch.agents.streams import Stream
 from echelon.launch.hosts import Host
 from echelon.launch.plan import Request
-from echelon.launch.ssh import open_stream
-from echelon.launch.streams import Stream
+from echelon.launch.ssh.launcher import open_stream
 
 PROBE = "echelon.doctor.probe"
 START_S = 30.0  # to log in and to answer the first question

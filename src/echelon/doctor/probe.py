@@ -27,7 +27,7 @@ import psutil
 from echelon.doctor.messages import Clock, Facts, FromProbe, Inspect, Measure, Measured, Time, ToProbe
 from echelon.errors import UsageError
 from echelon.launch.addresses import announced_address, listen, own_addresses
-from echelon.launch.agent_messages import Frames, frame
+from echelon.launch.agents.messages import Frames, frame
 from echelon.system import code_digest, usable_cores
 
 PACKAGES = ("torch", "numpy", "msgspec", "safetensors")

@@ -20,12 +20,12 @@ from tempfile import TemporaryDirectory
 from echelon.environment import variable
 from echelon.errors import UsageError
 from echelon.launch.addresses import launcher_address
+from echelon.launch.agents.hub import Hub, task_command, variable_names
+from echelon.launch.agents.tasks import Cause, TaskProgram, python_path, run_tasks
 from echelon.launch.hosts import Host
-from echelon.launch.hub import Hub, task_command, variable_names
 from echelon.launch.interface import Output
 from echelon.launch.plan import SCHEDULER, Plan, PlannedProcess, Request, describe, make_plan
-from echelon.launch.ssh_client import recognize
-from echelon.launch.tasks import Cause, TaskProgram, python_path, run_tasks
+from echelon.launch.ssh.client import recognize
 
 MPIRUN = "mpirun"
 HOSTS_FILE = "<hosts file>"

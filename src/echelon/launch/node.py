@@ -21,7 +21,7 @@ from echelon.environment import HIGHEST_PORT
 from echelon.errors import UsageError
 from echelon.launch.addresses import own_addresses
 from echelon.launch.interface import Output
-from echelon.launch.local import ChildBackend
+from echelon.launch.local.launcher import ChildBackend
 from echelon.launch.plan import SCHEDULER, Address, Addresses, Plan, Request, make_plan
 from echelon.launch.run import run_job
 from echelon.transport.registration import interface_address

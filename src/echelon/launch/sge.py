@@ -26,11 +26,11 @@ from typing import Any
 from echelon.environment import CREDENTIALS, CREDENTIALS_FILE, TASK
 from echelon.errors import UsageError
 from echelon.launch.addresses import launcher_address
+from echelon.launch.agents.hub import Hub, task_command, variable_names
+from echelon.launch.agents.tasks import TaskProgram, find_cause, num_tasks, python_path, run_tasks
 from echelon.launch.hosts import Host
-from echelon.launch.hub import Hub, task_command, variable_names
 from echelon.launch.interface import Output
 from echelon.launch.plan import Plan, Request, describe, make_plan
-from echelon.launch.tasks import TaskProgram, find_cause, num_tasks, python_path, run_tasks
 from echelon.transport.credentials import Credentials, write_credentials
 
 QSUB = "qsub"

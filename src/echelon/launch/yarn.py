@@ -18,10 +18,10 @@ from typing import Any
 from echelon.environment import CREDENTIALS_FILE, HUB, SECURITY_POLICY, user_configuration, variable
 from echelon.errors import UsageError
 from echelon.launch.addresses import launcher_address
-from echelon.launch.hub import Hub, task_command
+from echelon.launch.agents.hub import Hub, task_command
+from echelon.launch.agents.tasks import Cause, TaskProgram, run_tasks
 from echelon.launch.interface import Output
 from echelon.launch.plan import SCHEDULER, Plan, Request, describe, make_plan
-from echelon.launch.tasks import Cause, TaskProgram, run_tasks
 from echelon.transport.credentials import FILE_NAME, read_credentials, user_credentials
 
 YARN = "yarn"

@@ -1,6 +1,6 @@
 """The conformance suite of stores: MXNet's acceptance values, and the guarantees that Echelon adds.
 
-`check_kvstore(run, store, num_workers=3)` takes a function like `echelon.launch.in_process.run` and passes it the
+`check_kvstore(run, store, num_workers=3)` takes a function like `launch.threads.in_process.run` and passes it the
 options that the scheme needs (staleness, groups). Every check runs a job of its own.
 """
 

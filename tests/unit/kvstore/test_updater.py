@@ -11,7 +11,7 @@ import forked
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore, create
-from echelon.launch.in_process import run
+from echelon.launch.threads.in_process import run
 
 
 def add_twice(key: Any, pushed: torch.Tensor, value: torch.Tensor) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from echelon.environment import Job
-from echelon.launch.agent_messages import Alive, Hello, Output, Started, encode
-from echelon.launch.channel_stream import ChannelStream
+from echelon.launch.agents.channel_stream import ChannelStream
+from echelon.launch.agents.hub import Hub
+from echelon.launch.agents.messages import Alive, Hello, Output, Started, encode
+from echelon.launch.agents.remote import RemoteProcess
 from echelon.launch.hosts import Host
-from echelon.launch.hub import Hub
 from echelon.launch.plan import PlannedProcess, Request, make_plan
-from echelon.launch.remote import RemoteProcess
 from echelon.transport import admission
 from echelon.transport.admission import ConnectionRefused, connect
 from echelon.transport.credentials import Credentials, Security

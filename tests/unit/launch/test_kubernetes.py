@@ -16,8 +16,8 @@ from kubernetes_api import Api
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch.interface import Output
-from echelon.launch.kubernetes import KubernetesLauncher
-from echelon.launch.kubernetes_manifests import PLACEHOLDER, Manifest, Settings, manifests
+from echelon.launch.kubernetes.launcher import KubernetesLauncher
+from echelon.launch.kubernetes.manifests import PLACEHOLDER, Manifest, Settings, manifests
 from echelon.launch.plan import Plan, Request
 from echelon.launch.run import protect
 

@@ -36,7 +36,7 @@ def command(flavour: Flavour, plan: Plan, *extra: str) -> str:
         address="10.0.0.9",
         extra=extra,
     )
-    assert arguments[-3:] == ["-P", "-m", "echelon.launch.task"]
+    assert arguments[-3:] == ["-P", "-m", "echelon.launch.agents.task"]
     return shlex.join(arguments[:-4])
 
 

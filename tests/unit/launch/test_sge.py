@@ -13,7 +13,7 @@ from echelon.launch.sge import SgeLauncher, job_script, qsub_command
 SCRIPT = """#!/bin/sh
 ECHELON_TASK=$((SGE_TASK_ID - 1))
 export ECHELON_TASK
-exec '/opt/my python/bin/python' -P -m echelon.launch.task
+exec '/opt/my python/bin/python' -P -m echelon.launch.agents.task
 """
 
 

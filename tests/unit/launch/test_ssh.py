@@ -14,8 +14,8 @@ from echelon.errors import UsageError
 from echelon.launch.hosts import Host
 from echelon.launch.plan import Request
 from echelon.launch.processes import ChildProcess
-from echelon.launch.ssh import AgentStream, SshLauncher
-from echelon.launch.ssh_client import READY
+from echelon.launch.ssh.client import READY
+from echelon.launch.ssh.launcher import AgentStream, SshLauncher
 
 HOSTS = (Host("h1"), Host("h2", user="anna", port=2222))
 JOB = Job(num_workers=2, num_servers=2, credentials="secret")
@@ -50,7 +50,7 @@ def test_the_dry_run_shows_the_commands_and_no_secret(monkeypatch: pytest.Monkey
     assert second_copy.endswith("h2:/there/")
     assert first.startswith("ssh -T -x -F my_config -o Compression=yes -o BatchMode=yes ")
     assert " -- h1 'exec sh -c " in first
-    assert f"exec {sys.executable} -P -m echelon.launch.agent" in first
+    assert f"exec {sys.executable} -P -m echelon.launch.agents.agent" in first
     assert second.startswith("ssh -T -x -F my_config -l anna -p 2222 ")
     assert "secret" not in text
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.launch.hosts import Host
-from echelon.launch.ssh_client import READY, SshClient, explain, module_command, package_folder, target
+from echelon.launch.ssh.client import READY, SshClient, explain, module_command, package_folder, target
 
 ANNA = Host("node-3", user="anna", port=2222)
 
@@ -61,7 +61,7 @@ def test_the_agents_command_survives_a_shell(tmp_path: Path, shell: str, before:
     ready, rest = out[: len(READY)], out[len(READY) :].decode()
     assert ready == READY
     path = f"{folder}/src" if before is None else f"{before}:{folder}/src"
-    assert rest.splitlines() == [f"{folder}:/usr/bin:/bin", path, "-P", "-m", "echelon.launch.agent"]
+    assert rest.splitlines() == [f"{folder}:/usr/bin:/bin", path, "-P", "-m", "echelon.launch.agents.agent"]
 
 
 def test_an_installed_package_needs_no_folder() -> None:
@@ -124,7 +124,7 @@ CASES = {
     "command-line: line 0: Bad configuration option: foo": (
         "ssh does not accept its settings: foo; correct --ssh-option, --ssh-config or ~/.ssh/config"
     ),
-    "/x/python: Error while finding module specification for 'echelon.launch.agent' "
+    "/x/python: Error while finding module specification for 'echelon.launch.agents.agent' "
     "(ModuleNotFoundError: No module named 'echelon')": (
         "Python of node-3 (/x/python) has no module echelon; "
         "install Echelon there, or name another Python with --ssh-python"

@@ -11,8 +11,8 @@ import pytest
 
 from echelon.errors import JobError
 from echelon.launch.hosts import Host
-from echelon.launch.ssh_client import SshClient
-from echelon.launch.sync import Copy, copy_to_hosts, write_tar
+from echelon.launch.ssh.client import SshClient
+from echelon.launch.ssh.sync import Copy, copy_to_hosts, write_tar
 
 
 @pytest.fixture

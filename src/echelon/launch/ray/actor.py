@@ -12,7 +12,7 @@ from pathlib import Path
 
 from echelon.environment import child_environment, variable
 from echelon.errors import JobError
-from echelon.launch.agent_messages import Ended, Frames, Output, Started, decode_from_agent
+from echelon.launch.agents.messages import Ended, Frames, Output, Started, decode_from_agent
 from echelon.launch.processes import READ_BYTES, how_ended
 
 _PYTHONS = str(Path(sys.executable).parent)  # where a process finds the Python that runs Ray, as `python`
@@ -26,7 +26,7 @@ class AgentActor:
         self._name = name
         self._frames = Frames()
         self._agent = subprocess.Popen(
-            [sys.executable, "-m", "echelon.launch.agent"],
+            [sys.executable, "-m", "echelon.launch.agents.agent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -11,8 +11,10 @@ from types import TracebackType
 from typing import Self
 
 from echelon.environment import child_environment, variable
-from echelon.launch.agent_messages import Bind
-from echelon.launch.coordinate import START_S, AgentBackend, AgentPlace
+from echelon.launch.agents.coordinate import START_S, AgentBackend, AgentPlace
+from echelon.launch.agents.messages import Bind
+from echelon.launch.agents.remote import RemoteProcess
+from echelon.launch.agents.streams import PipeStream
 from echelon.launch.plan import Plan, PlannedProcess
 from echelon.launch.processes import READ_BYTES
 from echelon.launch.ray.placement import (
@@ -26,8 +28,6 @@ from echelon.launch.ray.placement import (
     decode_event,
     encode,
 )
-from echelon.launch.remote import RemoteProcess
-from echelon.launch.streams import PipeStream
 
 END_S = 20.0  # for the driver to end the actors, and a cluster that it has started
 UNPLACED = "Ray"  # the host of a process before Ray has placed it

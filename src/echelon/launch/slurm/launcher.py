@@ -18,8 +18,9 @@ from types import FrameType
 from echelon.environment import take_variable
 from echelon.errors import JobError, UsageError
 from echelon.launch.addresses import launcher_address
+from echelon.launch.agents.hub import Hub, task_command
+from echelon.launch.agents.tasks import TaskProgram, find_cause, num_tasks, python_path, run_tasks
 from echelon.launch.hosts import Host
-from echelon.launch.hub import Hub, task_command
 from echelon.launch.interface import Output
 from echelon.launch.plan import Plan, Request, describe, make_plan
 from echelon.launch.run import protect
@@ -27,7 +28,6 @@ from echelon.launch.slurm.allocation import Allocation, current_allocation
 from echelon.launch.slurm.batch import follow, submit
 from echelon.launch.slurm.commands import run_command
 from echelon.launch.slurm.script import WARNING_S, BatchOptions, output_file, parse_state, sbatch_command, to_text
-from echelon.launch.tasks import TaskProgram, find_cause, num_tasks, python_path, run_tasks
 
 SRUN = "srun"
 TASK_NUMBER = "SLURM_PROCID"

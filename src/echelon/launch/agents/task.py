@@ -1,6 +1,6 @@
 """An agent that another system has started, such as mpirun or srun: it connects to the hub of the launcher.
 
-`python -m echelon.launch.task`. The variables of `Hub.environment` say where the hub is and which task this is.
+`python -m echelon.launch.agents.task`. The variables of `Hub.environment` say where the hub is and which task this is.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import sys
 
 from echelon.environment import Job, find_own_python, task_from_environment
 from echelon.errors import EchelonError, JobError
-from echelon.launch.agent import serve
-from echelon.launch.channel_stream import ChannelStream
+from echelon.launch.agents.agent import serve
+from echelon.launch.agents.channel_stream import ChannelStream
 from echelon.transport.admission import connect
 from echelon.transport.channel import Channel
 from echelon.transport.credentials import Security

@@ -9,8 +9,8 @@ from typing import Any
 
 from echelon.errors import UsageError
 from echelon.launch.interface import Output
-from echelon.launch.kubernetes_manifests import PLACEHOLDER, Settings, manifests
-from echelon.launch.kubernetes_pods import Cluster, PodBackend, load_client
+from echelon.launch.kubernetes.manifests import PLACEHOLDER, Settings, manifests
+from echelon.launch.kubernetes.pods import Cluster, PodBackend, load_client
 from echelon.launch.plan import Plan, Request, make_plan
 from echelon.launch.run import run_job
 

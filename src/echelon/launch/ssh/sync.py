@@ -28,7 +28,7 @@ from echelon.errors import JobError
 from echelon.launch.addresses import is_this_machine
 from echelon.launch.hosts import Host
 from echelon.launch.processes import ChildProcess
-from echelon.launch.ssh_client import SshClient, explain, recognize
+from echelon.launch.ssh.client import SshClient, explain, recognize
 
 NOT_COPIED = (".git", ".venv", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache")
 _AT_ONCE = 16  # hosts

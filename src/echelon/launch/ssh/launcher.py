@@ -17,16 +17,16 @@ from tempfile import TemporaryFile
 from typing import IO
 
 from echelon.errors import UsageError
-from echelon.launch.coordinate import AgentBackend
+from echelon.launch.agents.coordinate import AgentBackend
+from echelon.launch.agents.remote import RemoteProcess
+from echelon.launch.agents.streams import ProgramStream
 from echelon.launch.hosts import Host
 from echelon.launch.interface import Output
 from echelon.launch.plan import Plan, PlannedProcess, Request, describe, make_plan
 from echelon.launch.processes import ChildProcess
-from echelon.launch.remote import RemoteProcess
 from echelon.launch.run import run_job
-from echelon.launch.ssh_client import AGENT, READY, SshClient, explain, module_command, package_folder
-from echelon.launch.streams import ProgramStream
-from echelon.launch.sync import NOT_COPIED, Copy, copy_to_hosts
+from echelon.launch.ssh.client import AGENT, READY, SshClient, explain, module_command, package_folder
+from echelon.launch.ssh.sync import NOT_COPIED, Copy, copy_to_hosts
 
 LOGINS_AT_ONCE = 8  # per host: sshd refuses some of more than ten connections that have not logged in (MaxStartups)
 PACKAGE = Path(__file__).parents[1]

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from echelon.environment import CREDENTIALS, variable
-from echelon.launch.coordinate import START_S, AgentBackend
-from echelon.launch.hub import Hub
+from echelon.launch.agents.coordinate import START_S, AgentBackend
+from echelon.launch.agents.hub import Hub
 from echelon.launch.interface import Output
 from echelon.launch.plan import SCHEDULER, Plan
 from echelon.launch.processes import ChildProcess, how_ended
 from echelon.launch.run import run_job
-from echelon.launch.ssh_client import package_folder
+from echelon.launch.ssh.client import package_folder
 from echelon.launch.supervise import OnLine
 from echelon.transport.credentials import Security
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from echelon.launch.hosts import Host
 
-AGENT = "echelon.launch.agent"
+AGENT = "echelon.launch.agents.agent"
 SSH_FAILED = 255  # the exit code of ssh itself
 CONNECT_S = 10  # to connect, and to exchange keys
 READY = b"echelon-agent\n"  # printed before the agent starts; a shell's start-up files may print before it

@@ -17,7 +17,7 @@ from typing import Any
 
 from echelon.cluster.messages import WORKER, WorkerExited
 from echelon.errors import UsageError
-from echelon.launch.kubernetes_manifests import INDEX, LABEL, ROLE, Manifest, Settings
+from echelon.launch.kubernetes.manifests import INDEX, LABEL, ROLE, Manifest, Settings
 from echelon.launch.plan import Plan, PlannedProcess
 from echelon.launch.processes import how_ended
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from echelon.cluster.messages import WORKER, WorkerExited
 from echelon.launch.addresses import announced_address, listen
-from echelon.launch.agent_messages import Bind, ReportExit, Start
+from echelon.launch.agents.messages import Bind, ReportExit, Start
+from echelon.launch.agents.remote import RemoteProcess
 from echelon.launch.plan import SCHEDULER, Address, Addresses, Plan, PlannedProcess
 from echelon.launch.processes import ChildProcess, RunningProcess
-from echelon.launch.remote import RemoteProcess
 from echelon.launch.report import report_worker_exit
 from echelon.launch.shared_folder import SharedFolder
 from echelon.system import code_digest

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from echelon.errors import JobError
-from echelon.launch.agent_messages import (
+from echelon.launch.agents.messages import (
     ALIVE_S,
     LOST_S,
     Alive,
@@ -25,9 +25,9 @@ from echelon.launch.agent_messages import (
     decode_from_agent,
     encode,
 )
+from echelon.launch.agents.streams import Stream
 from echelon.launch.plan import Address
 from echelon.launch.processes import how_ended
-from echelon.launch.streams import Stream
 
 CANNOT_RUN, LOST = 127, 255  # exit codes, as shells and ssh have them
 READS_AT_ONCE = 8

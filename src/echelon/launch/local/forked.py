@@ -48,7 +48,7 @@ _REPLY_BYTES = 64
 # Not `-m`, which would import modules of the working directory instead of Python's own.
 _START = (
     "import sys; sys.flags.safe_path or sys.path.pop(0); "
-    "from echelon.launch.preload import main; main(int(sys.argv[1]))"
+    "from echelon.launch.local.preload import main; main(int(sys.argv[1]))"
 )
 _ROOM = " " * 4096  # an argument that forked processes overwrite with their own command line
 _READ_BY_LIBRARIES = re.compile(rb"\b(OMP|GOMP|KMP|MKL|OPENBLAS|DNNL|ATEN|TORCH|PYTORCH)_[A-Z]")

@@ -14,9 +14,9 @@ from echelon.cluster.messages import WORKER, WorkerExited
 from echelon.environment import Job, in_batch_job
 from echelon.errors import UsageError
 from echelon.launch.devices import library_variables
-from echelon.launch.forked import Preloaded, as_python_program
 from echelon.launch.interface import Output
 from echelon.launch.joining import JoinedFile
+from echelon.launch.local.forked import Preloaded, as_python_program
 from echelon.launch.plan import SCHEDULER, Address, Addresses, Plan, PlannedProcess, Request, describe, make_plan
 from echelon.launch.processes import LOOPBACK, ChildProcess, RunningProcess, listen_on_loopback
 from echelon.launch.report import report_worker_exit

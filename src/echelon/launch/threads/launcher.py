@@ -28,12 +28,12 @@ from echelon.launch.interface import Output
 from echelon.launch.plan import Plan, Request, describe, make_plan
 from echelon.launch.processes import LOOPBACK, how_ended, listen_on_loopback
 from echelon.launch.report import report_worker_exit
-from echelon.launch.thread_output import labelled_output
+from echelon.launch.threads.output import labelled_output
 from echelon.system import raised_by_sigterm
 from echelon.transport.in_process import InProcessTransport
 
 if TYPE_CHECKING:
-    from echelon.launch.in_process import JobThreads
+    from echelon.launch.threads.in_process import JobThreads
 
 PATIENCE_S = 86400.0  # a process that stands at a breakpoint is not dead
 GRACE_S = 10.0  # for workers to end after Ctrl-C, and for the others to end after the workers
@@ -114,7 +114,7 @@ class InprocLauncher:
 
 def run_as_threads(job: Job, program: PythonProgram, output: Output) -> int:
     """Run a job to its end, and return 0, the first failing status, or 128 + the number of a signal."""
-    from echelon.launch.in_process import JobThreads  # imports torch, which takes seconds
+    from echelon.launch.threads.in_process import JobThreads  # imports torch, which takes seconds
 
     with listen_on_loopback() as listener:
         own = replace(

@@ -1,4 +1,4 @@
-"""The agent: starts one process of a job for a launcher on another machine. `python -m echelon.launch.agent`.
+"""The agent: starts one process of a job for a launcher on another machine. `python -m echelon.launch.agents.agent`.
 
 It reads messages from its standard input and writes messages to its standard output (`agent_messages`); the launcher
 has started it over ssh or the like. When the launcher ends, dies or is silent too long, the agent kills its process.
@@ -20,7 +20,7 @@ from echelon.cluster.messages import WORKER, WorkerExited
 from echelon.environment import Job
 from echelon.errors import EchelonError, JobError, UsageError
 from echelon.launch.addresses import announced_address, interface_towards, listen
-from echelon.launch.agent_messages import (
+from echelon.launch.agents.messages import (
     ALIVE_S,
     LOST_S,
     Alive,
@@ -40,12 +40,12 @@ from echelon.launch.agent_messages import (
     decode_to_agent,
     encode,
 )
+from echelon.launch.agents.streams import PipeStream, Stream
 from echelon.launch.devices import library_variables
 from echelon.launch.joining import JoinedFile
 from echelon.launch.processes import READ_BYTES, ChildProcess
 from echelon.launch.report import report_worker_exit
 from echelon.launch.shared_folder import check_mark
-from echelon.launch.streams import PipeStream, Stream
 from echelon.system import code_digest
 
 MAX_UNSENT = 1 << 18  # bytes that wait to be sent; with more, the process waits

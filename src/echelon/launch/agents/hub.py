@@ -1,6 +1,6 @@
 """The hub: where agents that another system has started (mpirun, srun, qsub) connect to the launcher.
 
-Such a system starts N equal tasks somewhere and numbers them. Each task is an agent (`echelon.launch.task`), which
+Such a system starts N equal tasks somewhere and numbers them. Each task is an agent (`launch.agents.task`), which
 connects to the hub, proves the credentials of the job and says its number in `Hello`. Task number t runs process t of
 the plan, counted without the scheduler. An agent without a number gets the next free process.
 
@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from echelon.environment import CREDENTIALS, HUB, SECURITY_POLICY, TASK, Job
 from echelon.errors import JobError
 from echelon.launch.addresses import listen
-from echelon.launch.agent_messages import Frames, Hello, decode_from_agent
-from echelon.launch.channel_stream import ChannelStream
+from echelon.launch.agents.channel_stream import ChannelStream
+from echelon.launch.agents.messages import Frames, Hello, decode_from_agent
+from echelon.launch.agents.remote import RemoteProcess
 from echelon.launch.plan import PlannedProcess
-from echelon.launch.remote import RemoteProcess
 from echelon.transport.admission import Admission, Strangers, Unproven
 from echelon.transport.credentials import Security
 
@@ -34,7 +34,7 @@ def task_command(python: str = sys.executable) -> list[str]:
 
     With -P, the folder in which the command starts is not searched: it may have files with names of modules.
     """
-    return [python, "-P", "-m", "echelon.launch.task"]
+    return [python, "-P", "-m", "echelon.launch.agents.task"]
 
 
 def variable_names(job: Job) -> list[str]:
