@@ -59,8 +59,8 @@ test-ray: $(RAY)/.installed  ## the Ray launcher, on a real Ray cluster of two n
 # Needs root: installs Debian packages, makes network namespaces. Also runs what takes minutes.
 test-system: $(VENV)/.installed  ## tests that need root and Debian packages, and those that take minutes
 	tests/system/install.sh
-	$(BIN)/pytest -m system tests/system
-	$(BIN)/pytest -m long
+	$(BIN)/pytest -n $(PYTESTS) --dist loadfile -m system tests/system
+	$(BIN)/pytest -n $(PYTESTS) -m long
 
 # Needs a GPU and CIFAR-10 (DATA). GPU_FLAGS: --only, --jobs, --budget-s, …; `python -m benchmarks.gpu --help` lists them.
 DATA ?= data

@@ -22,8 +22,8 @@ def plan(tmp_path: Path) -> PushPullPlan:
 
 
 def settings(path: Path) -> Namespace:
-    job = {"num_workers": 2, "num_servers": 2, "kv_store": "dist_sync", "transport": "auto"}
-    return Namespace(model="mlp", **job, rounds=2, steps=3, warmup=1, json=path)
+    job = {"num_workers": 2, "num_servers": 2, "kv_store": "dist_sync", "transport": "auto", "security": "auto"}
+    return Namespace(model="mlp", **job, hosts=None, rounds=2, steps=3, warmup=1, json=path)
 
 
 def test_gloo_steps_and_its_result_is_written(plan: PushPullPlan, tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
 """`echelon node`: run this machine's part of a job, when every machine is started by hand.
 
-    echelon node 0 --num-nodes 2 --rendezvous eth0:10.0.0.1:29500 -- python train.py    # on 10.0.0.1
-    echelon node 1 --num-nodes 2 --rendezvous eth0:10.0.0.1:29500 -- python train.py    # on the other machine
-
-Every node runs one worker and one server, and node 0 also the scheduler. All nodes need the same credentials: copy
-~/.config/echelon/credentials of one node to the others once, unless they share the home folder.
+On two machines: `echelon node 0 --num-nodes 2 --rendezvous eth0:10.0.0.1:29500 -- python train.py` on 10.0.0.1, and the
+same with `node 1` on the other one. Every node runs one worker and one server, and node 0 also the scheduler. All nodes
+need the same credentials: copy ~/.config/echelon/credentials of one node to the others once, unless they share the home
+folder.
 """
 
 from __future__ import annotations

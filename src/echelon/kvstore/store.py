@@ -221,6 +221,10 @@ class KVStore(ABC):
         self.on_retire()
         self._retire()
 
+    def is_beside(self, other: KVStore) -> bool:
+        """Return whether a worker that waits in this store must take part in the steps of another one meanwhile."""
+        return False
+
     def barrier(self) -> None:
         """Wait until all living workers have called this. With a Trainer, some may still make steps before they do."""
         self._check_open()

@@ -62,6 +62,10 @@ class ProcessGroup:
     def _gloo(self) -> bool:
         return self.device.type == "cpu"
 
+    def is_beside(self, other: ProcessGroup) -> bool:
+        """Return whether another group is open, and has the same members."""
+        return self._world is not None and self._world is other._world
+
     def reduce_scatter(self, flat: Tensor) -> Reduction:
         """Sum a flat tensor over all members and return this rank's part. Its length is a multiple of the size."""
         if self.size == 1 or not flat.numel():

@@ -126,6 +126,10 @@ class CollectiveStore(KVStore):
         self.group.stop_gathering()
         super().retire()
 
+    def is_beside(self, other: KVStore) -> bool:
+        """Return whether another store is open, and its members are the same processes."""
+        return isinstance(other, CollectiveStore) and not other.is_closed and self.group.is_beside(other.group)
+
     def _retire(self) -> None:
         """Stop pushing. Until all workers have retired, the Trainer takes part in their collectives (`on_retire`)."""
 

@@ -69,7 +69,12 @@ class RayLauncher:
         """Add the flags of Ray."""
         default, add = RayOptions(), group.add_argument
         add("--ray-address", metavar="HOST:PORT", help=_ADDRESS_HELP)
-        add("--ray-strategy", choices=STRATEGIES, help=f"how Ray places workers on nodes (default: {default.strategy})")
+        add(
+            "--ray-strategy",
+            choices=STRATEGIES,
+            metavar="NAME",
+            help=f"how Ray places workers on nodes: {', '.join(STRATEGIES)} (default: {default.strategy})",
+        )
         add("--ray-worker-cpus", type=float, help=f"CPUs and threads of a worker (default: {default.worker_cpus:g})")
         add("--ray-worker-gpus", type=float, help=f"GPUs of a worker (default: {default.worker_gpus:g})")
         add("--ray-server-cpus", type=float, help=f"CPUs of a server (default: {default.server_cpus:g})")

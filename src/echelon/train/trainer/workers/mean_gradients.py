@@ -322,13 +322,9 @@ class MeanGradientTrainer(Trainer, ABC):
                 trainer._meets = False
 
     def _siblings(self) -> list[MeanGradientTrainer]:
-        """Return the other Trainers of this worker that have not been closed."""
-        own = self.kvstore
-        return [
-            trainer
-            for trainer in _REDUCING
-            if trainer is not self and not trainer._meets and trainer.kvstore.rank == own.rank
-        ]
+        """Return the other Trainers of this worker whose steps need all workers, as those of this one do."""
+        others = [trainer for trainer in _REDUCING if trainer is not self and not trainer._meets]
+        return [trainer for trainer in others if self.kvstore.is_beside(trainer.kvstore)]
 
     def _take_part_until_all_are_here(self) -> None:
         while True:
