@@ -88,14 +88,14 @@ def add_job_arguments(
         action="store_const",
         const="proof",
         dest="security",
-        help="processes prove that they belong to the job, but messages between machines are not encrypted",
+        help="processes prove that they belong to the job, but send plain messages (default: TLS between machines)",
     )
     security.add_argument(
         "--insecure",
         action="store_const",
         const="none",
         dest="security",
-        help="processes prove nothing: whoever reaches a port of the job can read and change its weights",
+        help="whoever reaches a port of the job can read and change its weights (default: processes prove a secret)",
     )
     parser.add_argument(
         "--stall-seconds",
