@@ -23,7 +23,7 @@ class KubernetesLauncher:
     def add_arguments(self, group: argparse._ArgumentGroup) -> None:
         """Add the flags of this launcher."""
         flags = {
-            "image": "container image with Echelon and your program (required)",
+            "image": "container image with Echelon and your program; required",
             "name": "name of the job's objects (default: echelon)",
             "namespace": "namespace of the job (default: default)",
             "context": "context of kubectl's configuration (default: the current one)",
