@@ -41,5 +41,10 @@ def run(options: argparse.Namespace) -> int:
     print("\n".join([*table(found), *map(str, findings)]))
     errors = sum(finding.fatal for finding in findings)
     warnings = len(findings) - errors
-    print("no problems found" if not findings else f"{errors} errors, {warnings} warnings")
+    counts = f"{_count(errors, 'error')}, {_count(warnings, 'warning')}"
+    print(counts if findings else "no problems found")
     return 1 if errors else 0
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -82,6 +82,18 @@ def add_job_arguments(
         )
     parser.add_argument("--dry-run", action="store_true", help="print what would be started where, and start nothing")
     parser.add_argument("--transport", help="auto, shm or tcp (default: ECHELON_TRANSPORT, or auto)")
+    _add_security_arguments(parser)
+    parser.add_argument(
+        "--stall-seconds",
+        type=float,
+        help="interval of reports on what a process waits for (default: ECHELON_STALL_SECONDS, or 10)",
+    )
+
+    for launcher in LAUNCHERS.values():
+        launcher.add_arguments(parser.add_argument_group(f"--launcher {launcher.name}"))
+
+
+def _add_security_arguments(parser: argparse.ArgumentParser) -> None:
     security = parser.add_mutually_exclusive_group()
     security.add_argument(
         "--no-encryption",
@@ -97,14 +109,6 @@ def add_job_arguments(
         dest="security",
         help="whoever reaches a port of the job can read and change its weights (default: processes prove a secret)",
     )
-    parser.add_argument(
-        "--stall-seconds",
-        type=float,
-        help="interval of reports on what a process waits for (default: ECHELON_STALL_SECONDS, or 10)",
-    )
-
-    for launcher in LAUNCHERS.values():
-        launcher.add_arguments(parser.add_argument_group(f"--launcher {launcher.name}"))
 
 
 def launcher_of(name: str) -> Launcher:
