@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+PACKAGE = Path(__file__).parent  # Echelon's source code
 KEPT_BYTES = 512 << 20
 BLOCK_BYTES = 64 << 20
 LARGEST_INT = (1 << 31) - 1
@@ -50,10 +51,9 @@ def _cpu_quota(cgroups: Path) -> float | None:
 
 def code_digest() -> str:
     """Return a digest of Echelon's source code, which must be the same on all hosts of a job."""
-    root = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -19,7 +19,7 @@ from echelon.environment import child_environment, replace_environment
 from echelon.launch.addresses import announced_address
 from echelon.launch.hosts import Host
 from echelon.launch.ssh.client import SshClient, module_command, package_folder
-from echelon.launch.ssh.launcher import PACKAGE
+from echelon.system import PACKAGE
 
 MODULE = "echelon.bench.harness.remote"
 

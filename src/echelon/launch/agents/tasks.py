@@ -25,6 +25,7 @@ from echelon.launch.processes import ChildProcess, how_ended
 from echelon.launch.run import run_job
 from echelon.launch.ssh.client import package_folder
 from echelon.launch.supervise import OnLine
+from echelon.system import PACKAGE
 from echelon.transport.credentials import Security
 
 END_S = 3.0  # for the program to end after its tasks, or after SIGTERM
@@ -64,7 +65,7 @@ def num_tasks(plan: Plan) -> int:
 
 def python_path() -> dict[str, str]:
     """Return the variable that lets hosts find Echelon if it is not installed: at the same path as here."""
-    folder = package_folder(Path(__file__).parents[1], Path.cwd(), None)
+    folder = package_folder(PACKAGE, Path.cwd(), None)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [variable("PYTHONPATH"), folder]))} if folder else {}
 
 

@@ -27,9 +27,9 @@ from echelon.launch.processes import ChildProcess
 from echelon.launch.run import run_job
 from echelon.launch.ssh.client import AGENT, READY, SshClient, explain, module_command, package_folder
 from echelon.launch.ssh.sync import NOT_COPIED, Copy, copy_to_hosts
+from echelon.system import PACKAGE
 
 LOGINS_AT_ONCE = 8  # per host: sshd refuses some of more than ten connections that have not logged in (MaxStartups)
-PACKAGE = Path(__file__).parents[1]
 MAX_NOISE_BYTES = 1 << 20  # that a shell's start-up files may print before the agent starts
 
 
