@@ -148,7 +148,8 @@ def test_an_optimizer_class_that_cannot_run_on_servers(make: Callable[..., torch
         check_still_works(kv)
         return message
 
-    assert all(words in text for text in run_job(program))
+    texts = run_job(program)
+    assert all(words in text for text in texts), texts
 
 
 def test_settings_are_only_for_an_optimizer_name() -> None:

@@ -172,9 +172,8 @@ class Shard:
             case Init():
                 self._init(worker, request, frames)
             case SetOptimizer():
-                if not self._optimization.has_optimizer and self._requests and self._requests.holds_gradients:
-                    raise UsageError("a push waits for its round; set the optimizer before the first push")
-                self._optimization.set_optimizer(request.spec)
+                has_pushes = self._requests is not None and self._requests.holds_gradients
+                self._optimization.set_optimizer(request.spec, has_pushes=has_pushes)
             case PutRows():
                 self._put_rows(request, frames)
             case PutStates():

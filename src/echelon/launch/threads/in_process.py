@@ -113,6 +113,9 @@ class JobThreads:
             with thread_is_worker(job, self._transport):
                 self._work(job)
             failed = False
+        except BaseException as error:
+            self.errors[f"worker {job.rank}"] = error  # before the others fail because this one has left
+            raise
         finally:
             SESSIONS.finish(job, failed=failed)
 

@@ -63,14 +63,16 @@ class Optimization:
         """Whether an optimizer was set."""
         return self._spec is not None
 
-    def set_optimizer(self, spec: OptimizerSpec) -> None:
-        """Adopt the first optimizer. Later ones must be equal to it."""
+    def set_optimizer(self, spec: OptimizerSpec, *, has_pushes: bool = False) -> None:
+        """Adopt the first optimizer. Later ones must be equal to it. `has_pushes`: a push waits for its round."""
         if self._spec is None:
             check_spec(spec)
             kernels = [kernel_for(spec.name, options, self._allowed) for options in spec.groups]
             for kernel in kernels:
                 _try_out(spec.name, kernel)
             self._check_whole(spec, kernels)
+            if has_pushes:
+                raise UsageError("a push waits for its round; set the optimizer before the first push")
             self._kernels = kernels
             self._spec = spec
             self._refuses_dense = any(kernel.rows_only for kernel in kernels)
