@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 
-from echelon.launch.agents.messages import Frames, Output, Start, decode_from_agent, encode
+from echelon.launch.agents.messages import Output, Start, decode_from_agent, encode
+from echelon.transport.framing import FrameReader
 
 PROGRAM = """
 import signal
@@ -34,5 +35,5 @@ def test_a_process_gets_ctrl_c_even_if_its_agent_was_started_without() -> None:
     with agent, agent.stdin, agent.stdout:
         agent.stdin.write(encode(start))
         agent.stdin.flush()
-        messages = [decode_from_agent(body) for body in Frames().feed(agent.stdout.read())]
+        messages = list(FrameReader(decode_from_agent).feed(agent.stdout.read()))
     assert b"".join(one.data for one in messages if isinstance(one, Output)) == b"True set()\n", messages

@@ -11,10 +11,10 @@ from functools import partial
 
 from echelon.cluster.messages import Malformed, Push, decode_request
 from echelon.environment import Job
-from echelon.launch.processes import listen_on_loopback
 from echelon.scheduler import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
 from echelon.transport.interface import Buffer, Endpoint, Peer, Placer, Transport
+from echelon.transport.listening import LOOPBACK, listen
 from echelon.transport.outbox import Precedence
 from echelon.transport.shared_memory import SharedMemoryTransport
 
@@ -28,7 +28,7 @@ class RunningJob:
     """The scheduler and the servers of one job."""
 
     def __init__(self, num_workers: int, delay_s: float = 0.0) -> None:
-        listener = listen_on_loopback()
+        listener = listen(LOOPBACK)
         self.job = Job(
             scheduler_port=listener.getsockname()[1],
             num_workers=num_workers,

@@ -32,7 +32,7 @@ import leaks
 from echelon.environment import Job, variable
 from echelon.errors import EchelonError
 from echelon.kvstore.servers.session import SESSIONS
-from echelon.launch.processes import listen_on_loopback
+from echelon.transport.listening import LOOPBACK, listen
 from loops.kinds import Plain, WithDdp, WithTrainer
 from loops.loop import all_cases
 from loops.results import Flat, flatten
@@ -102,7 +102,7 @@ class Pool:
                 self._stop()
                 raise AssertionError(f"the workers have left, but the job did not end within {END_S:g} s")
         else:
-            with listen_on_loopback() as listener:
+            with listen(LOOPBACK) as listener:
                 port = listener.getsockname()[1]
                 yield Job(
                     scheduler_port=port, num_workers=num_workers, listen_fd=listener.fileno(), timeout_s=TIMEOUT_S

@@ -30,7 +30,8 @@ from echelon.cluster.messages import (
     encode,
 )
 from echelon.cluster.placement import KeySpec, Segment, Slot
-from echelon.transport.control import MAX_FRAME, FrameReader, frame
+from echelon.transport.control import frame
+from echelon.transport.framing import MAX_FRAME, FrameReader
 
 Decode = Callable[[bytes | memoryview], Any]
 

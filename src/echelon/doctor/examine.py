@@ -16,11 +16,11 @@ from echelon.doctor.diagnose import Examination
 from echelon.doctor.messages import Clock, Facts, FromProbe, Inspect, Measure, Measured, Time, ToProbe
 from echelon.doctor.probe import facts as own_facts
 from echelon.errors import JobError
-from echelon.launch.agents.messages import Frames, frame
 from echelon.launch.agents.streams import Stream
 from echelon.launch.hosts import Host
 from echelon.launch.plan import Request
 from echelon.launch.ssh.launcher import open_stream
+from echelon.transport.framing import FrameReader, with_length
 
 PROBE = "echelon.doctor.probe"
 START_S = 30.0  # to log in and to answer the first question
@@ -35,11 +35,11 @@ class Probe:
 
     def __init__(self, host: Host, stream: Stream) -> None:
         self.host, self.name, self._stream = host, host.line, stream
-        self._frames = Frames()
+        self._reader = FrameReader(_decoder.decode)
 
     def ask(self, question: ToProbe) -> None:
         """Send a question."""
-        self._stream.write(frame(msgspec.msgpack.encode(question)))
+        self._stream.write(with_length(msgspec.msgpack.encode(question)))
 
     def answer(self, deadline: float) -> FromProbe:
         """Wait for the answer to the question. Raises JobError with the cause if none comes in time."""
@@ -52,8 +52,8 @@ class Probe:
             data = self._stream.read()
             if data == b"":
                 raise JobError(self._stream.why_ended())
-            for body in self._frames.feed(data or b""):
-                return _decoder.decode(body)
+            for answer in self._reader.feed(data or b""):
+                return answer
 
     def close(self) -> None:
         """End the probe."""

@@ -26,9 +26,10 @@ import psutil
 
 from echelon.doctor.messages import Clock, Facts, FromProbe, Inspect, Measure, Measured, Time, ToProbe
 from echelon.errors import UsageError
-from echelon.launch.addresses import announced_address, listen, own_addresses
-from echelon.launch.agents.messages import Frames, frame
+from echelon.launch.addresses import announced_address, own_addresses
 from echelon.system import code_digest, usable_cores
+from echelon.transport.framing import FrameReader, with_length
+from echelon.transport.listening import listen
 
 PACKAGES = ("torch", "numpy", "msgspec", "safetensors")
 TOKEN_BYTES = 16
@@ -159,13 +160,12 @@ def _why_not_usable(folder: str | None) -> str:
 
 def main() -> int:
     """Answer the doctor until its end of the connection closes."""
-    decode = msgspec.msgpack.Decoder(ToProbe).decode
     output = os.dup(1)
     os.dup2(2, 1)  # nothing but messages may go to the doctor
-    frames = Frames()
+    questions: FrameReader[ToProbe] = FrameReader(msgspec.msgpack.Decoder(ToProbe).decode)
     while data := os.read(0, 1 << 16):
-        for body in frames.feed(data):
-            os.write(output, frame(msgspec.msgpack.encode(_answer(decode(body)))))
+        for question in questions.feed(data):
+            os.write(output, with_length(msgspec.msgpack.encode(_answer(question))))
     os._exit(0)  # a thread may still wait for another host
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import psutil
 
 from echelon.errors import UsageError
-from echelon.launch.processes import LOOPBACK
+from echelon.transport.listening import LOOPBACK
 from echelon.transport.registration import interface_address
 
 _OUTSIDE = "198.51.100.1"  # an address that is never this machine's (RFC 5737); nothing is sent to it
@@ -77,16 +77,6 @@ def address_towards(host: str) -> str | None:
         except (OSError, UnicodeError):
             return None
         return str(probe.getsockname()[0])
-
-
-def listen(address: str) -> socket.socket:
-    """Return a socket that listens at a free port of an address, for a child process to inherit.
-
-    The port is taken from the moment it is chosen, so no other program can take it before the child listens. The parent
-    closes its copy once the child has started: otherwise connections would still be accepted, and never answered, after
-    the child has died.
-    """
-    return socket.create_server((address, 0), backlog=128)
 
 
 def _candidates(name: str, others: Sequence[str]) -> Iterator[str]:

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 
 from echelon.environment import Job, sleeping_threads, user_threads
 from echelon.errors import UsageError
-from echelon.launch.processes import listen_on_loopback
 from echelon.launch.supervise import Command, OnLine, Supervisor
 from echelon.system import usable_cores
+from echelon.transport.listening import LOOPBACK, listen
 
 FIRST = "device 0"
 
@@ -34,7 +34,7 @@ def run_devices(command: Sequence[str], num_devices: int, on_line: OnLine = prin
             f"{num_devices} devices need a process each, and this worker is a thread: use --launcher local"
         )
     job = Job.from_environment()
-    with listen_on_loopback() as listener:
+    with listen(LOOPBACK) as listener:
         commands = [_command(command, job, index, num_devices, listener) for index in range(num_devices)]
         return Supervisor(on_line, on_tick=listener.close).run(commands)
 

@@ -20,8 +20,8 @@ from typing import IO, Protocol
 
 from echelon.environment import child_environment
 from echelon.errors import UsageError
+from echelon.transport.listening import LOOPBACK
 
-LOOPBACK = "127.0.0.1"
 READ_BYTES = 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _STAT_SESSION = 3  # fields of /proc/PID/stat after the command name, which may contain spaces and brackets
@@ -233,20 +233,10 @@ def _stat_fields(pid: int) -> list[str]:
         return []  # the process has just ended
 
 
-def listen_on_loopback() -> socket.socket:
-    """Return a socket that listens at a free port of this machine, for a child process to inherit (`pass_fds`).
-
-    The port is taken from the moment it is chosen, so no other program can take it before the child listens. The
-    parent closes its copy once the child has started: otherwise connections would still be accepted, and never
-    answered, after the child has died.
-    """
-    return socket.create_server((LOOPBACK, 0), backlog=128)
-
-
 def free_port() -> int:
     """Return a port of this machine that is free now, for programs that cannot inherit a socket (MXNet's scheduler).
 
-    Another program may take the port before that program listens. Use `listen_on_loopback` wherever possible.
+    Another program may take the port before that program listens. Use `transport.listening.listen` wherever possible.
     """
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))

@@ -17,7 +17,7 @@ from echelon.errors import UsageError
 from echelon.observe.events import EventLog
 from echelon.scheduler.loop import Scheduler
 from echelon.system import raise_file_limit
-from echelon.transport.sockets import listen
+from echelon.transport.listening import listen
 
 
 def serve(job: Job, listener: socket.socket | None = None) -> int:

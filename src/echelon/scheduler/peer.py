@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from echelon.cluster.messages import FromProcess, Halt, StoreClosed, StoreEnding, decode_from_process
 from echelon.errors import JobError
 from echelon.transport.channel import Channel
-from echelon.transport.control import FrameReader
+from echelon.transport.framing import FrameReader
 
 MAX_FRAME = 64 << 10  # of messages to the scheduler; the longest text takes a quarter of it
 READ_BYTES = 16 << 10

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import os
 import select
-import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable
 
 from echelon.cluster.messages import ControlMessage, Heartbeat, Malformed, decode_control, encode
 from echelon.environment import Job
@@ -21,55 +19,17 @@ from echelon.errors import JobError
 from echelon.transport.admission import connect
 from echelon.transport.channel import Channel, send_all
 from echelon.transport.credentials import Security
+from echelon.transport.framing import FrameReader, with_length
 
 HEARTBEAT_S = 1.0
-MAX_FRAME = 16 << 20  # of messages of the scheduler: a roster has an entry for each process
 READ_BYTES = 64 << 10  # received at once: at least a TLS record, so that none is received in parts
 SEND_S = 5.0
 CONNECT_S = 5.0
-_LENGTH = struct.Struct("!I")
-M = TypeVar("M")
-
-
-class FrameReader(Generic[M]):
-    """Splits a byte stream, which may arrive in any chunks, into messages. It keeps at most one incomplete message."""
-
-    def __init__(self, decode: Callable[[bytes], M], max_frame: int = MAX_FRAME) -> None:
-        self._decode = decode
-        self._max_frame = max_frame
-        self._buffer = bytearray()
-        self.num_bytes = 0  # of the last message
-
-    def feed(self, data: bytes | memoryview) -> Iterator[M]:
-        """Add bytes and yield the messages that are complete now. Raises Malformed at the first invalid one."""
-        self.add(data)
-        while (message := self.next()) is not None:
-            yield message
-
-    def add(self, data: bytes | memoryview) -> None:
-        """Add bytes."""
-        self._buffer += data
-
-    def next(self) -> M | None:
-        """Return the next message, or None if it is not complete. Raises Malformed if it is invalid."""
-        if len(self._buffer) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > self._max_frame:
-            raise Malformed(f"a control frame of {length} bytes; at most {self._max_frame} are allowed")
-        end = _LENGTH.size + length
-        if len(self._buffer) < end:
-            return None
-        body = bytes(self._buffer[_LENGTH.size : end])
-        del self._buffer[:end]
-        self.num_bytes = end
-        return self._decode(body)
 
 
 def frame(message: ControlMessage) -> bytes:
     """Return a message's bytes, preceded by their length."""
-    body = encode(message)
-    return _LENGTH.pack(len(body)) + body
+    return with_length(encode(message))
 
 
 class Deadline:

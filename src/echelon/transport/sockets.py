@@ -11,12 +11,10 @@ connection takes the place of the old one.
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import select
 import selectors
-import socket
 import threading
 import time
 from collections import deque
@@ -24,13 +22,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from echelon.environment import Job
-from echelon.errors import JobError, UsageError
+from echelon.errors import JobError
 from echelon.transport.admission import ConnectionRefused, Strangers, connect
 from echelon.transport.admission_thread import AdmissionThread
 from echelon.transport.channel import Channel
 from echelon.transport.connection import MAX_HEAD, MAX_NAME, Connection, ConnectionBroken
 from echelon.transport.credentials import Security
 from echelon.transport.interface import Block, Buffer, Endpoint, FramesRefused, Peer, Placer, private_memory
+from echelon.transport.listening import listen
 from echelon.transport.outbox import Precedence
 
 CONNECT_S = 30.0
@@ -191,7 +190,7 @@ class ServerSockets(_Sockets):
 
     def __init__(self, host: str, security: Security) -> None:
         super().__init__()
-        listener = listen(host, 0)
+        listener = listen(host)
         self.address = f"tcp://{host}:{listener.getsockname()[1]}"
         self.strangers = Strangers(f"the server at {self.address}")
         self._admission = AdmissionThread(listener, security, self.strangers)
@@ -328,26 +327,6 @@ class ClientSockets(_Sockets):
         self._connections[server] = connection
         self._add(connection)
         self._send(connection, [self._name + b" " + self._addresses[server].encode()])
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at exactly the address that is announced to others."""
-    try:
-        address = socket.gethostbyname(host)
-        if address.startswith("127.") and host != "localhost" and not host.startswith("127."):
-            raise UsageError(
-                f"cannot listen at {host}: on this machine the name stands for {address}, which other machines cannot "
-                "reach; use the IP address of its network interface instead of the name"
-            )
-        return socket.create_server((address, port), backlog=128)
-    except (OSError, UnicodeError) as error:  # UnicodeError: no host can have this name
-        is_address = isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL
-        if not is_address:
-            raise
-        raise UsageError(
-            f"cannot listen at {host}, which is not an address of this machine; set DMLC_NODE_HOST to one that the "
-            "other machines reach, or DMLC_INTERFACE (-i) to its network interface"
-        ) from error
 
 
 class TcpTransport:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from echelon.errors import UsageError
-from echelon.launch.addresses import announced_address, interface_towards, listen
+from echelon.launch.addresses import announced_address, interface_towards
+from echelon.transport.listening import listen
 
 
 def test_a_job_on_one_machine_may_use_the_loopback() -> None:

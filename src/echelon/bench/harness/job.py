@@ -14,8 +14,9 @@ from echelon.bench.harness.process import ProcessSpec
 from echelon.bench.harness.remote import Hosts
 from echelon.environment import Job
 from echelon.errors import UsageError
-from echelon.launch.processes import LOOPBACK, free_port
+from echelon.launch.processes import free_port
 from echelon.transport.credentials import Credentials
+from echelon.transport.listening import LOOPBACK
 
 NO_VARIABLES: Mapping[str, str] = {}
 JOB_FLAGS = ("num_workers", "num_servers", "kv_store", "transport", "security")

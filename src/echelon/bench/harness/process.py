@@ -23,8 +23,8 @@ from echelon.bench.harness.remote import first_line
 from echelon.bench.harness.turns import Contender
 from echelon.environment import Job
 from echelon.errors import JobError
-from echelon.launch.addresses import listen
-from echelon.launch.processes import LOOPBACK, ChildProcess
+from echelon.launch.processes import ChildProcess
+from echelon.transport.listening import LOOPBACK, listen
 
 AnswerKind = TypeVar("AnswerKind", Ready, Times)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from echelon.bench.harness.job import JobPlan, echelon_specs, gloo_specs, mxnet_specs
 from echelon.bench.harness.process import ProcessContender, ProcessSpec
 from echelon.errors import JobError
-from echelon.launch.processes import LOOPBACK
+from echelon.transport.listening import LOOPBACK
 
 CLIPPED = ("--max-grad-norm", "1")
 # glibc keeps freed memory. Echelon's workers make the same settings themselves (`system.keep_freed_memory`).

@@ -28,7 +28,7 @@ from echelon.errors import JobError, UsageError
 from echelon.schemes.stores import store_kind
 from echelon.transport.control import Deadline
 from echelon.transport.credentials import Security
-from echelon.transport.sockets import listen
+from echelon.transport.listening import listen
 
 POLL_S = 0.02
 CONNECT_S = 5.0

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from echelon.cluster.messages import WORKER, WorkerExited
 from echelon.environment import Job
 from echelon.errors import EchelonError, JobError, UsageError
-from echelon.launch.addresses import announced_address, interface_towards, listen
+from echelon.launch.addresses import announced_address, interface_towards
 from echelon.launch.agents.messages import (
     ALIVE_S,
     LOST_S,
@@ -28,7 +28,6 @@ from echelon.launch.agents.messages import (
     Bound,
     CannotStart,
     Ended,
-    Frames,
     FromAgent,
     Hello,
     Output,
@@ -47,6 +46,8 @@ from echelon.launch.processes import READ_BYTES, ChildProcess
 from echelon.launch.report import report_worker_exit
 from echelon.launch.shared_folder import check_mark
 from echelon.system import code_digest
+from echelon.transport.framing import FrameReader
+from echelon.transport.listening import listen
 
 MAX_UNSENT = 1 << 18  # bytes that wait to be sent; with more, the process waits
 UNSENT_S = 0.005  # between two attempts to send them
@@ -62,7 +63,7 @@ class Agent:
         self._stream = stream
         self._is_task = task is not None
         self._joined = JoinedFile(folder / "joined")
-        self._frames = Frames()
+        self._reader = FrameReader(decode_to_agent)
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._process: ChildProcess | None = None
@@ -130,12 +131,12 @@ class Agent:
                 self._ended = True
                 return
             self._last_received = time.monotonic()
-            for body in self._frames.feed(data):
-                try:
-                    self._handle(decode_to_agent(body))
-                except (EchelonError, OSError, ValueError) as error:  # ValueError: a name with bytes that none can have
-                    self._send(CannotStart(str(error)))
-                    self._ended = True
+            try:
+                for message in self._reader.feed(data):
+                    self._handle(message)
+            except (EchelonError, OSError, ValueError) as error:  # ValueError: a name with bytes that none can have
+                self._send(CannotStart(str(error)))
+                self._ended = True
 
     def _handle(self, message: ToAgent) -> None:
         match message:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from echelon.cluster.messages import WORKER, WorkerExited
-from echelon.launch.addresses import announced_address, listen
+from echelon.launch.addresses import announced_address
 from echelon.launch.agents.messages import Bind, ReportExit, Start
 from echelon.launch.agents.remote import RemoteProcess
 from echelon.launch.plan import SCHEDULER, Address, Addresses, Plan, PlannedProcess
@@ -22,6 +22,7 @@ from echelon.launch.processes import ChildProcess, RunningProcess
 from echelon.launch.report import report_worker_exit
 from echelon.launch.shared_folder import SharedFolder
 from echelon.system import code_digest
+from echelon.transport.listening import listen
 
 START_S = 60.0  # for the agents of all hosts to start
 

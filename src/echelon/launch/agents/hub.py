@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 
 from echelon.environment import CREDENTIALS, HUB, SECURITY_POLICY, TASK, Job
 from echelon.errors import JobError
-from echelon.launch.addresses import listen
 from echelon.launch.agents.channel_stream import ChannelStream
-from echelon.launch.agents.messages import Frames, Hello, decode_from_agent
+from echelon.launch.agents.messages import FromAgent, Hello, decode_from_agent
 from echelon.launch.agents.remote import RemoteProcess
 from echelon.launch.plan import PlannedProcess
 from echelon.transport.admission import Admission, Strangers, Unproven
 from echelon.transport.credentials import Security
+from echelon.transport.framing import FrameReader
+from echelon.transport.listening import listen
 
 UNKNOWN_HOST = "an unknown host"
 
@@ -47,7 +48,7 @@ class _Newcomer:
     """An agent that has proved the credentials, and has not said `Hello` yet."""
 
     stream: ChannelStream
-    frames: Frames = field(default_factory=Frames)
+    reader: FrameReader[FromAgent] = field(default_factory=lambda: FrameReader(decode_from_agent))
     received: bytes = b""
 
 
@@ -122,8 +123,7 @@ class Hub:
         while (data := newcomer.stream.read()) is not None:
             newcomer.received += data
             try:
-                body = next(newcomer.frames.feed(data), None)
-                message = None if body is None else decode_from_agent(body)
+                message = next(newcomer.reader.feed(data), None)
             except JobError as error:
                 self._refuse(newcomer, str(error))
                 return

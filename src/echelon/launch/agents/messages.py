@@ -7,20 +7,17 @@ the launcher sends `Start`. From then on the agent sends the process's output, a
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
 from typing import TypeVar
 
 import msgspec
 
 from echelon.errors import JobError
+from echelon.transport.framing import with_length
 
 T = TypeVar("T")
 
 ALIVE_S = 1.0  # between two signs of life
 LOST_S = 30.0  # without one, the other side counts as lost
-MAX_BYTES = 16 << 20
-_LENGTH = struct.Struct("!I")
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -126,33 +123,7 @@ _to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 
 def encode(message: FromAgent | ToAgent) -> bytes:
     """Return a message's bytes, preceded by their length."""
-    return frame(_encoder.encode(message))
-
-
-def frame(body: bytes) -> bytes:
-    """Return the body of a message, preceded by its length."""
-    return _LENGTH.pack(len(body)) + body
-
-
-class Frames:
-    """Splits a byte stream into the bodies of messages."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Add bytes and yield the bodies that are complete now. Raises JobError if the bytes are not messages."""
-        self._buffer += data
-        while len(self._buffer) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer)
-            if length > MAX_BYTES:
-                start = bytes(self._buffer[:80]).decode(errors="replace")
-                raise JobError(f"this is not an agent's message: {start!r}; does a login script print something?")
-            if len(self._buffer) < _LENGTH.size + length:
-                return
-            body = bytes(self._buffer[_LENGTH.size : _LENGTH.size + length])
-            del self._buffer[: _LENGTH.size + length]
-            yield body
+    return with_length(_encoder.encode(message))
 
 
 def decode_from_agent(body: bytes) -> FromAgent:

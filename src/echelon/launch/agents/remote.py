@@ -15,7 +15,6 @@ from echelon.launch.agents.messages import (
     Bound,
     CannotStart,
     Ended,
-    Frames,
     FromAgent,
     Hello,
     Output,
@@ -28,6 +27,7 @@ from echelon.launch.agents.messages import (
 from echelon.launch.agents.streams import Stream
 from echelon.launch.plan import Address
 from echelon.launch.processes import how_ended
+from echelon.transport.framing import FrameReader
 
 CANNOT_RUN, LOST = 127, 255  # exit codes, as shells and ssh have them
 READS_AT_ONCE = 8
@@ -48,7 +48,7 @@ class RemoteProcess:
         self.has_reported_end = False  # its agent has said how it ended; otherwise that is not certain
         self.on_joined: Callable[[list[str]], None] = lambda lines: None
         self._stream = stream
-        self._frames = Frames()
+        self._reader = FrameReader(decode_from_agent)
         self._output = bytearray()
         self._code: int | None = None
         self._how = ""
@@ -155,8 +155,8 @@ class RemoteProcess:
                 return
             self._last_received = time.monotonic()
             try:
-                for body in self._frames.feed(data):
-                    self._handle(decode_from_agent(body))
+                for message in self._reader.feed(data):
+                    self._handle(message)
             except JobError as error:
                 self.fail(f"cannot run on {self.host}: {error}")
 

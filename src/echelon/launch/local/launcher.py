@@ -18,10 +18,11 @@ from echelon.launch.interface import Output
 from echelon.launch.joining import JoinedFile
 from echelon.launch.local.forked import Preloaded, as_python_program
 from echelon.launch.plan import SCHEDULER, Address, Addresses, Plan, PlannedProcess, Request, describe, make_plan
-from echelon.launch.processes import LOOPBACK, ChildProcess, RunningProcess, listen_on_loopback
+from echelon.launch.processes import ChildProcess, RunningProcess
 from echelon.launch.report import report_worker_exit
 from echelon.launch.run import protect, run_job
 from echelon.launch.supervise import OnLine, print_line
+from echelon.transport.listening import LOOPBACK, listen
 from echelon.transport.registration import interface_address
 
 
@@ -52,7 +53,7 @@ class LocalLauncher:
         """Run the job."""
         with ExitStack() as stack:
             listeners = {
-                process.name: stack.enter_context(listen_on_loopback()) for process in plan.processes if process.listens
+                process.name: stack.enter_context(listen(LOOPBACK)) for process in plan.processes if process.listens
             }
             first = _address(listeners[f"{WORKER} 0"])
             scheduler = listeners.get(f"{SCHEDULER} 0")

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from echelon.environment import child_environment, variable
 from echelon.errors import JobError
-from echelon.launch.agents.messages import Ended, Frames, Output, Started, decode_from_agent
+from echelon.launch.agents.messages import Ended, Output, Started, decode_from_agent
 from echelon.launch.processes import READ_BYTES, how_ended
+from echelon.transport.framing import FrameReader
 
 _PYTHONS = str(Path(sys.executable).parent)  # where a process finds the Python that runs Ray, as `python`
 
@@ -24,7 +25,7 @@ class AgentActor:
     def __init__(self, name: str) -> None:
         """Start the agent. It ends, and kills its process, when this actor's process ends for any reason."""
         self._name = name
-        self._frames = Frames()
+        self._reader = FrameReader(decode_from_agent)
         self._agent = subprocess.Popen(
             [sys.executable, "-m", "echelon.launch.agents.agent"],
             stdin=subprocess.PIPE,
@@ -62,8 +63,8 @@ class AgentActor:
 
     def _log(self, data: bytes) -> None:
         try:
-            for body in self._frames.feed(data):
-                match decode_from_agent(body):
+            for message in self._reader.feed(data):
+                match message:
                     case Output(text):
                         print(text.decode(errors="replace"), end="", flush=True)
                     case Started(pid):

@@ -15,12 +15,12 @@ from echelon.environment import Job, job_of_thread
 from echelon.kvstore import KVStore, create
 from echelon.kvstore.servers.session import SESSIONS
 from echelon.kvstore.worker import thread_is_worker
-from echelon.launch.processes import listen_on_loopback
 from echelon.scheduler import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
 from echelon.transport.credentials import with_credentials
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.interface import Transport
+from echelon.transport.listening import LOOPBACK, listen
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ def run(
     timeout_s: float = 60.0,
 ) -> list[T]:
     """Run `program` on every worker and return the results by rank. The first error of any thread is raised."""
-    listener = listen_on_loopback()
+    listener = listen(LOOPBACK)
     port = listener.getsockname()[1]
     shared = transport or InProcessTransport()
     job = with_credentials(

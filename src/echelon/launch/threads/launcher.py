@@ -26,11 +26,12 @@ from echelon.environment import Job, set_variables
 from echelon.errors import UsageError
 from echelon.launch.interface import Output
 from echelon.launch.plan import Plan, Request, describe, make_plan
-from echelon.launch.processes import LOOPBACK, how_ended, listen_on_loopback
+from echelon.launch.processes import how_ended
 from echelon.launch.report import report_worker_exit
 from echelon.launch.threads.output import labelled_output
 from echelon.system import raised_by_sigterm
 from echelon.transport.in_process import InProcessTransport
+from echelon.transport.listening import LOOPBACK, listen
 
 if TYPE_CHECKING:
     from echelon.launch.threads.in_process import JobThreads
@@ -116,7 +117,7 @@ def run_as_threads(job: Job, program: PythonProgram, output: Output) -> int:
     """Run a job to its end, and return 0, the first failing status, or 128 + the number of a signal."""
     from echelon.launch.threads.in_process import JobThreads  # imports torch, which takes seconds
 
-    with listen_on_loopback() as listener:
+    with listen(LOOPBACK) as listener:
         own = replace(
             job,
             scheduler_host=LOOPBACK,

@@ -479,7 +479,7 @@ class ServerTrainer(Trainer, store=ServerStore):
             self._read_answers(tickets)
 
     def _read_answers(self, tickets: Sequence[Ticket]) -> None:
-        """Note what the answers to a push say of the job: a request to stop, and how stale the weights were."""
+        """Take over a request to stop, and count how stale the weights were, from the answers to a push."""
         if self._halts_at is None and self.kvstore.requests_halt(tickets):  # with `lazy_pull`, one step later
             self._halts_at = self._pushed_step + 1
         answers = [ticket.response for ticket in tickets if isinstance(ticket.response, Done)]
