@@ -27,7 +27,7 @@ from echelon.environment import Job
 from echelon.errors import JobError
 from echelon.launch.local.launcher import run as run_local
 from echelon.observe.events import EventReader
-from echelon.report.state import RunState
+from echelon.report.state.run import RunState
 from echelon.schemes import SCHEMES, store_kind
 from echelon.schemes.stores import Use
 from echelon.train.recipe.options import TrainOptions

@@ -19,11 +19,11 @@ from echelon.launch import Launcher
 from echelon.launch.interface import Output
 from echelon.launch.plan import Request
 from echelon.launch.run import protect
-from echelon.report.display import Display, stdout_console
-from echelon.report.result import result_lines
 from echelon.report.runs import discard_run, latest_run, new_run
-from echelon.report.state import JobInfo, RunState
+from echelon.report.state.run import JobInfo, RunState
 from echelon.report.summary import summary, write_summary
+from echelon.report.terminal.display import Display, stdout_console
+from echelon.report.terminal.result import result_lines
 from echelon.schemes.stores import store_kind
 from echelon.train.flags.arguments import add_arguments, options_from
 from echelon.train.flags.check import check_flags, warn_about_effects
@@ -129,7 +129,7 @@ def _train(launcher: Launcher, request: Request, options: TrainOptions, name: st
 
 def _write_result(directory: Path, result: dict[str, Any]) -> str | None:
     """Write the summary and the curves of a run; returns what could not be written, for example to a full disk."""
-    from echelon.report.curves import draw_curves  # imports matplotlib, which takes as long as all other imports
+    from echelon.report.plots.curves import draw_curves  # imports matplotlib, which takes as long as all other imports
 
     try:
         write_summary(directory, result)

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from echelon.atomic_file import AtomicFile
-from echelon.report.state import RunState, WorkerState
+from echelon.report.state.run import RunState
+from echelon.report.state.worker import WorkerState
 
 
 def summary(state: RunState, store: str, options: dict[str, Any], exit_status: int) -> dict[str, Any]:

@@ -14,8 +14,8 @@ def listen(host: str, port: int = 0) -> socket.socket:
     """Return a socket that listens at exactly the address that is announced to others, by default at a free port.
 
     A child process may inherit it. The port is taken from the moment it is chosen, so no other program can take it
-    before the child listens. The parent closes its copy once the child has started: otherwise connections would still be
-    accepted, and never answered, after the child has died.
+    before the child listens. The parent closes its copy once the child has started: otherwise connections would still
+    be accepted, and never answered, after the child has died.
     """
     try:
         address = socket.gethostbyname(host)

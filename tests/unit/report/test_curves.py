@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
-from echelon.report.curves import draw_curves, figure_of
+from echelon.report.plots.curves import draw_curves, figure_of
 
 ACCURACY, LOSS, WORKERS = "accuracy over time", "loss over time", "time of each worker"
 ROUNDS, UPDATES = "staleness in rounds", "staleness in updates"

@@ -21,11 +21,11 @@ from rich.console import Console
 from test_state import begin, event, progress, taken, view
 
 from echelon.observe.events import EventLog
-from echelon.report.columns import table_cells
-from echelon.report.display import Display, PlainLines
-from echelon.report.lines import duration, progress_line, ranges
-from echelon.report.screen import screen
-from echelon.report.state import JobInfo, RunState
+from echelon.report.state.run import JobInfo, RunState
+from echelon.report.terminal.columns import table_cells
+from echelon.report.terminal.display import Display, PlainLines
+from echelon.report.terminal.lines import duration, progress_line, ranges
+from echelon.report.terminal.screen import screen
 
 SSP = JobInfo("digits-cnn on digits, dist_ssync --staleness 3, -n 4 -s 2", 4, 2, bounded=True)
 
@@ -280,8 +280,8 @@ def test_an_encoding_without_these_characters_gets_others(tmp_path: Path) -> Non
 IN_TERMINAL = """
 import sys
 from pathlib import Path
-from echelon.report.display import Display
-from echelon.report.state import JobInfo
+from echelon.report.terminal.display import Display
+from echelon.report.state.run import JobInfo
 with Display(Path(sys.argv[1]), JobInfo("a title of a run that is longer than the terminal is wide", 4, 2)) as display:
     display.update()
     display.print("worker 0", "a line of a process … ━")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from echelon.report.result import MAX_BARS, histogram_lines, result_lines
+from echelon.report.terminal.result import MAX_BARS, histogram_lines, result_lines
 
 
 def result(**changed: Any) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.report.state import Event, RunState
-from echelon.report.time_curve import MAX_POINTS, TimeCurve
+from echelon.report.state.run import Event, RunState
+from echelon.report.state.time_curve import MAX_POINTS, TimeCurve
 
 
 def event(kind: str, at: float = 1000.0, **fields: Any) -> Event:

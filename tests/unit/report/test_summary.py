@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from echelon.errors import UsageError
 from echelon.report.runs import discard_run, latest_run, new_run
-from echelon.report.state import Event, RunState, mean_and_max, sum_histograms
+from echelon.report.state.run import Event, RunState
+from echelon.report.state.worker import mean_and_max, sum_histograms
 from echelon.report.summary import summary, write_summary
 
 

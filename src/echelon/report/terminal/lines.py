@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from echelon.report.columns import metric
-from echelon.report.state import FIRST_STEP, LOADING, REGISTERED, TRAINING, JobInfo, RunState
+from echelon.report.state.run import JobInfo, RunState
+from echelon.report.state.worker import FIRST_STEP, LOADING, REGISTERED, TRAINING
+from echelon.report.terminal.columns import metric
 
 STARTING = "starting"
 ENDED = "measuring and saving the final weights"

@@ -9,9 +9,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from echelon.report import lines
-from echelon.report.columns import GAP, Cells, table_cells
-from echelon.report.state import JobInfo, RunState
+from echelon.report.state.run import JobInfo, RunState
+from echelon.report.terminal import lines
+from echelon.report.terminal.columns import GAP, Cells, table_cells
 
 NEWS_SHOWN = 3
 MIN_ROWS = 3

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from echelon.report.state import FINISHED, sum_histograms
+from echelon.report.state.worker import FINISHED, sum_histograms
 
 Summary = dict[str, Any]
 Panel = Callable[[Axes, Summary], None]

@@ -9,7 +9,8 @@ from typing import TypeAlias
 
 from rich.cells import cell_len
 
-from echelon.report.state import TRAINING, JobInfo, RunState, WorkerState, mean_and_max, sum_histograms
+from echelon.report.state.run import JobInfo, RunState
+from echelon.report.state.worker import TRAINING, WorkerState, mean_and_max, sum_histograms
 
 GAP = 2  # blanks between columns
 

@@ -10,10 +10,10 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from echelon.observe.events import EventReader
-from echelon.report import lines
-from echelon.report.columns import table_cells
-from echelon.report.screen import line, render_table, screen
-from echelon.report.state import JobInfo, RunState
+from echelon.report.state.run import JobInfo, RunState
+from echelon.report.terminal import lines
+from echelon.report.terminal.columns import table_cells
+from echelon.report.terminal.screen import line, render_table, screen
 from echelon.train.loop.reporting import print_verbatim
 
 PLAIN_FIRST_S = 5.0  # between two lines without a terminal, at first

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from echelon.report.state import sum_histograms
+from echelon.report.state.worker import sum_histograms
 
 LABEL = 14  # columns of the names at the left
 BAR = 36

@@ -1,0 +1,1 @@
+"""Pictures of runs, drawn with matplotlib: `curves` (`curves.png` of a run)."""

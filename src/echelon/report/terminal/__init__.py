@@ -1,0 +1,1 @@
+"""What a terminal shows of a run: live (`display`, `screen`, `lines`, `columns`), and at the end (`result`)."""
