@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -27,6 +25,7 @@ from echelon.environment import Job
 from echelon.errors import JobError
 from echelon.launch.local.launcher import run as run_local
 from echelon.observe.events import EventReader
+from echelon.report.plots.bands import draw_bands
 from echelon.report.state.run import RunState
 from echelon.schemes import SCHEMES, store_kind
 from echelon.schemes.stores import Use
@@ -164,19 +163,9 @@ def _shown(value: float | None) -> str:
 
 
 def draw(outcomes: Sequence[Outcome], target: float, path: Path) -> None:
-    """Draw the accuracy of every run over time, one panel per case."""
-    colours = dict(zip(SCHEMES, ("#2f6db3", "#c23b3b", "#d9822b", "#3a9a5b"), strict=True))
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, case in zip(figure.subplots(1, len(CASES), sharey=True), CASES, strict=True):
-        for store in SCHEMES:
-            for index, outcome in enumerate(o for o in outcomes if o.case == case and o.store == store):
-                label = store if index == 0 else None
-                axes.plot(*zip(*outcome.curve, strict=True), color=colours[store], alpha=0.6, linewidth=1, label=label)
-        axes.axhline(target, color="#888888", linewidth=0.8, linestyle="--")
-        axes.set(title=case, xlabel="seconds", ylim=(0, 1))
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("validation accuracy")
-    figure.axes[0].legend(fontsize=8, loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    """Draw the accuracy over time: one panel per case, one line and band per store."""
+    panels = {
+        case: {store: [o.curve for o in outcomes if (o.case, o.store) == (case, store)] for store in SCHEMES}
+        for case in CASES
+    }
+    draw_bands(panels, target, path)

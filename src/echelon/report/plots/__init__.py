@@ -1,1 +1,4 @@
-"""Pictures of runs, drawn with matplotlib: `curves` (`curves.png` of a run)."""
+"""Plots as files, drawn with matplotlib. `colours` has the colour of each store, the same in every plot and page.
+
+`curves` draws `curves.png` of a run, `bands` the median and the spread of repeated runs.
+"""
