@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from echelon.bench.harness.checks import check_numbers
 from echelon.bench.harness.results import write_result
 from echelon.bench.harness.turns import measure
 from echelon.bench.pushpull.contenders import PushPullPlan, echelon
@@ -43,6 +44,8 @@ print("stepped", flush=True)
 
 def run(args: argparse.Namespace) -> int:
     """Measure all four costs, print them and write the result file."""
+    check_numbers(args, starts=1, rounds=1, steps=1)
+    shapes(args.model)  # report an unknown model before anything starts
     console = Console()
     starts = sorted(first_step_s() for _ in range(args.starts))
     console.print(f"first step    {statistics.median(starts):.2f} s  ({starts[0]:.2f} – {starts[-1]:.2f})")

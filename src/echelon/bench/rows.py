@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from echelon.bench.harness.checks import check_numbers
 from echelon.bench.harness.results import write_result
 from echelon.kvstore import KVStore
 from echelon.launch.threads.in_process import run as run_job
@@ -40,6 +41,7 @@ class Cost(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     """Measure the steps of every number of rows, print them and write the result file."""
+    check_numbers(args, rows=min(TOUCHED), width=1, num_workers=1, num_servers=1, steps=1)
     console = Console()
     table_bytes = args.rows * args.width * 4
     console.print(f"a table of {args.rows} x {args.width} float32: {table_bytes:,} bytes; per worker and step:")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from echelon.bench.harness.checks import check_turns
 from echelon.bench.harness.mxnet_environment import MXNET_DEFAULTS, MXNET_STORES, mxnet_command
 from echelon.bench.harness.process import ProcessSpec
 from echelon.bench.harness.remote import Hosts
@@ -47,11 +48,10 @@ def job_fields(args: argparse.Namespace, work_dir: Path) -> dict[str, Any]:
 
 
 def check_job(args: argparse.Namespace) -> None:
-    """Raise UsageError if the command line describes a job without workers or servers, or repeats a peer."""
+    """Raise UsageError if the command line describes a job without workers or servers, or measures nothing."""
     if args.num_workers < 1 or args.num_servers < 1:
         raise UsageError(f"needs at least one worker and one server; got -n {args.num_workers} -s {args.num_servers}")
-    if len(set(args.peer)) < len(args.peer):
-        raise UsageError(f"name each --peer only once; got {', '.join(args.peer)}")
+    check_turns(args)
 
 
 def echelon_specs(

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from echelon.bench.harness.checks import check_numbers, check_turns
 from echelon.bench.harness.results import figures, print_times, write_result
 from echelon.bench.harness.turns import Case, Contender, measure
 from echelon.bench.io.contenders import PEERS, IoPlan, echelon
@@ -30,7 +31,6 @@ from echelon.bench.io.worker_echelon import forever, make_loader
 from echelon.data.images.config import IMAGENET_MEAN, AugmentConfig
 from echelon.data.loading.memory import MemoryLoader, MemorySource
 from echelon.data.loading.order import Sampling
-from echelon.errors import UsageError
 
 SETTINGS = ("rec", "images", "restart_interval", "batch_size", "threads", "step_batches", "rounds", "steps", "warmup")
 CACHED_IMAGES, CACHED_BATCH = 50_000, 128
@@ -39,9 +39,8 @@ MEMORY_BATCHES = 30
 
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark that the command line describes."""
-    for name in ("images", "batch_size", "threads", "step_batches"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    check_numbers(args, images=1, batch_size=1, threads=1, step_batches=1, restart_interval=0)
+    check_turns(args)
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:
         rec = args.rec or make_file(Path(folder), args.images, args.restart_interval)
         more = more_figures(args, rec)
@@ -60,7 +59,7 @@ def make_contenders(args: argparse.Namespace, rec: str, folder: Path) -> list[Co
     plan = IoPlan(
         rec=rec, batch_size=args.batch_size, threads=args.threads, step_batches=args.step_batches, work_dir=folder
     )
-    return [echelon(plan), *(PEERS[name](plan) for name in dict.fromkeys(args.peer))]
+    return [echelon(plan), *(PEERS[name](plan) for name in args.peer)]
 
 
 def compare(contenders: Sequence[Contender], args: argparse.Namespace, more: dict[str, float]) -> None:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from echelon.bench.harness.checks import check_numbers
 from echelon.bench.harness.job import JOB_FLAGS, check_job, job_fields
 from echelon.bench.harness.results import figures, print_cases, write_result
 from echelon.bench.harness.turns import Case, measure
@@ -28,8 +29,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the benchmark that the command line describes."""
     check_job(args)
     fill_in(args)
-    if args.batch_size < 1 or args.threads < 1:
-        raise UsageError(f"--batch-size and --threads must be at least 1; got {args.batch_size} and {args.threads}")
+    check_numbers(args, batch_size=1, threads=1)
     if args.model == "gpt" and "mxnet" in (args.peer or ()):
         raise UsageError("--peer mxnet does not have the model gpt; use --model resnet20 or mlp25m")
     with tempfile.TemporaryDirectory(prefix="echelon-bench-") as folder:

@@ -1,0 +1,99 @@
+"""The command `echelon bench schemes`. For each seed, all cases and schemes run one after another."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from echelon.bench.harness.checks import check_numbers
+from echelon.bench.harness.results import write_result
+from echelon.bench.schemes.cases import CASES
+from echelon.bench.schemes.link import SlowLink, slow_link, why_impossible
+from echelon.bench.schemes.measure import Outcome, measure
+from echelon.bench.schemes.table import finite, make_table, table_facts
+from echelon.errors import UsageError
+from echelon.schemes import SCHEMES
+from echelon.system import raised_by_sigterm
+
+SETTINGS = ("target", "seeds", "pace", "lr", "batch_size", "limit_epochs", "slow_link")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every case, scheme and seed, print the table and write the files."""
+    check(args)
+    console = Console()
+    cases, not_run = possible_cases(args.case or list(CASES))
+    for case, reason in not_run.items():
+        console.print(f"{case}: not run, because {reason}", highlight=False)
+    outcomes: list[Outcome] = []
+    total = len(cases) * len(SCHEMES) * args.seeds
+    with raised_by_sigterm(KeyboardInterrupt), console.status("") as status:
+        for outcome in measure_all(args, cases):
+            outcomes.append(outcome)
+            shown = f"{outcome.case}, {outcome.store}, seed {outcome.seed}: {outcome.seconds:.2f} s"
+            status.update(f"{len(outcomes)}/{total}  last: {shown}")
+            console.print(f"{len(outcomes)}/{total}  {shown}", highlight=False)
+    facts = table_facts(outcomes)
+    console.print(make_table(facts, args.target))
+    if args.json is not None:
+        settings = {name: getattr(args, name) for name in SETTINGS}
+        runs = [asdict(outcome) | {"seconds": finite(outcome.seconds)} for outcome in outcomes]
+        write_result(args.json, {"settings": settings, "not_run": not_run, "table": facts, "runs": runs})
+    if args.plot is not None:
+        draw(outcomes, args.target, args.plot)
+    return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise UsageError for settings that measure nothing."""
+    check_numbers(args, seeds=1, batch_size=1, limit_epochs=1)
+    if not 0 < args.target <= 1:
+        raise UsageError(f"--target is {args.target:g}; it is an accuracy, above 0 and at most 1")
+    if not args.pace >= 0 or not args.lr > 0:
+        raise UsageError(f"--pace must be 0 or more and --lr above 0; got {args.pace:g} and {args.lr:g}")
+
+
+def possible_cases(wanted: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the cases that can run here, and for each other one the reason why it cannot."""
+    reason = why_impossible() if any(CASES[case].slow_link for case in wanted) else ""
+    not_run = {case: reason for case in wanted if reason and CASES[case].slow_link}
+    return [case for case in CASES if case in wanted and case not in not_run], not_run
+
+
+def measure_all(args: argparse.Namespace, cases: Sequence[str]) -> Iterator[Outcome]:
+    """Run every case and scheme for each seed."""
+    with ExitStack() as stack:
+        link: SlowLink | None = None
+        if any(CASES[case].slow_link for case in cases):
+            link = stack.enter_context(slow_link(args.slow_link))
+        for seed in range(args.seeds):
+            for case in cases:
+                for store in SCHEMES:
+                    yield measure(args, case, store, seed, link)
+
+
+def draw(outcomes: Sequence[Outcome], target: float, path: Path) -> None:
+    """Draw the accuracy of every run over time, one panel per case."""
+    colours = dict(zip(SCHEMES, ("#2f6db3", "#c23b3b", "#d9822b", "#3a9a5b"), strict=True))
+    cases = [case for case in CASES if any(outcome.case == case for outcome in outcomes)]
+    figure = Figure(figsize=(4 * len(cases), 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, case in zip(figure.subplots(1, len(cases), sharey=True, squeeze=False)[0], cases, strict=True):
+        for store in SCHEMES:
+            for index, outcome in enumerate(o for o in outcomes if o.case == case and o.store == store):
+                label = store if index == 0 else None
+                axes.plot(*zip(*outcome.curve, strict=True), color=colours[store], alpha=0.6, linewidth=1, label=label)
+        axes.axhline(target, color="#888888", linewidth=0.8, linestyle="--")
+        axes.set(title=case, xlabel="seconds", ylim=(0, 1))
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("validation accuracy")
+    figure.axes[0].legend(fontsize=8, loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
