@@ -81,10 +81,16 @@ def add_schemes(benchmarks: Benchmarks) -> None:
     add("--pace", type=float, default=0.05, help="seconds per step")
     add("--lr", type=float, default=0.02, help="learning rate of all schemes")
     add("--batch-size", type=int, default=16, help="samples per worker and step")
-    add("--limit-epochs", type=int, default=25, help="stop a run after this many epochs")
+    add("--limit-epochs", type=int, default=20, help="stop a run after this many epochs")
     listed = "; ".join(f"{name}: {case.title}" for name, case in schemes.CASES.items())
-    add("--case", action="append", choices=schemes.CASES, metavar="NAME", help=f"measure only this case; repeatable ({listed})")
-    add("--slow-link", default="10mbit", metavar="RATE", help="rate of the slow link, as tc writes it; needs root")
+    add(
+        "--case",
+        action="append",
+        choices=schemes.CASES,
+        metavar="NAME",
+        help=f"measure only this case; repeatable ({listed})",
+    )
+    add("--slow-link", default="5mbit", metavar="RATE", help="rate of the slow link, as tc writes it; needs root")
     add("--plot", type=Path, metavar="FILE", help="draw the accuracy curves to this PNG file")
     _finish(parser, "echelon.bench.schemes.run")
 

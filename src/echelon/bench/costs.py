@@ -26,6 +26,7 @@ from echelon.bench.harness.results import write_result
 from echelon.bench.harness.turns import measure
 from echelon.bench.pushpull.contenders import PushPullPlan, echelon
 from echelon.bench.pushpull.shapes import num_elements, shapes
+from echelon.errors import JobError
 
 NUM_KEYS = (1, 10, 100, 1000, 10_000)
 WARMUP_STEPS = 3
@@ -67,8 +68,14 @@ def first_step_s() -> float:
     argv = [*LAUNCH, sys.executable, "-c", FIRST_STEP]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        seconds = next((time.perf_counter() - began for line in process.stdout if "stepped" in line), float("nan"))
-        process.stdout.read()
+        lines: list[str] = []
+        seconds: float | None = None
+        for line in process.stdout:
+            lines.append(line)
+            if seconds is None and "stepped" in line:
+                seconds = time.perf_counter() - began
+    if seconds is None or process.returncode:
+        raise JobError(f"the job failed with status {process.returncode}; its last lines:\n{''.join(lines[-12:])}")
     return seconds
 
 

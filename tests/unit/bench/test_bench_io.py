@@ -75,7 +75,7 @@ def test_batches_on_a_device_are_compared_and_timed(photographs: Path) -> None:
 
 @pytest.mark.parametrize("argument", ["--images", "--batch-size", "--threads", "--step-batches"])
 def test_zero_is_rejected(argument: str) -> None:
-    with pytest.raises(UsageError, match=f"{argument} must be at least 1, got 0"):
+    with pytest.raises(UsageError, match=f"{argument} is 0; it must be 1 or more"):
         io.run(parse(argument, "0"))
 
 

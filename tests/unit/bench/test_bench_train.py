@@ -48,8 +48,10 @@ def test_echelon_comes_first_and_then_the_peers(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["-s", "0"], "-s 0"),
+        (["--rounds", "0"], "--rounds is 0; it must be 1 or more"),
+        (["--warmup", "-1"], "--warmup is -1; it must be 0 or more"),
         (["--peer", "ddp", "--peer", "ddp"], "each --peer only once"),
-        (["--batch-size", "0"], "--batch-size and --threads must be at least 1; got 0"),
+        (["--batch-size", "0"], "--batch-size is 0; it must be 1 or more"),
         (["--kv-store", "dist_ssync", "--peer", "mxnet"], "MXNet has no store 'dist_ssync'"),
     ],
 )

@@ -7,6 +7,7 @@ not contain the host name.
 from __future__ import annotations
 
 import json
+import math
 import platform
 import shlex
 import subprocess
@@ -23,7 +24,9 @@ from rich.table import Table
 
 from echelon.atomic_file import AtomicFile
 from echelon.bench.harness.turns import Case, ratios
-from echelon.system import usable_cores
+from echelon.system import PACKAGE, usable_cores
+
+_NOT_CODE = (":!benchmarks/results", ":!docs", ":!*.md")
 
 
 def write_result(path: Path, body: Mapping[str, object], command: str | None = None) -> None:
@@ -37,7 +40,16 @@ def write_result(path: Path, body: Mapping[str, object], command: str | None = N
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with AtomicFile(path) as file:
-        file.stream.write((json.dumps(stamped, indent=2) + "\n").encode())
+        file.stream.write((json.dumps(_finite(stamped), indent=2, allow_nan=False) + "\n").encode())
+
+
+def _finite(value: object) -> object:
+    """Return the value with None for every infinite or undefined number, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def figures(cases: Sequence[Case]) -> dict[str, object]:
@@ -53,17 +65,31 @@ def figures(cases: Sequence[Case]) -> dict[str, object]:
 
 
 def command_line() -> str:
-    """Return the command line of this process, without the folder of the program."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """Return the command line of this process as a user types it, without the folder of the program."""
+    return shlex.join([*_program(sys.argv[0], sys.orig_argv), *sys.argv[1:]])
+
+
+def _program(script: str, interpreter_words: Sequence[str]) -> list[str]:
+    """Return the words that start the program. `python -m echelon` is the `echelon` command."""
+    if Path(script).is_relative_to(PACKAGE):
+        return ["echelon"]
+    if "-m" in interpreter_words[:-1]:
+        return ["python", "-m", interpreter_words[interpreter_words.index("-m") + 1]]
+    return [Path(script).name]
 
 
 def commit() -> str:
-    """Return the commit of the running code, with `-dirty` if tracked files differ; "unknown" outside a checkout."""
+    """Return the commit of the running code, with `-dirty` if it was changed since; "unknown" outside a checkout.
+
+    A run of several benchmarks changes the results and documents in the checkout, but not the code.
+    """
     here = Path(__file__)
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
         return "unknown"  # an installed copy may lie inside another project's repository
-    describe = _git(here.parent, "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*")
-    return describe or "unknown"
+    root = _git(here.parent, "rev-parse", "--show-toplevel") or "."
+    changed = _git(Path(root), "status", "--porcelain", "--untracked-files=no", "--", ".", *_NOT_CODE)
+    found = _git(here.parent, "rev-parse", "HEAD")
+    return f"{found}-dirty" if found and changed else found or "unknown"
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -10,6 +10,7 @@ WORKERS, SERVERS = 4, 2
 SLOW_RANK = WORKERS - 1
 BASELINE = "dist_sync"
 STALENESS = 3
+_EVEN = Pace()
 _HALVES, _SLOW_APART = "0 1/2 3", "0 1 2/3"
 
 
@@ -18,7 +19,7 @@ class Case:
     """One case. `groups` are those of dist_gsync; `lr_factor` multiplies --lr; `slow_link`: the slow rank has one."""
 
     title: str
-    pace: Pace = Pace()
+    pace: Pace = _EVEN
     groups: str = _HALVES
     lr_factor: float = 1.0
     slow_link: bool = False

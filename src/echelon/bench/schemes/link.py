@@ -1,6 +1,6 @@
 """A slow link to one process: a network namespace of this machine behind a veth pair that tc limits. Needs root.
 
-    with slow_link("10mbit") as link:
+    with slow_link("5mbit") as link:
         ...  # processes started with link.command([...]) reach this machine at link.address, and no other way
 
 A child process keeps the namespace alive. The kernel kills that child when this process dies, even by SIGKILL, and then
@@ -52,13 +52,14 @@ def why_impossible() -> str:
 
 @contextmanager
 def slow_link(rate: str) -> Iterator[SlowLink]:
-    """Make the link. `rate` limits each direction, as tc writes it: 10mbit."""
+    """Make the link. `rate` limits each direction, as tc writes it: 5mbit."""
+    outside = f"echelon{os.getpid()}"
     holder = ChildProcess("slow link", ["unshare", "--net", "sh", "-c", "echo ready; exec sleep infinity"], {})
     try:
         assert holder.stdout is not None
         if (line := holder.stdout.readline()) != b"ready\n":
             raise JobError(f"a network namespace cannot be made: {(line + holder.stdout.read()).decode().strip()}")
-        outside, subnet = f"echelon{os.getpid()}", _free_subnet()
+        subnet = _free_subnet()
         link = SlowLink(f"{subnet}.1", holder.pid)
         _call(f"ip link add {outside} type veth peer name {_INSIDE} netns {holder.pid}".split())
         _call(f"ip addr add {link.address}/24 dev {outside}".split())
@@ -69,6 +70,8 @@ def slow_link(rate: str) -> Iterator[SlowLink]:
         _call(link.command(["tc", "qdisc", "add", "dev", _INSIDE, "root", "tbf", "rate", rate, *_LIMIT]))
         yield link
     finally:
+        # The kernel removes the pair with the namespace, but later; the next link may have the same name.
+        subprocess.run(["ip", "link", "delete", outside], capture_output=True, timeout=_TIMEOUT_S, check=False)
         holder.close()
 
 

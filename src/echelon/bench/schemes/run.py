@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from echelon.bench.harness.checks import check_numbers
@@ -19,6 +17,7 @@ from echelon.bench.schemes.link import SlowLink, slow_link, why_impossible
 from echelon.bench.schemes.measure import Outcome, measure
 from echelon.bench.schemes.table import finite, make_table, table_facts
 from echelon.errors import UsageError
+from echelon.report.plots.bands import draw_bands
 from echelon.schemes import SCHEMES
 from echelon.system import raised_by_sigterm
 
@@ -80,20 +79,9 @@ def measure_all(args: argparse.Namespace, cases: Sequence[str]) -> Iterator[Outc
 
 
 def draw(outcomes: Sequence[Outcome], target: float, path: Path) -> None:
-    """Draw the accuracy of every run over time, one panel per case."""
-    colours = dict(zip(SCHEMES, ("#2f6db3", "#c23b3b", "#d9822b", "#3a9a5b"), strict=True))
-    cases = [case for case in CASES if any(outcome.case == case for outcome in outcomes)]
-    figure = Figure(figsize=(4 * len(cases), 3.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, case in zip(figure.subplots(1, len(cases), sharey=True, squeeze=False)[0], cases, strict=True):
-        for store in SCHEMES:
-            for index, outcome in enumerate(o for o in outcomes if o.case == case and o.store == store):
-                label = store if index == 0 else None
-                axes.plot(*zip(*outcome.curve, strict=True), color=colours[store], alpha=0.6, linewidth=1, label=label)
-        axes.axhline(target, color="#888888", linewidth=0.8, linestyle="--")
-        axes.set(title=case, xlabel="seconds", ylim=(0, 1))
-        axes.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("validation accuracy")
-    figure.axes[0].legend(fontsize=8, loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    """Draw the accuracy over time: one panel per case, one line and band per store."""
+    panels: dict[str, dict[str, list[list[tuple[float, float]]]]] = {}
+    for outcome in outcomes:
+        panel = panels.setdefault(CASES[outcome.case].title, {store: [] for store in SCHEMES})
+        panel[outcome.store].append(outcome.curve)
+    draw_bands(panels, target, path)

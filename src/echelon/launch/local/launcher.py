@@ -27,9 +27,12 @@ from echelon.transport.registration import interface_address
 
 
 class LocalLauncher:
-    """Runs all processes on this machine."""
+    """Runs all processes on this machine. `address`: where those listen that others connect to first."""
 
     name = "local"
+
+    def __init__(self, address: str = LOOPBACK) -> None:
+        self._address = address
 
     def add_arguments(self, group: argparse._ArgumentGroup) -> None:
         """Add nothing: the flags of all launchers are enough."""
@@ -42,7 +45,7 @@ class LocalLauncher:
                 "use --launcher ssh or mpi, or omit -H"
             )
         job = request.job
-        host = job.host or (interface_address(job.interface) if job.interface else LOOPBACK)
+        host = job.host or (interface_address(job.interface) if job.interface else self._address)
         return make_plan(replace(request, job=replace(job, scheduler_host=host)))
 
     def describe(self, plan: Plan) -> str:
@@ -53,7 +56,9 @@ class LocalLauncher:
         """Run the job."""
         with ExitStack() as stack:
             listeners = {
-                process.name: stack.enter_context(listen(LOOPBACK)) for process in plan.processes if process.listens
+                process.name: stack.enter_context(listen(self._address))
+                for process in plan.processes
+                if process.listens
             }
             first = _address(listeners[f"{WORKER} 0"])
             scheduler = listeners.get(f"{SCHEDULER} 0")
