@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
+from benchmarks.gpu import mps
 from benchmarks.gpu.results import Origin, Record, better, describe_gpu, read_folder, read_records, write_records
-from benchmarks.gpu.rows import LISTS, Row, choose
+from benchmarks.gpu.rows import KINDS, LISTS, Row, choose
 from benchmarks.gpu.run import Plan, Runner, shown_command
 from benchmarks.gpu.tables import markdown, rewrite_block
 from echelon.bench.harness.results import commit
@@ -36,14 +39,21 @@ def make_parser() -> argparse.ArgumentParser:
         default="gpu",
         help="the rows to choose from; tiny takes seconds on a CPU (%(default)s)",
     )
-    add("--only", nargs="+", default=[], metavar="ROW", help="run only these rows: speed, accuracy, or names of rows")
+    add(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="ROW",
+        help=f"run only these rows: {', '.join(KINDS)}, or names of rows",
+    )
     add("--show", action="store_true", help="print the names and commands of the rows and exit")
     add(
         "--jobs",
         type=int,
         default=1,
-        help="accuracy rows to run at the same time (%(default)s); speed rows run first, one at a time",
+        help="rows to run at the same time (%(default)s); speed rows run first, one at a time",
     )
+    add("--mps", action="store_true", help="let processes share the GPU through CUDA's MPS, if this machine has it")
     add("--budget-s", type=float, default=float("inf"), metavar="S", help="start no more rows after this many seconds")
     add("--limit-s", type=float, default=1800.0, metavar="S", help="end a row that takes longer (%(default)s)")
     add("--data-dir", metavar="DIR", help="the --data-dir of every command that reads data")
@@ -84,8 +94,12 @@ def run(args: argparse.Namespace) -> int:
         return show(rows, args.extra)
     if args.tables:
         return report(args, None)
-    with raised_by_sigterm(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="echelon-gpu-") as folder:
-        return measure(args, rows, args.log_dir or Path(folder))
+    with (
+        raised_by_sigterm(KeyboardInterrupt),
+        tempfile.TemporaryDirectory(prefix="echelon-gpu-") as folder,
+        mps.started(Path(folder) / "mps") if args.mps else nullcontext("") as sharing,
+    ):
+        return measure(args, rows, args.log_dir or Path(folder), sharing)
 
 
 def show(rows: list[Row], extra: str) -> int:
@@ -95,8 +109,10 @@ def show(rows: list[Row], extra: str) -> int:
     return 0
 
 
-def measure(args: argparse.Namespace, rows: list[Row], log_dir: Path) -> int:
+def measure(args: argparse.Namespace, rows: list[Row], log_dir: Path, sharing: str = "") -> int:
     """Run the rows and store each record when its row ends. Return 0 if all rows have figures."""
+    if sharing:
+        print_progress(f"processes share the GPU by {sharing}")
     records = read_records(args.json) if args.keep or args.missing else {}
     if args.missing:
         measured = {name for name, record in read_folder(args.json.parent).items() if not record.error}
@@ -115,7 +131,7 @@ def measure(args: argparse.Namespace, rows: list[Row], log_dir: Path) -> int:
     plan = Plan(
         examples=args.examples,
         log_dir=log_dir,
-        origin=find_origin(args),
+        origin=find_origin(args, sharing),
         data_dir=args.data_dir,
         jobs=args.jobs,
         budget_s=args.budget_s,
@@ -140,16 +156,17 @@ def report(args: argparse.Namespace, records: dict[str, Record] | None) -> int:
     return 0
 
 
-def find_origin(args: argparse.Namespace) -> Origin:
+def find_origin(args: argparse.Namespace, sharing: str) -> Origin:
     """Return what all records of this run have in common."""
     gpu, torch_version = describe_gpu()
-    return Origin(args.commit or commit(), gpu, torch_version, args.data_note, args.extra)
+    return Origin(args.commit or commit(), gpu, torch_version, args.data_note, args.extra, sharing)
 
 
 def command_line(args: argparse.Namespace) -> str:
     """Return this command without the paths of this machine."""
     words = ["python", "-m", "benchmarks.gpu", "--list", args.list, "--jobs", str(args.jobs)]
     words += ["--only", *args.only] if args.only else []
+    words += ["--mps"] if args.mps else []
     words += ["--data-dir", "DIR"] if args.data_dir else []
     words += [f"--extra={args.extra}"] if args.extra else []
     return shlex.join(words)
@@ -162,7 +179,11 @@ def outcome(record: Record) -> str:
     found = []
     if record.kind == "speed" and (speed := record.speed) is not None:
         found.append(f"{speed.median:,.0f} samples/s ({speed.p10:,.0f} – {speed.p90:,.0f}, {speed.lines} lines)")
-    if record.validation_accuracy:
+    if record.epoch_s:
+        found.append(f"{statistics.median_low(record.epoch_s.values()):.2f} s/epoch")
+    if record.curve:
+        found.append(f"accuracy {record.curve[-1][1]:.4f} after {record.curve[-1][0]:.1f} s")
+    elif record.validation_accuracy:
         last = max(record.validation_accuracy)
         found.append(f"accuracy {record.validation_accuracy[last]:.4f} after {last + 1} epochs")
     return f"{record.name}: {', '.join(found)}, {record.wall_s:.0f} s in total"

@@ -1,16 +1,21 @@
-"""Reads a trainer's log. The lines are those of `echelon.train.log_lines`, with any prefix before them.
+"""Reads a trainer's log and events. Log lines are those of `echelon.train.log_lines`, with any prefix before them.
 
 The speed of a run is the median of its speed lines after the step was compiled. Each line is the mean over its batches,
-so the spread is that of lines and not of single steps.
+so the spread is that of lines and not of single steps. Every worker logs its own training accuracy and seconds of an
+epoch; a run's are their means.
 """
 
 from __future__ import annotations
 
 import re
+import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from echelon.bench.harness.turns import percentile
+from echelon.observe.events import EventReader
 
 _NUMBER = r"(\d+(?:\.\d*)?(?:e[-+]?\d+)?)"  # lines with nan or inf are not measurements
 _SPEED = re.compile(rf"Epoch\[\d+\] Batch \[\d+-\d+\]\tSpeed: {_NUMBER} samples/sec")
@@ -46,17 +51,22 @@ class Speed:
 def read_log(text: str) -> Log:
     """Read every known line, in order, and ignore the others."""
     log = Log()
+    epochs: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for line in text.splitlines():
-        _read_line(log, line)
+        if found := _EPOCH.search(line):
+            epochs[found[2]][int(found[1])].append(float(found[3]))
+        else:
+            _read_line(log, line)
+    log.train, log.validation, log.epoch_s = (
+        {epoch: statistics.fmean(values) for epoch, values in epochs[kind].items()}
+        for kind in ("Train-accuracy", "Validation-accuracy", "Time cost")
+    )
     return log
 
 
 def _read_line(log: Log, line: str) -> None:
     if found := _SPEED.search(line):
         log.speeds.append(float(found[1]))
-    elif found := _EPOCH.search(line):
-        kinds = {"Train-accuracy": log.train, "Validation-accuracy": log.validation, "Time cost": log.epoch_s}
-        kinds[found[2]][int(found[1])] = float(found[3])
     elif found := _COMPILED.search(line):
         log.compile_s = float(found[1])
         log.speeds.clear()  # earlier speeds include compiling
@@ -64,6 +74,12 @@ def _read_line(log: Log, line: str) -> None:
         log.engine = found[1]
     elif found := _PRECISION.search(line):
         log.precision = found[1]
+
+
+def read_curve(run_dir: Path) -> list[tuple[float, float]]:
+    """Return seconds since the start of training and accuracy of all validations of a run; none without events."""
+    events = [event for event in EventReader(run_dir).poll() if event["event"] == "validation"]
+    return [(event["seconds"], event["accuracy"]) for event in events if "seconds" in event]
 
 
 def speed_of(speeds: Sequence[float]) -> Speed | None:

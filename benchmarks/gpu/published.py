@@ -1,10 +1,11 @@
 """The published figures that `python -m benchmarks.gpu` compares with.
 
 Both sources used MXNet: a proof of concept of 2017 (version 0.11, ResNets on CIFAR-10, K80 and P100 GPUs, 12 epochs)
-and the tables of MXNet's first distributed examples of 2015 (Inception on CIFAR-10, GTX 980). With the same batch size
-and learning rate, a run takes the same steps on one GPU as on eight, except that each GPU has its own batch statistics.
-Therefore the number of GPUs of a published accuracy does not matter. If several were published for one setting, the
-best is the one to reach.
+and the tables of MXNet's first distributed examples of 2015 (Inception on CIFAR-10, one GTX 980 and a cluster of ten).
+With the same batch size and learning rate, a run takes the same steps on one GPU as on eight, except that each GPU has
+its own batch statistics. Therefore the number of GPUs of a published accuracy of 2017 does not matter. If several were
+published for one setting, the best is the one to reach. The cluster of 2015 had five machines with two GPUs each under
+BSP; its batch size is that of a machine.
 """
 
 from __future__ import annotations
@@ -35,6 +36,17 @@ class EpochCell:
     batch: int
     lr: float
     epochs: int
+    accuracy: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterCell:
+    """A row of the cluster's tables of 2015: accuracies after a number of epochs, by the batch size of a machine."""
+
+    batch: int
+    lr: float
+    epochs: int
+    train_accuracy: float
     accuracy: float
 
 
@@ -79,6 +91,26 @@ TABLE_2015 = (
     EpochCell(128, 0.1, 40, 0.899940),
 )
 
+CLUSTER_2015 = (  # five machines with ten GTX 980, BSP
+    ClusterCell(512, 0.1, 10, 0.828193, 0.804980),
+    ClusterCell(512, 0.1, 20, 0.901002, 0.831250),
+    ClusterCell(512, 0.1, 30, 0.938349, 0.860444),
+    ClusterCell(512, 0.1, 40, 0.953838, 0.859629),
+    ClusterCell(512, 0.4, 10, 0.799032, 0.763262),
+    ClusterCell(512, 0.4, 20, 0.903737, 0.847594),
+    ClusterCell(512, 0.4, 30, 0.945143, 0.854461),
+    ClusterCell(512, 0.4, 40, 0.962789, 0.869531),
+    ClusterCell(256, 0.1, 10, 0.863264, 0.824479),
+    ClusterCell(256, 0.1, 20, 0.923930, 0.858333),
+    ClusterCell(256, 0.1, 30, 0.951104, 0.862540),
+    ClusterCell(256, 0.1, 40, 0.968971, 0.873658),
+    ClusterCell(256, 0.4, 10, 0.867188, 0.837039),
+    ClusterCell(256, 0.4, 20, 0.931913, 0.869331),
+    ClusterCell(256, 0.4, 30, 0.959867, 0.874098),
+    ClusterCell(256, 0.4, 40, 0.975832, 0.888101),
+)
+CLUSTER_EPOCH_S = {512: 7, 256: 11}  # seconds of an epoch of that cluster, by the batch size of a machine
+
 
 def best_cells() -> list[Cell]:
     """Return the most accurate cell of each network, batch size and learning rate of 2017, small networks first."""
@@ -100,5 +132,13 @@ def inception_runs() -> dict[tuple[int, float], list[EpochCell]]:
     """Return the cells of 2015 by run, which is a batch size and a learning rate."""
     runs: dict[tuple[int, float], list[EpochCell]] = {}
     for cell in TABLE_2015:
+        runs.setdefault((cell.batch, cell.lr), []).append(cell)
+    return runs
+
+
+def cluster_runs() -> dict[tuple[int, float], list[ClusterCell]]:
+    """Return the cluster's cells of 2015 by run, in the order of publication."""
+    runs: dict[tuple[int, float], list[ClusterCell]] = {}
+    for cell in CLUSTER_2015:
         runs.setdefault((cell.batch, cell.lr), []).append(cell)
     return runs

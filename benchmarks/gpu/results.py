@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -28,13 +28,17 @@ _DESCRIBE = (
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What all records of one run have in common. `extra` are flags added to every command."""
+    """What all records of one run have in common. `extra` are flags added to every command.
+
+    `sharing` says how processes shared the GPU: with MPS (`mps`), or in time slices and why.
+    """
 
     commit: str
     gpu: str
     torch: str
     data: str
     extra: str = ""
+    sharing: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +60,23 @@ class Record:
     train_accuracy: dict[int, float] = field(default_factory=dict)
     validation_accuracy: dict[int, float] = field(default_factory=dict)
     epoch_s: dict[int, float] = field(default_factory=dict)
+    curve: list[tuple[float, float]] = field(default_factory=list)  # seconds and accuracy of validations
 
     @property
     def speed(self) -> Speed | None:
         """The statistics of its speed lines."""
         return speed_of(self.speeds)
 
+    def seconds_to(self, accuracy: float) -> float | None:
+        """Return the seconds until a validation accuracy was reached; None if it was not."""
+        return next((seconds for seconds, reached in self.curve if reached >= accuracy), None)
 
-def missing_figures(row: Row, log: Log) -> str:
-    """Return which figures the log lacks; empty if none."""
+
+def missing_figures(row: Row, log: Log, curve: Sequence[tuple[float, float]] = ()) -> str:
+    """Return which figures the log and the curve lack; empty if none."""
+    if row.to_accuracy is not None and not any(accuracy >= row.to_accuracy for _, accuracy in curve):
+        best = max((accuracy for _, accuracy in curve), default=0.0)
+        return f"the accuracy {row.to_accuracy:g} was not reached; the best of {len(curve)} validations is {best:.4f}"
     if row.kind == "speed" and not log.speeds:
         return "the log has no speed line"
     epochs = [bar.epochs for bar in row.bars if bar.epochs - 1 not in log.validation]

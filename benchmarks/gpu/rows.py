@@ -1,8 +1,11 @@
 """The training commands that `python -m benchmarks.gpu` runs, and their targets.
 
-A row is one command as a user types it. Speed rows measure samples per second and run alone. Accuracy rows measure the
-validation accuracy after some epochs and may run at the same time. Speed rows give the engine, because a short run
+A row is one command as a user types it. Speed rows measure samples per second and run alone. The others may run at the
+same time. Accuracy rows measure the validation accuracy after some epochs, cluster rows that of five workers with two
+devices each, and scheme rows the time until a validation accuracy. Speed rows give the engine, because a short run
 would not switch to compiled steps, while the full command does.
+
+The workers of cluster and scheme rows share one GPU, and so do the two devices of a worker (`--gpus 0,0`).
 """
 
 from __future__ import annotations
@@ -11,13 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.gpu.published import EPOCHS_2017, Cell, best_cells, fastest_single, inception_runs
+from benchmarks.gpu.published import EPOCHS_2017, Cell, best_cells, cluster_runs, fastest_single, inception_runs
 from echelon.errors import unknown_name
 
-Kind = Literal["speed", "accuracy"]
-KINDS: tuple[Kind, ...] = ("speed", "accuracy")
+Kind = Literal["speed", "accuracy", "cluster", "schemes"]
+KINDS: tuple[Kind, ...] = ("speed", "accuracy", "cluster", "schemes")  # in the order of running
 STEPS_OF_IMAGENET = 1200  # of about 10,000 in an epoch; gives eleven speed lines of 100 batches
 ENGINE = "--engine compile"  # what the full command switches to
+INCEPTION = "--network inception-bn-28-small"
+TARGET = 0.85  # the validation accuracy that scheme rows run to
+SLOW_CASES = {"equal": "", "slow": " --slow 3:3"}  # of four workers, by the name of the case
+SEEDS = (0, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,9 @@ class Row:
     against: str | None = None
     published: str = ""
     bars: tuple[Bar, ...] = ()
+    to_accuracy: float | None = None  # of a scheme row, whose time until then is measured
+    case: str = ""  # of a cluster row, its batch size and learning rate; of a scheme row, which worker is slow
+    store: str = ""  # of a cluster or scheme row
 
     @property
     def reads_data(self) -> bool:
@@ -51,7 +61,8 @@ class Row:
 
 def gpu_rows() -> list[Row]:
     """Return all rows for one GPU, in the order of running."""
-    return [*imagenet_rows(), *cifar_rows(), *store_rows(), *inception_rows(), *resnet_rows()]
+    single = [*imagenet_rows(), *cifar_rows(), *store_rows(), *inception_rows(), *resnet_rows()]
+    return [*single, *cluster_rows(), *scheme_rows()]
 
 
 def imagenet_rows() -> list[Row]:
@@ -127,12 +138,68 @@ def inception_rows() -> list[Row]:
             f"inception-{batch}-{lr:g}",
             "accuracy",
             "train_cifar10.py",
-            f"--gpus 0 --network inception-bn-28-small --batch-size {batch} --lr {lr:g} "
-            f"--num-epochs {cells[-1].epochs}",
+            f"--gpus 0 {INCEPTION} --batch-size {batch} --lr {lr:g} --num-epochs {cells[-1].epochs}",
             bars=tuple(Bar(cell.epochs, cell.accuracy, "GTX 980") for cell in cells),
         )
         for (batch, lr), cells in sorted(inception_runs().items())
     ]
+
+
+def cluster_rows(num_epochs: int | None = None) -> list[Row]:
+    """Return one run per scheme and setting of the cluster of 2015: five workers with two devices each.
+
+    The figures are published for BSP (`dist_sync`); the same are shown beside the other schemes. `num_epochs`: as many
+    instead of the published ones, and without targets, to find out how long an epoch takes.
+    """
+    return [
+        Row(
+            f"{'probe' if num_epochs else 'cluster'}-{store}-{batch}-{lr:g}",
+            "cluster",
+            "train_cifar10.py",
+            f"--gpus 0,0 {INCEPTION} --batch-size {batch} --lr {lr:g} --num-epochs {num_epochs or cells[-1].epochs} "
+            f"{flags} --disp-batches 1000",
+            launch="-n 5 -s 2",
+            bars=() if num_epochs else tuple(Bar(cell.epochs, cell.accuracy, "10 × GTX 980") for cell in cells),
+            case=f"{batch}-{lr:g}",
+            store=store,
+        )
+        for store, flags in _stores("0,1,2/3,4").items()
+        for (batch, lr), cells in cluster_runs().items()
+    ]
+
+
+def scheme_rows() -> list[Row]:
+    """Return runs of four workers to one accuracy under the four schemes, with equal workers and with a slow one.
+
+    `--pace` gives all steps one duration, whatever other processes do on the GPU at the same time.
+    """
+    return [
+        Row(
+            f"{case}-{store}-{seed}",
+            "schemes",
+            "train_cifar10.py",
+            f"--gpus 0 {INCEPTION} --batch-size 128 --lr 0.1 --num-epochs 40 {flags} --pace 0.1{slow} "
+            f"--target-accuracy {TARGET} --eval-every 49 --seed {seed} --disp-batches 1000",
+            launch="-n 4 -s 2",
+            to_accuracy=TARGET,
+            case=case,
+            store=store,
+        )
+        for seed in SEEDS
+        for case, slow in reversed(SLOW_CASES.items())
+        for store, flags in _stores("0,1,2/3").items()
+    ]
+
+
+def _stores(groups: str) -> dict[str, str]:
+    """Return the flags of the four schemes, by store."""
+    names = {"dist_sync": "", "dist_async": "", "dist_ssync": " --staleness 3", "dist_gsync": f" --groups {groups}"}
+    return {store: f"--kv-store {store}{flags}" for store, flags in names.items()}
+
+
+def probe_rows() -> list[Row]:
+    """Return short runs of the cluster's settings, to find out how long an epoch takes."""
+    return cluster_rows(num_epochs=3)
 
 
 def tiny_rows() -> list[Row]:
@@ -154,7 +221,7 @@ def tiny_rows() -> list[Row]:
     ]
 
 
-LISTS = {"gpu": gpu_rows, "tiny": tiny_rows}
+LISTS = {"gpu": gpu_rows, "probe": probe_rows, "tiny": tiny_rows}
 
 
 def choose(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Runs rows as processes: first the speed rows, one at a time, then the accuracy rows, several at a time.
+"""Runs rows as processes: first the speed rows, one at a time, then the rows of the other kinds, several at a time.
 
 The commands are those that a user types, but with this interpreter as `python` and this code as `echelon`, so that
 nothing needs to be installed. A row that fails or exceeds its time limit becomes a record with an error, and the next
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import selectors
 import shlex
+import shutil
 import sys
 import time
 from collections import deque
@@ -17,9 +18,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.gpu.log import read_log
+from benchmarks.gpu.log import read_curve, read_log
 from benchmarks.gpu.results import Origin, Record, missing_figures
-from benchmarks.gpu.rows import Row
+from benchmarks.gpu.rows import KINDS, Row
 from echelon.bench.harness.process import ContenderProcess, ProcessSpec
 from echelon.errors import UsageError
 
@@ -49,12 +50,19 @@ def command_of(row: Row, plan: Plan) -> list[str]:
     trainer = [sys.executable, str(script), *_arguments(row, plan.origin.extra, plan.data_dir)]
     if not row.launch:
         return trainer
-    return [sys.executable, "-m", "echelon.cli.main", "launch", *shlex.split(row.launch), *trainer]
+    events = ["--run-dir", str(run_dir(row, plan))] if row.to_accuracy is not None else []
+    return [sys.executable, "-m", "echelon.cli.main", "launch", *shlex.split(row.launch), *events, *trainer]
+
+
+def run_dir(row: Row, plan: Plan) -> Path:
+    """Return the folder of a scheme row's events, which contain the times of its validations."""
+    return plan.log_dir / row.name
 
 
 def shown_command(row: Row, extra: str, data_dir: str | None = None) -> str:
     """Return the command as a user types it, without the paths of this machine."""
-    launch = f"echelon launch {row.launch} " if row.launch else ""
+    events = "--run-dir DIR " if row.to_accuracy is not None else ""
+    launch = f"echelon launch {row.launch} {events}" if row.launch else ""
     return f"{launch}python {row.script} {shlex.join(_arguments(row, extra, data_dir and 'DIR'))}"
 
 
@@ -72,6 +80,7 @@ class Running:
         self.date = datetime.now(UTC).isoformat(timespec="seconds")
         log_path = plan.log_dir / f"{row.name}.log"
         log_path.unlink(missing_ok=True)  # a process appends to its log, which may be there from an earlier run
+        shutil.rmtree(run_dir(row, plan), ignore_errors=True)
         self.member = ContenderProcess(ProcessSpec(row.name, command_of(row, plan)), log_path)
 
     @property
@@ -91,6 +100,7 @@ class Running:
         error = "" if status == 0 else f"{ended}; {self.last_line()}"
         self.member.close()
         log = read_log(self._text())
+        curve = read_curve(run_dir(self.row, plan))
         return Record(
             name=self.row.name,
             kind=self.row.kind,
@@ -99,7 +109,7 @@ class Running:
             origin=plan.origin,
             jobs=jobs,
             wall_s=round(wall_s, 2),
-            error=error or missing_figures(self.row, log),
+            error=error or missing_figures(self.row, log, curve),
             engine=log.engine,
             precision=log.precision,
             compile_s=log.compile_s,
@@ -107,6 +117,7 @@ class Running:
             train_accuracy=log.train,
             validation_accuracy=log.validation,
             epoch_s=log.epoch_s,
+            curve=curve,
         )
 
     def _text(self) -> str:
@@ -131,7 +142,8 @@ class Runner:
             command_of(row, self._plan)  # report a missing script before the first row runs
         self._plan.log_dir.mkdir(parents=True, exist_ok=True)
         not_run: list[Row] = []
-        for kind, jobs in (("speed", 1), ("accuracy", self._plan.jobs)):
+        for kind in KINDS:
+            jobs = 1 if kind == "speed" else self._plan.jobs
             not_run += self._run_some([row for row in rows if row.kind == kind], jobs)
         return not_run
 

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
+from benchmarks.gpu.cluster_tables import cluster_tables, scheme_table
+from benchmarks.gpu.markdown import Cells, Records, has_figures, table, yes
 from benchmarks.gpu.results import Record
 from benchmarks.gpu.rows import Bar, Row
 from benchmarks.gpu.run import shown_command
 from echelon.errors import DataError
 
 BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
-Records = Mapping[str, Record]
-Cells = Sequence[str]
 
 
 def markdown(rows: Sequence[Row], records: Records) -> str:
     """Return all tables, followed by the rows that failed or did not run."""
     ours = [records[row.name] for row in rows if row.name in records]
-    parts = [origins(ours), speed_table(rows, records), accuracy_table(rows, records), gaps(rows, records)]
+    parts = [origins(ours), speed_table(rows, records), accuracy_table(rows, records)]
+    parts += [cluster_tables(rows, records), scheme_table(rows, records), gaps(rows, records)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -33,6 +34,7 @@ def origins(records: Sequence[Record]) -> str:
         count = sum(record.origin == origin for record in records)
         commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]+", r"\1", origin.commit)
         extra = f"; added to every command: `{origin.extra}`" if origin.extra else ""
+        extra += f"; processes share the GPU by {origin.sharing}" if origin.sharing else ""
         lines.append(
             f"- {count} row{'s' * (count != 1)}: {origin.gpu}, torch {origin.torch}, commit {commit}; "
             f"data: {origin.data}{extra}"
@@ -42,9 +44,9 @@ def origins(records: Sequence[Record]) -> str:
 
 def speed_table(rows: Sequence[Row], records: Records) -> str:
     """Return the table of speeds with their targets and the published figures."""
-    cells = [_speed_cells(row, records) for row in rows if row.kind == "speed" and _good(row, records)]
+    cells = [_speed_cells(row, records) for row in rows if row.kind == "speed" and has_figures(row, records)]
     heads = ("command", "samples/s", "10th – 90th percentile", "lines", "target", "met", "published", "as")
-    return _table(heads, "lrrrrlrl", cells)
+    return table(heads, "lrrrrlrl", cells)
 
 
 def _speed_cells(row: Row, records: Records) -> Cells:
@@ -63,12 +65,12 @@ def _target(row: Row, records: Records, value: float) -> tuple[str, str]:
     if row.target is None:
         return "", ""
     if row.against is None:
-        return f"{row.target:,.0f}", _yes(value >= row.target)
+        return f"{row.target:,.0f}", yes(value >= row.target)
     other = records.get(row.against)
     if other is None or other.error or other.speed is None:
         return f"{row.target:.0%} of {row.against}", "not measured"
     share = value / other.speed.median
-    return f"{row.target:.0%} of {row.against}", f"{_yes(share >= row.target)} ({share:.1%})"
+    return f"{row.target:.0%} of {row.against}", f"{yes(share >= row.target)} ({share:.1%})"
 
 
 def accuracy_table(rows: Sequence[Row], records: Records) -> str:
@@ -76,20 +78,20 @@ def accuracy_table(rows: Sequence[Row], records: Records) -> str:
     cells = [
         (row.name, str(bar.epochs), f"{bar.accuracy:g}", bar.source, *_reached(records[row.name], bar))
         for row in rows
-        if row.kind == "accuracy" and _good(row, records)
+        if row.kind == "accuracy" and has_figures(row, records)
         for bar in row.bars
     ]
     heads = ("row", "epochs", "published", "on", "after the last epoch", "met", "best epoch until then", "s/epoch")
-    table = _table(heads, "lrrlrlrr", cells)
-    met = sum(cell[5] == _yes(True) for cell in cells)
-    return f"{table}\n\n{met} of {len(cells)} published accuracies are reached." if table else ""
+    shown = table(heads, "lrrlrlrr", cells)
+    met = sum(cell[5] == yes(True) for cell in cells)
+    return f"{shown}\n\n{met} of {len(cells)} published accuracies are reached." if shown else ""
 
 
 def _reached(record: Record, bar: Bar) -> tuple[str, str, str, str]:
     last = record.validation_accuracy[bar.epochs - 1]
     best = max(value for epoch, value in record.validation_accuracy.items() if epoch < bar.epochs)
     middle = f"{statistics.median_low(record.epoch_s.values()):.1f}" if record.epoch_s else ""
-    return f"**{last:.4f}**", _yes(last >= bar.accuracy), f"{best:.4f}", middle
+    return f"**{last:.4f}**", yes(last >= bar.accuracy), f"{best:.4f}", middle
 
 
 def gaps(rows: Sequence[Row], records: Records) -> str:
@@ -106,18 +108,3 @@ def rewrite_block(text: str, block: str) -> str:
         raise DataError(f"the document needs one {BEGIN} and after it one {END}; add them where the tables belong")
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
     return f"{before}{BEGIN}\n{block}\n{END}{after}"
-
-
-def _good(row: Row, records: Records) -> bool:
-    return row.name in records and not records[row.name].error
-
-
-def _yes(met: bool) -> str:
-    return "yes" if met else "**no**"
-
-
-def _table(heads: Cells, sides: str, cells: Iterable[Cells]) -> str:
-    """Return a Markdown table. `sides` is l or r for each column. Without cells, return an empty string."""
-    rules = [{"l": "---", "r": "---:"}[side] for side in sides]
-    lines = [f"| {' | '.join(line)} |" for line in (heads, rules, *cells)]
-    return "\n".join(lines) if len(lines) > 2 else ""

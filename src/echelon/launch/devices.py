@@ -40,7 +40,10 @@ def run_devices(command: Sequence[str], num_devices: int, on_line: OnLine = prin
 
 
 def parse_devices(gpus: str | None, devices: str | None) -> list[str]:
-    """Return the devices of `--gpus 0,2`, `--devices cpu:4` or `--devices cuda:0,cuda:1`; without either, one CPU."""
+    """Return the devices of `--gpus 0,2`, `--devices cpu:4` or `--devices cuda:0,cuda:1`; without either, one CPU.
+
+    A GPU that is named twice gets two processes, which share it.
+    """
     if gpus and devices:
         raise UsageError(f"--gpus {gpus} and --devices {devices} contradict each other; give only one of them")
     if gpus:
@@ -60,9 +63,6 @@ def parse_devices(gpus: str | None, devices: str | None) -> list[str]:
 
 
 def _cuda(ids: Sequence[int], flag: str) -> list[str]:
-    repeated = next((number for number in ids if ids.count(number) > 1), None)
-    if repeated is not None:
-        raise UsageError(f"{flag} names GPU {repeated} twice; a GPU has one process")
     from torch.cuda import device_count  # only when GPUs are requested, because importing torch takes seconds
 
     found = device_count()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.log import Log, read_log, speed_of
+from benchmarks.gpu.log import Log, read_curve, read_log, speed_of
 from benchmarks.gpu.published import TABLE_2017, best_cells, fastest_single, inception_runs
 from benchmarks.gpu.results import Origin, Record, better, missing_figures, read_folder, read_records
 from benchmarks.gpu.results import write_records as write
@@ -51,6 +51,28 @@ def test_a_log_is_read_with_any_prefix_and_without_speeds_during_compilation() -
     assert log.compile_s == 51
     assert log.engine == "engine compiled, then captured: as --engine says"
     assert log.precision.startswith("precision bfloat16: ")
+
+
+def test_figures_of_an_epoch_are_means_over_the_workers() -> None:
+    lines = [f"[worker {rank}] INFO:root:Epoch[0] Train-accuracy=0.{rank + 4}" for rank in (0, 2)]
+    lines += ["[worker 0] INFO:root:Epoch[0] Time cost=1.5", "[worker 2] INFO:root:Epoch[0] Time cost=2.5"]
+    log = read_log("\n".join(lines))
+    assert (log.train, log.epoch_s) == ({0: 0.5}, {0: 2.0})
+
+
+def test_a_curve_has_the_finished_validations_of_the_events(tmp_path: Path) -> None:
+    assert read_curve(tmp_path) == []
+    events = [
+        {"event": "validation", "epoch": 0.5, "done": 500, "total": 10000},
+        {"event": "validation", "epoch": 0.5, "accuracy": 0.5, "loss": 1.0, "seconds": 12.5},
+        {"event": "final", "epoch": 1, "accuracy": 0.9},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps({'at': 0, 'who': 'w', **e})}\n" for e in events))
+    assert read_curve(tmp_path) == [(12.5, 0.5)]
+    row = Row("r", "schemes", "x.py", "", to_accuracy=0.6)
+    wrong = "the accuracy 0.6 was not reached; the best of 1 validations is 0.5000"
+    assert missing_figures(row, Log(), read_curve(tmp_path)) == wrong
+    assert missing_figures(row, Log(), [(1.0, 0.6)]) == ""
 
 
 def test_the_lines_that_trainers_write_can_be_read() -> None:

@@ -21,9 +21,16 @@ DATA = {"train_imagenet.py": "imagenet", "train_cifar10.py": "cifar10"}
 def test_the_trainer_accepts_the_command(row: Row) -> None:
     parser = runpy.run_path(str(EXAMPLES / row.script), run_name="example")["parser"]
     given = parser.parse_args(shlex.split(row.arguments))
-    assert given.gpus == "0"
-    given.gpus = None  # this machine may have no GPU
+    num_devices = len(given.gpus.split(","))
+    assert (given.gpus, num_devices) == (("0,0", 2) if row.kind == "cluster" else ("0", 1))
+    given.gpus, given.devices = None, f"cpu:{num_devices}"  # this machine may have no GPU
     options = options_from(given, DATA[row.script])
-    check_flags(given, options, Job(num_workers=1, num_servers=1 if row.launch else 0))
+    check_flags(given, options, job_of(row))
     assert options.num_epochs >= max([bar.epochs for bar in row.bars], default=1)
     assert options.engine == ("compile" if row.kind == "speed" else "auto")
+
+
+def job_of(row: Row) -> Job:
+    """Return the numbers of workers and servers of `echelon launch -n N -s M`."""
+    words = shlex.split(row.launch)
+    return Job(num_workers=int(words[1]), num_servers=int(words[3])) if words else Job(num_workers=1, num_servers=0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.gpu.results import Origin, Record
-from benchmarks.gpu.rows import Bar, Row
+from benchmarks.gpu.rows import Bar, Row, cluster_rows, scheme_rows
 from benchmarks.gpu.tables import markdown, rewrite_block
 from echelon.errors import DataError
 
@@ -97,3 +97,48 @@ def test_a_block_is_rewritten_and_the_rest_is_unchanged() -> None:
 def test_a_document_without_its_marks_is_rejected(text: str) -> None:
     with pytest.raises(DataError, match="gpu:begin"):
         rewrite_block(text, "new")
+
+
+def cluster_record(name: str, valid: float) -> Record:
+    epochs = range(40)
+    return Record(
+        name,
+        "cluster",
+        "",
+        "2026-01-01",
+        ORIGIN,
+        2,
+        9.0,
+        train_accuracy=dict.fromkeys(epochs, 0.97),
+        validation_accuracy=dict.fromkeys(epochs, valid),
+        epoch_s=dict.fromkeys(epochs, 1.25),
+    )
+
+
+def test_the_tables_of_the_cluster_have_their_published_format() -> None:
+    names = ["cluster-dist_sync-512-0.1", "cluster-dist_async-512-0.1"]
+    text = markdown(cluster_rows(), {name: cluster_record(name, 0.84) for name in names})
+    assert "| GTX980 | 5 | 10 | 256 | `dist_sync` | 7 | 1 |\n" in text
+    assert "| NVIDIA H200 | 5 workers | 10 processes on 1 GPU | 256 | `dist_sync` | 1.2 | 2 |\n" in text
+    lock_step, relaxed = text.split("#### Async (`dist_async`)")
+    assert "- `batch_size = 512`, `learning_rate = .1`\n\n| epoch | train accuracy | valid accuracy |" in lock_step
+    assert "| 20 | 0.970000 | **0.840000** | 0.901002 | 0.831250 | yes |\n" in lock_step
+    assert "| 30 | 0.970000 | **0.840000** | 0.938349 | 0.860444 | **no** |\n" in lock_step
+    assert "| published valid for BSP | reaches BSP's |" in relaxed
+    assert "2 of 4 published accuracies of the cluster are reached." in text
+
+
+def test_the_seconds_to_an_accuracy_are_compared_with_lock_step() -> None:
+    def run(name: str, *curve: tuple[float, float]) -> Record:
+        return Record(name, "schemes", "", "2026-01-01", ORIGIN, 4, 9.0, curve=list(curve))
+
+    records = [
+        run("slow-dist_sync-0", (50.0, 0.8), (90.0, 0.86), (95.0, 0.87)),
+        run("slow-dist_sync-1", (110.0, 0.85)),
+        run("slow-dist_async-0", (40.0, 0.85)),
+    ]
+    text = markdown(scheme_rows(), {record.name: record for record in records})
+    assert "### CIFAR-10 to a validation accuracy of 0.85\n" in text
+    slow = "| one of four workers threefold slower |"
+    assert f"{slow} `dist_sync` | **100.0** | 90.0 – 110.0 | 2 | 1.00 |\n" in text
+    assert f"{slow} `dist_async` | **40.0** |  | 1 | 2.50 |\n" in text

@@ -1,9 +1,12 @@
 """A process group: the processes, one per device, that run collectives together.
 
 The members find each other at a store (`rendezvous.py`) and communicate through torch.distributed, which uses NCCL
-between GPUs and Gloo between CPUs. A group of one process needs neither. With Gloo the sums are computed here, in rank
-order and in float32 or wider, from the parts that an all-to-all delivers. This moves as many bytes as a ring does, and
-the result does not depend on the order of arrival.
+between GPUs and Gloo between CPUs (`world.py`). A group of one process needs neither. With Gloo the sums are computed
+here, in rank order and in float32 or wider, from the parts that an all-to-all delivers. This moves as many bytes as a
+ring does, and the result does not depend on the order of arrival.
+
+Values on another device than the group's are copied there and back: those of processes that share a GPU, whose group
+is on the CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +40,10 @@ class Reduction:
 
 
 class ProcessGroup:
-    """This process as a member of a group. All members must make the same calls in the same order."""
+    """This process as a member of a group. All members must make the same calls in the same order.
+
+    `device` is the one whose memory the collectives use: this process's, or the CPU if it shares its GPU with a member.
+    """
 
     def __init__(self, device: torch.device, rendezvous: Rendezvous | None = None) -> None:
         self.device = device
@@ -52,6 +58,8 @@ class ProcessGroup:
         if rendezvous is not None and self.size > 1:
             self._world = WORLDS.join(device, rendezvous)
             self._torch_group, self._store = self._world.open_group()
+            if self._world.backend == "gloo":
+                self.device = torch.device("cpu")
 
     @property
     def broken(self) -> bool:
@@ -70,6 +78,8 @@ class ProcessGroup:
         """Sum a flat tensor over all members and return this rank's part. Its length is a multiple of the size."""
         if self.size == 1 or not flat.numel():
             return Reduction(lambda: flat[: flat.numel() // self.size].to(wide(flat.dtype)))
+        if self._is_elsewhere(flat):
+            return _moved(self.reduce_scatter(flat.to(self.device)), flat.device)
         if not self._gloo:
             sent = flat.to(wide(flat.dtype))
             part = sent.new_empty(flat.numel() // self.size)
@@ -87,6 +97,8 @@ class ProcessGroup:
         """Sum a flat tensor over all members. The input may be overwritten."""
         if self.size == 1 or not flat.numel():
             return Reduction(lambda: flat.to(wide(flat.dtype)))
+        if self._is_elsewhere(flat):
+            return _moved(self.all_reduce(flat.to(self.device)), flat.device)
         if not self._gloo:
             total = flat.to(wide(flat.dtype))
             return self._start(
@@ -102,6 +114,9 @@ class ProcessGroup:
         """Copy the parts of all members, in rank order, into `out`."""
         if self.size == 1 or not out.numel():
             return Reduction(lambda: out.copy_(part))
+        if self._is_elsewhere(out):
+            gathered = self.all_gather(part.to(self.device), torch.empty_like(out, device=self.device))
+            return Reduction(lambda: out.copy_(gathered.result()))
         sent = part.clone() if self._gloo else part  # it may be a view of `out`
         return self._start(
             "an all-gather",
@@ -204,6 +219,9 @@ class ProcessGroup:
             self._store = self._torch_group = None
             self._world.close_group(failed=failed)
 
+    def _is_elsewhere(self, tensor: Tensor) -> bool:
+        return tensor.device.type != self.device.type
+
     def _start(self, what: str, start: Callable[[], Any], finish: Callable[[], Tensor]) -> Reduction:
         with self._naming_failures(what):
             work = start()
@@ -225,6 +243,10 @@ class ProcessGroup:
         assert self._world is not None
         with self._world.naming_failures(what):
             yield
+
+
+def _moved(reduction: Reduction, device: torch.device) -> Reduction:
+    return Reduction(lambda: reduction.result().to(device))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

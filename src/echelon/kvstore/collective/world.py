@@ -2,15 +2,19 @@
 
 Stores without servers that exist at the same time, as those of two Trainers, have one world and a torch process group
 each. Their collectives do not mix, whatever the order in which the ranks reach them.
+
+NCCL moves values between GPUs, Gloo between CPUs. NCCL refuses two processes on one GPU, so Gloo also serves members
+that share one (`--gpus 0,0`): their values then go through the CPU's memory.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +24,9 @@ from echelon.errors import JobError, UsageError
 from echelon.kvstore.collective.rendezvous import Rendezvous, first_sentence, open_store
 from echelon.system import keep_freed_memory
 
+log = logging.getLogger(__name__)
+
+Backend = Literal["nccl", "gloo"]
 LEAVE_S = 5.0
 LINGER_S = 1.0  # a process that only noticed a failure exits after the one that caused it, which the launcher names
 
@@ -95,23 +102,39 @@ class World:
                 f"worker {rank}: this process already has a torch.distributed process group that Echelon did not "
                 "create; call destroy_process_group before creating this store"
             )
-        is_gpu = device.type != "cpu"
-        if is_gpu:
-            torch.cuda.set_device(device)
-        else:
-            keep_freed_memory()  # receive buffers are allocated and freed in every step
         with self.naming_failures("the start of torch.distributed"):
+            self.backend = choose_backend(self._gather_gpus(device))
+            if self.backend == "gloo":
+                keep_freed_memory()  # receive buffers are allocated and freed in every step
+                if device.type != "cpu" and rank == 0:
+                    log.info("processes of this run share a GPU, which NCCL refuses: Gloo sums in the CPU's memory")
             dist.init_process_group(
-                "nccl" if is_gpu else "gloo",
+                self.backend,
                 store=PrefixStore("echelon", self._store),
                 rank=rank,
                 world_size=size,
                 timeout=self._timeout,
-                device_id=device if is_gpu else None,
+                device_id=device if self.backend == "nccl" else None,
             )
             # Another member may not have accepted its end of a connection yet. Leaving now would break that connection.
             self._store.set(f"joined/{rank}", "")
             self._store.wait([f"joined/{member}" for member in range(size)], self._timeout)
+
+    def _gather_gpus(self, device: torch.device) -> list[str]:
+        """Select this process's GPU. Return the identity of every member's GPU, by rank; none if they have CPUs."""
+        if device.type == "cpu":
+            return []
+        torch.cuda.set_device(device)
+        rank, size = self._rendezvous.rank, self._rendezvous.size
+        keys = [f"gpu/{member}" for member in range(size)]
+        self._store.set(keys[rank], str(torch.cuda.get_device_properties(device).uuid))
+        self._store.wait(keys, self._timeout)
+        return [bytes(self._store.get(key)).decode() for key in keys]
+
+
+def choose_backend(gpus: Sequence[str]) -> Backend:
+    """Return the back end of members with these GPUs, by identity; without GPUs, that of CPUs."""
+    return "nccl" if gpus and len(set(gpus)) == len(gpus) else "gloo"
 
 
 class Worlds:

@@ -44,7 +44,7 @@ def add_arguments(parser: Parser, *, images: bool = True) -> None:
 def _add_mxnet_arguments(add: Add, defaults: TrainOptions) -> None:
     add("--network", default=defaults.network, help="name of a network, or package.module:function")
     add("--num-layers", type=int, unset="the network's", help="depth of resnet, resnext and vgg")
-    add("--gpus", unset="the CPU", help="GPU numbers, for example 0,2,5")
+    add("--gpus", unset="the CPU", help="GPU numbers, for example 0,2,5; 0,0: two devices share a GPU")
     add(
         "--kv-store",
         default=defaults.kv_store,

@@ -15,7 +15,7 @@ from echelon.train import log_lines
 from echelon.train.flags.check import check_with_data
 from echelon.train.loop.inputs import open_data, read_only
 from echelon.train.loop.memory import explain_memory_errors
-from echelon.train.loop.network import make_network, prepare_device
+from echelon.train.loop.network import make_network, prepare_device, shares_gpu
 from echelon.train.loop.reporting import TrainingProgress
 from echelon.train.loop.run import Run
 from echelon.train.loop.threads import set_threads
@@ -53,7 +53,7 @@ def fit(
     if options.test_io:
         return read_only(options, dataset)
     check_with_data(options, dataset)
-    prepare_device(device)
+    prepare_device(device, shared=shares_gpu(options, device, job))
     torch.manual_seed(options.seed)
 
     def train() -> int:

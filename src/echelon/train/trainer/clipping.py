@@ -65,11 +65,11 @@ def clip_shards(shards: Sequence[Tensor], max_norm: float, group: ProcessGroup) 
     """Clip gradients of which every rank of a group has a part. All ranks call it, and all get the same norm."""
     square = torch.zeros(1, dtype=torch.float64, device=group.device)
     for shard in shards:
-        square += torch.linalg.vector_norm(shard, dtype=torch.float64).square()
+        square += torch.linalg.vector_norm(shard, dtype=torch.float64).square().to(square.device)
     norm = group.all_reduce(square).result()[0].sqrt().float()
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for shard in shards:
-        shard.mul_(scale)
+        shard.mul_(scale.to(shard.device))
     return norm
 
 

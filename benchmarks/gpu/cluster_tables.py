@@ -1,0 +1,117 @@
+"""Tables of five workers with two devices each, in the format of the tables of 2015, and of the four schemes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.gpu.markdown import Cells, Records, has_figures, table, yes
+from benchmarks.gpu.published import CLUSTER_EPOCH_S, cluster_runs
+from benchmarks.gpu.results import Record
+from benchmarks.gpu.rows import SLOW_CASES, TARGET, Row
+
+PUBLISHED_FOR = "dist_sync"  # the cluster of 2015 ran BSP
+NAMES = {"dist_sync": "BSP", "dist_async": "Async", "dist_ssync": "SSP, staleness 3", "dist_gsync": "GSP, two groups"}
+CASES = {"equal": "four equal workers", "slow": "one of four workers threefold slower"}
+
+
+def cluster_tables(rows: Sequence[Row], records: Records) -> str:
+    """Return the epoch times and, per scheme and setting, the accuracies beside the published ones."""
+    ours = [row for row in rows if row.kind == "cluster" and has_figures(row, records)]
+    if not ours:
+        return ""
+    parts = ["### Five workers with two devices each on one GPU", performance_table(ours, records)]
+    for store in dict.fromkeys(row.store for row in ours):
+        parts.append(f"#### {NAMES[store]} (`{store}`)")
+        parts += [accuracies(row, records[row.name]) for row in ours if row.store == store]
+    parts.append(_count(ours, records))
+    return "\n\n".join(part for part in parts if part)
+
+
+def performance_table(rows: Sequence[Row], records: Records) -> str:
+    """Return the table of epoch times, in the columns of 2015."""
+    published = [
+        ("GTX980", "5", "10", str(batch // 2), f"`{PUBLISHED_FOR}`", str(seconds), "1")
+        for batch, seconds in CLUSTER_EPOCH_S.items()
+    ]
+    cells = [
+        (
+            records[row.name].origin.gpu,
+            "5 workers",
+            "10 processes on 1 GPU",
+            str(_setting(row)[0] // 2),
+            f"`{row.store}`",
+            f"{statistics.median(records[row.name].epoch_s.values()):.1f}",
+            str(records[row.name].jobs),
+        )
+        for row in rows
+        if records[row.name].epoch_s
+    ]
+    heads = ("cluster", "# machines", "# GPUs", "batch size / GPU", "kvstore", "epoch time (sec)", "jobs at a time")
+    return table(heads, "lllrlrr", [*published, *cells])
+
+
+def accuracies(row: Row, record: Record) -> str:
+    """Return the accuracies of one run after the published numbers of epochs, in the format of 2015."""
+    batch, lr = _setting(row)
+    cells = [
+        (
+            str(cell.epochs),
+            f"{record.train_accuracy.get(cell.epochs - 1, float('nan')):.6f}",
+            f"**{record.validation_accuracy[cell.epochs - 1]:.6f}**",
+            f"{cell.train_accuracy:.6f}",
+            f"{cell.accuracy:.6f}",
+            yes(record.validation_accuracy[cell.epochs - 1] >= cell.accuracy),
+        )
+        for cell in cluster_runs()[batch, lr]
+        if cell.epochs - 1 in record.validation_accuracy
+    ]
+    beside = "" if row.store == PUBLISHED_FOR else " for BSP"
+    heads: Cells = (
+        "epoch",
+        "train accuracy",
+        "valid accuracy",
+        f"published train{beside}",
+        f"published valid{beside}",
+        "met" if row.store == PUBLISHED_FOR else "reaches BSP's",
+    )
+    return f"- `batch_size = {batch}`, `learning_rate = {f'{lr:g}'.lstrip('0')}`\n\n{table(heads, 'rrrrrl', cells)}"
+
+
+def scheme_table(rows: Sequence[Row], records: Records) -> str:
+    """Return the seconds to the target accuracy under the four schemes, as medians over the seeds that ran."""
+    ours = [row for row in rows if row.kind == "schemes" and has_figures(row, records)]
+    cells: list[Cells] = []
+    for case in SLOW_CASES:
+        of_case = [row for row in ours if row.case == case]
+        lock_step = _seconds(of_case, PUBLISHED_FOR, records)
+        for store in dict.fromkeys(row.store for row in of_case):
+            seconds = _seconds(of_case, store, records)
+            median = statistics.median(seconds)
+            ratio = f"{statistics.median(lock_step) / median:.2f}" if lock_step else ""
+            spread = f"{min(seconds):.1f} – {max(seconds):.1f}" if len(seconds) > 1 else ""
+            cells.append((CASES[case], f"`{store}`", f"**{median:.1f}**", spread, str(len(seconds)), ratio))
+    heads = ("case", "store", "median s", "spread", "runs", "× BSP")
+    shown = table(heads, "llrrrr", cells)
+    return f"### CIFAR-10 to a validation accuracy of {TARGET:g}\n\n{shown}" if shown else ""
+
+
+def _seconds(rows: Sequence[Row], store: str, records: Records) -> list[float]:
+    """Return the seconds of a store's runs to the target."""
+    found = (records[row.name].seconds_to(TARGET) for row in rows if row.store == store)
+    return [seconds for seconds in found if seconds is not None]
+
+
+def _setting(row: Row) -> tuple[int, float]:
+    batch, _, lr = row.case.partition("-")
+    return int(batch), float(lr)
+
+
+def _count(rows: Sequence[Row], records: Records) -> str:
+    met = [
+        records[row.name].validation_accuracy[bar.epochs - 1] >= bar.accuracy
+        for row in rows
+        if row.store == PUBLISHED_FOR
+        for bar in row.bars
+    ]
+    return f"{sum(met)} of {len(met)} published accuracies of the cluster are reached." if met else ""
