@@ -20,8 +20,8 @@ from benchmarks.gpu.results import Origin, Record, better, describe_gpu, read_fo
 from benchmarks.gpu.rows import KINDS, LISTS, Row, choose
 from benchmarks.gpu.run import Plan, Runner, shown_command
 from benchmarks.gpu.tables import markdown, rewrite_block
-from echelon.bench.harness.results import commit
 from echelon.errors import EchelonError
+from echelon.observe.machine import commit
 from echelon.system import raised_by_sigterm
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -36,6 +36,14 @@ def machine_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def resident_bytes() -> int:
+    """Return the memory that this process uses now; 0 if the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 def _cpu_quota(cgroups: Path) -> float | None:
     """Return the CPU quota in cores, from cgroups version 2 or 1, or None if there is no quota."""
     try:

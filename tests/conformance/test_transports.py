@@ -14,7 +14,7 @@ from echelon.testing import check_transport
 from echelon.testing.transport import CHECKS, Check
 from echelon.transport import admission
 from echelon.transport.in_process import InProcessTransport
-from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer, Transport
+from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer, Traffic, Transport
 from echelon.transport.outbox import Precedence
 from echelon.transport.shared_memory import SharedMemoryTransport
 from echelon.transport.sockets import TcpTransport
@@ -121,6 +121,7 @@ class _Endpoint:
     """An endpoint that passes everything on; a defect overrides one method."""
 
     placer: Placer | None = None  # the in-process transport ignores it
+    traffic = Traffic()
 
     def __init__(self, inner: Endpoint) -> None:
         self.inner = inner

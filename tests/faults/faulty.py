@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from echelon.cluster.messages import Done, Response, decode_request, decode_response
-from echelon.transport.interface import Buffer, Endpoint, Peer, Placer, Transport
+from echelon.transport.interface import Buffer, Endpoint, Peer, Placer, Traffic, Transport
 from echelon.transport.outbox import Precedence
 
 LOSE = "lose"  # the request never arrives
@@ -78,6 +78,7 @@ class _FaultyEndpoint:
         self._late: dict[str, tuple[Peer, list[bytes]]] = {}
         self._again: list[tuple[Peer, list[memoryview]]] = []
         self.placer: Placer | None = None  # not used: answers are copied to their places
+        self.traffic = Traffic()
         self.address = inner.address
         self.disconnect = inner.disconnect
         self.wake = inner.wake

@@ -54,7 +54,7 @@ from echelon.server import shard as shard_module
 from echelon.server.memory import frame_pieces
 from echelon.server.serve import _Server
 from echelon.transport.in_process import InProcessTransport
-from echelon.transport.interface import Buffer, FramesRefused, Peer, Placer
+from echelon.transport.interface import Buffer, FramesRefused, Peer, Placer, Traffic
 from echelon.transport.outbox import Precedence
 from fuzz.messages import MessageSource
 from fuzz.requests import HostileWorker, Known, request_source
@@ -86,6 +86,7 @@ class _Endpoint:
 
     def __init__(self) -> None:
         self.placer: Placer | None = None
+        self.traffic = Traffic()
         self.answers: dict[Peer, list[tuple[Response, list[Buffer]]]] = {}
         self.ended = 0
 

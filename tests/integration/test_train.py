@@ -72,8 +72,12 @@ def test_a_run_writes_a_summary_of_itself_and_its_workers(gsync: Run) -> None:
     assert [worker["rank"] for worker in summary["workers"]] == [0, 1, 2, 3]
     for worker in summary["workers"]:
         assert worker.keys() >= WORKER_KEYS
-        assert sum(worker["staleness"].values()) == sum(worker["rounds_ahead"].values()) == worker["clock"] > 0
-        assert 0 <= worker["wait_s"] <= summary["seconds"]
+        assert sum(worker["staleness"].values()) == worker["clock"] > 0
+        assert worker["rounds_ahead"] == {}, "without a bound, it would grow with the run"
+        phases = [worker[f"{phase}_s"] for phase in ("compute", "push", "wait", "pull")]
+        assert min(phases) >= 0
+        assert sum(phases) <= worker["seconds"] + 1.0  # the Trainer exists a little longer than its first step
+        assert worker["bytes"]["pushed"] > 0
     assert any(int(value) > 0 for worker in summary["workers"] for value in worker["staleness"])
 
 

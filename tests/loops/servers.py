@@ -13,7 +13,7 @@ from echelon.cluster.messages import Malformed, Push, decode_request
 from echelon.environment import Job
 from echelon.scheduler import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
-from echelon.transport.interface import Buffer, Endpoint, Peer, Placer, Transport
+from echelon.transport.interface import Buffer, Endpoint, Peer, Placer, Traffic, Transport
 from echelon.transport.listening import LOOPBACK, listen
 from echelon.transport.outbox import Precedence
 from echelon.transport.shared_memory import SharedMemoryTransport
@@ -85,6 +85,7 @@ class _DelayedEndpoint:
         self.wake = inner.wake
         self.close = inner.close
         self.placer: Placer | None = None
+        self.traffic = Traffic()
         self._inner = inner
         self._delay_s = delay_s
         self._held: deque[_Held] = deque()  # messages keep their order

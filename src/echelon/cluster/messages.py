@@ -473,6 +473,7 @@ class Done(_Message, frozen=True):
 
     `staleness`: updates by others between the worker's last read and this push. `rounds_ahead`: of the slowest active
     worker when the weights were read; SSP and GSP bound it. `notice`: what the worker should warn its user about.
+    `held_s`: the seconds from the arrival of the request to this answer.
     """
 
     id: int
@@ -481,6 +482,7 @@ class Done(_Message, frozen=True):
     halt: bool = False
     rounds_ahead: int = 0
     notice: str = ""
+    held_s: float = 0.0
 
 
 class SquaredNorm(_Message, frozen=True):

@@ -174,6 +174,8 @@ def join(
             check_finite=check_finite,
         )
         undo.pop_all()
+    if session.rank == 0:
+        store.record()
     if is_new:
         session.on_left = _call_at_exit(lambda failed: session.abandon() if failed else session.finish())
     return store
@@ -211,6 +213,8 @@ def _create_collective(
         announce_servers_unused(job, name)
     group = ProcessGroup(device, rendezvous)
     store = CollectiveStore(name, group, EventLog.open(job.run_dir, "worker", group.rank), check_finite=check_finite)
+    if group.rank == 0:
+        store.record()
     store.on_closed = _call_at_exit(lambda failed: store.close(failed=failed))
     return store
 

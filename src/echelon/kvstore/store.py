@@ -104,6 +104,20 @@ class KVStore(ABC):
         """Which store with servers of this worker it is, counted from 0."""
         return 0
 
+    def record(self) -> None:
+        """Write to the event log which store this is, for reports of the run."""
+        self.events.write("store", store=self.number, name=self.type, **self._described())
+
+    def _described(self) -> dict[str, Any]:
+        return {"scheme": "BSP", "groups": None, "staleness": None}
+
+    def traffic(self) -> dict[str, int]:
+        """Return the bytes of tensors pushed and pulled so far, and the bytes sent and received over sockets.
+
+        In shared memory only small messages are sent. Stores without servers count nothing.
+        """
+        return {}
+
     @property
     def halted(self) -> str | None:
         """The reason why a worker asked all workers to stop training, or None."""

@@ -13,6 +13,8 @@ from echelon.launch.joining import Joining
 from echelon.launch.plan import Plan, PlannedProcess
 from echelon.launch.processes import RunningProcess
 from echelon.launch.supervise import Command, Supervisor, start_child
+from echelon.observe.events import append_event
+from echelon.observe.machine import command_line, commit, machine, own_version
 from echelon.transport.credentials import with_credentials
 
 
@@ -57,6 +59,7 @@ def run_job(
     that of a hub, to what is called whenever they are readable. `workers_elsewhere`: the plan is one node's part of the
     job, so its servers continue after its worker, unless that one has ended before it joined the job.
     """
+    _record_job(plan)
     planned = {process.name: process for process in plan.processes}
     joining = Joining(plan.job.num_workers)
     backend.on_joined(joining.add_lines)
@@ -92,6 +95,23 @@ def run_job(
     if not status and (warning := joining.warning()):
         print(f"echelon: warning: {warning}", file=sys.stderr, flush=True)
     return status
+
+
+def _record_job(plan: Plan) -> None:
+    """Write to the event log of the run what is started, by which command, and on which machine."""
+    if plan.job.run_dir is not None:
+        append_event(
+            plan.job.run_dir,
+            "launcher",
+            0,
+            "job",
+            num_workers=plan.job.num_workers,
+            num_servers=plan.job.num_servers,
+            command=command_line(),
+            machine=machine(),
+            commit=commit(),
+            version=own_version(),
+        )
 
 
 def _command(plan: Plan, process: PlannedProcess, *, shown: bool) -> Command:

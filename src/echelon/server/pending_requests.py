@@ -12,6 +12,7 @@ workers still compute their other gradients. `measure_norm` answers when all lan
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +22,7 @@ from echelon.errors import UsageError
 from echelon.schemes import Apply, Decision, Engine, Gathered, NormRequest, Norms, Reply, scale_to_clip
 from echelon.schemes.engine import APPLIED
 from echelon.schemes.norms import DIFFERENT_KEYS
+from echelon.server.arrivals import Arrivals
 from echelon.server.execute import Storage, Task
 from echelon.server.lanes import Lanes
 from echelon.server.memory import Framed, Window
@@ -29,6 +31,7 @@ from echelon.server.rows import PushedRows
 from echelon.server.tables import RowOutput
 from echelon.transport.outbox import Precedence
 
+DESCRIBE_S = 0.5  # how often a decision is described for the event log
 MAX_AHEAD = 128  # rounds that a worker may push before the first of them is applied
 MAX_PENDING = 1 << 17  # requests of a worker without an answer
 MAX_HELD_BYTES = 4 << 30  # of the frames of these requests and their answers, or eight times the store if that is more
@@ -54,6 +57,7 @@ class PendingRequest:
     output: Window | RowOutput | None  # where the weights go; None: a push whose answer carries no weights
     num_bytes: int  # of its frames and those of its answer
     precedence: Precedence  # of its answer
+    arrived_at: float
     version: int = 0
     staleness: int = 0
     rounds_ahead: int = 0
@@ -77,6 +81,10 @@ class PendingRequests:
         self._pushes: dict[int, list[PendingRequest]] = {}  # lane -> pushes that do not ask for weights
         self._norms = Norms()
         self._halt_clock: int | None = None  # the first clock whose push asked all workers to stop
+        self.arrivals = Arrivals(engine.rules.group_of)
+        self.num_pushes = self.num_updates = 0
+        self.decision = ""  # a recent decision of the scheme, with its reason
+        self._described_at = 0.0
 
     def find(self, worker: int, request: int) -> PendingRequest | None:
         """Return a pending request, or None if it never arrived or has been answered."""
@@ -106,8 +114,12 @@ class PendingRequests:
         self._check_room(worker, lanes, clock, size)
         if header.halt:
             self.halt_after(clock)
-        precedence = Precedence(priority, keys)
-        pending = self._add(PendingRequest(worker, request, clock + 1, set(lanes), output, size, precedence), lanes)
+        precedence, now = Precedence(priority, keys), time.monotonic()
+        self.num_pushes += 1
+        self.arrivals.pushed(worker, clock, now)
+        pending = self._add(
+            PendingRequest(worker, request, clock + 1, set(lanes), output, size, precedence, now), lanes
+        )
         decisions: list[Decision] = []
         for lane in lanes:
             self._gradients.setdefault((worker, lane, clock), gradient)
@@ -117,6 +129,9 @@ class PendingRequests:
                 decisions.append(self.engine.pull(worker, lane, clock + 1))
             else:
                 self._pushes.setdefault(lane, []).append(pending)
+        if now - self._described_at >= DESCRIBE_S:
+            self._described_at = now
+            self.decision = self._describe(worker, lanes[-1], clock + 1, decisions[-1])
         self._carry_out(decisions)
         for lane in lanes:
             if self.engine.clock(worker, lane) > clock:  # it carried no gradient, or was applied before
@@ -145,7 +160,7 @@ class PendingRequests:
         lanes = self.lanes.resolve(keys, pushed=False)
         size, precedence = _num_bytes(output), Precedence(priority, keys)
         self._check_room(worker, lanes, clock - 1, size)
-        self._add(PendingRequest(worker, request, clock, set(lanes), output, size, precedence), lanes)
+        self._add(PendingRequest(worker, request, clock, set(lanes), output, size, precedence, time.monotonic()), lanes)
         self._carry_out([self.engine.pull(worker, lane, clock) for lane in lanes])
 
     def measure_norm(self, worker: int, request: int, keys: Sequence[int], clock: int, max_norm: float | None) -> None:
@@ -176,6 +191,17 @@ class PendingRequests:
             return None
         return self._norms.first_missing(self.engine.rules.group_of(worker), asked), asked.clock + 1
 
+    @property
+    def num_held(self) -> int:
+        """The requests without an answer."""
+        return sum(map(len, self._pending.values()))
+
+    def _describe(self, worker: int, lane: int, clock: int, decision: Decision) -> str:
+        """Return a decision that was not carried out yet, with its reason and the workers that it waits for."""
+        missing = self.engine.missing(worker, lane, clock)
+        waits_for = f" (worker {', '.join(map(str, missing))})" if missing else ""
+        return f"worker {worker}, clock {clock}: {decision.reason}{waits_for}"
+
     def retire(self, worker: int) -> str:
         """Stop waiting for a worker that has finished and may still pull. Return the engine's reason."""
         reason = self._carry_out_departure(self.engine.leave(worker, finished=True))
@@ -195,6 +221,7 @@ class PendingRequests:
     def remove(self, worker: int) -> str:
         """Drop the requests of a worker that left the job, and stop waiting for it. Return the engine's reason."""
         self._pending.pop(worker, None)
+        self.arrivals.remove(worker)
         self._held_bytes.pop(worker, None)
         self._norms.remove(worker)
         for position in [position for position in self._pulls if position[0] == worker]:
@@ -295,6 +322,7 @@ class PendingRequests:
                 self.apply_scaled(asked.worker, asked.keys, asked.clock, scale_to_clip(square, asked.max_norm))
 
     def _updates(self, action: Apply) -> list[Task]:
+        self.num_updates += 1
         gradients = [self._gradients.pop((part.worker, action.key, action.clock)) for part in action.contributions]
         notice = self._optimization.disagreement([part.worker for part in action.contributions], gradients)
         for part in action.contributions:
@@ -346,7 +374,17 @@ class PendingRequests:
         if not pending.waiting and self._take(pending.worker, pending.id) is not None:
             frames = pending.output.buffers() if isinstance(pending.output, Framed | RowOutput) else ()
             halt = self._halt_clock is not None and self._halt_clock < pending.clock
-            done = Done(pending.id, pending.version, pending.staleness, halt, pending.rounds_ahead, pending.notice)
+            now = time.monotonic()
+            self.arrivals.answered(pending.worker, now)
+            done = Done(
+                pending.id,
+                pending.version,
+                pending.staleness,
+                halt,
+                pending.rounds_ahead,
+                pending.notice,
+                now - pending.arrived_at,
+            )
             self._answer(pending.worker, done, frames, pending.precedence)
 
     def _unite(self, keys: tuple[int, ...], lane: int) -> bool:

@@ -43,13 +43,14 @@ from echelon.environment import Job
 from echelon.errors import JobError, UsageError
 from echelon.observe.events import EventLog
 from echelon.server.shard import MAX_REASON, Shard
-from echelon.system import keep_freed_memory, usable_cores
+from echelon.system import keep_freed_memory, resident_bytes, usable_cores
 from echelon.transport.interface import Endpoint, FramesRefused, Peer, Transport
 from echelon.transport.outbox import Precedence
 from echelon.transport.registration import register
 from echelon.transport.sockets import ServerSockets
 
 POLL_S = 1.0
+REPORT_S = 1.0
 MAX_OPEN_STORES = 256
 AWAKE_S = 5e-3  # how long to poll for the next push of a step: waking up from sleep takes a tenth of a millisecond
 
@@ -112,6 +113,8 @@ class _Server:
         self._names = {m.rank: f"{m.endpoint_name}.".encode() for m in roster.members if m.role == WORKER}
         self._spare_cores = has_spare_cores(roster, rank)
         self._awake_until = 0.0
+        self._reported_at = time.monotonic()
+        self._reported: dict[int, int] = {}  # by the number of the store: its pushes at the last report
         self.malformed = 0
         endpoint.placer = self._admit
 
@@ -134,6 +137,28 @@ class _Server:
             received = self._endpoint.recv(0.0 if time.monotonic() < self._awake_until else POLL_S)
             if received is not None:
                 self._receive(*received)
+            if self._events.is_open and (now := time.monotonic()) - self._reported_at >= REPORT_S:
+                self._reported_at = now
+                self._report()
+
+    def _report(self) -> None:
+        """Write what the shards have done to the event log, unless they have done nothing since the last time."""
+        for number, shard in self._shards.items():
+            report = shard.report()
+            if report["pushes"] == self._reported.get(number, 0):
+                continue
+            self._reported[number] = report["pushes"]
+            traffic = self._endpoint.traffic
+            self._events.write(
+                "server",
+                rank=self._rank,
+                store=number,
+                sent=traffic.sent,
+                received=traffic.received,
+                memory_bytes=resident_bytes(),
+                cpu_s=round(time.process_time(), 3),
+                **report,
+            )
 
     def _receive(self, peer: Peer, frames: list[memoryview]) -> None:
         """Carry out a request. Whatever is wrong with it ends its connection, and nothing else."""

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from echelon.cluster.messages import (
     ApplyScaled,
@@ -103,6 +104,19 @@ class Shard:
             response = Failed(request.id, f"server {self.rank}: {error}"[:MAX_REASON]), ()
         if response is not None:
             self._answer(worker, *response)
+
+    def report(self) -> dict[str, Any]:
+        """Return what this shard has done, and how its workers arrive, for the event log."""
+        requests = self._requests
+        if requests is None:
+            return {"pushes": 0}
+        return {
+            "pushes": requests.num_pushes,
+            "updates": requests.num_updates,
+            "held": requests.num_held,
+            "workers": requests.arrivals.report(),
+            "decision": requests.decision,
+        }
 
     def frame_limits(self, request: Request) -> tuple[int, int]:
         """Return how many frames a request can have at most, and how many bytes."""

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from echelon.transport.channel import Channel
-from echelon.transport.interface import Buffer, Peer, Placer
+from echelon.transport.interface import Buffer, Peer, Placer, Traffic
 from echelon.transport.outbox import Outbox, Precedence
 
 BUFFER_BYTES = 4 << 20
@@ -183,10 +183,12 @@ def _fixed_sizes() -> dict[int, int]:
 class Connection:
     """A channel, the message that is being received, and the messages that wait to be sent."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, traffic: Traffic) -> None:
+        """`traffic` counts the bytes of all connections of an endpoint."""
         for option, fixed_bytes in _fixed_sizes().items():
             channel.socket.setsockopt(socket.SOL_SOCKET, option, fixed_bytes)
         self.channel = channel
+        self._traffic = traffic
         self.fileno = channel.fileno
         self.name: Peer | None = None  # a server's connection has none until the client has sent its name
         self.closed = False
@@ -205,10 +207,15 @@ class Connection:
     def read(self, placer: Placer | None) -> list[memoryview] | None:
         """Return the frames of the next message, or None if it is not complete yet (see `MessageReader.read`)."""
         place = None if placer is None else partial(placer, b"" if self.name is None else self.name)
-        frames = self.reader.read(self.channel.recv_into, place)
+        frames = self.reader.read(self._recv_into, place)
         if frames is None and self.reader.is_within_message:
             self.received_at = time.monotonic()
         return frames
+
+    def _recv_into(self, target: memoryview) -> int:
+        count = self.channel.recv_into(target)
+        self._traffic.received += count
+        return count
 
     def is_stalled(self, now: float, limit_s: float) -> bool:
         """Return whether a message that is half received or half sent has made no progress for a time."""
@@ -240,6 +247,7 @@ class Connection:
             except OSError as error:
                 self._outbox.clear()
                 raise ConnectionBroken(str(error)) from error
+            self._traffic.sent += sent
             self._outbox.remove(sent)
             self.sent_at = time.monotonic()
         return True

@@ -6,7 +6,7 @@ import itertools
 import queue
 from collections.abc import Sequence
 
-from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer, private_memory
+from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer, Traffic, private_memory
 from echelon.transport.outbox import Precedence
 
 _Message = tuple[Peer, list[memoryview]] | None
@@ -18,6 +18,7 @@ class _Endpoint:
     def __init__(self, address: str) -> None:
         self.address = address
         self.placer: Placer | None = None  # ignored, because frames are not copied
+        self.traffic = Traffic()  # stays 0: there are no sockets
         self.messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self.routes: dict[Peer, tuple[_Endpoint, Peer]] = {}  # peer -> (its endpoint, this endpoint's name there)
 

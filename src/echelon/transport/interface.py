@@ -20,6 +20,14 @@ Peer = int | bytes
 Placer = Callable[[Peer, memoryview, list[int]], Sequence[memoryview] | None]
 
 
+@dataclass(slots=True)
+class Traffic:
+    """The bytes that an endpoint has sent and received over sockets."""
+
+    sent: int = 0
+    received: int = 0
+
+
 class FramesRefused(Exception):
     """Raised by a placer: these frames must not be received. The endpoint ends the connection."""
 
@@ -33,6 +41,7 @@ class Endpoint(Protocol):
     """
 
     placer: Placer | None
+    traffic: Traffic
 
     @property
     def address(self) -> str:

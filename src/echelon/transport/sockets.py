@@ -28,7 +28,7 @@ from echelon.transport.admission_thread import AdmissionThread
 from echelon.transport.channel import Channel
 from echelon.transport.connection import MAX_HEAD, MAX_NAME, Connection, ConnectionBroken
 from echelon.transport.credentials import Security
-from echelon.transport.interface import Block, Buffer, Endpoint, FramesRefused, Peer, Placer, private_memory
+from echelon.transport.interface import Block, Buffer, Endpoint, FramesRefused, Peer, Placer, Traffic, private_memory
 from echelon.transport.listening import listen
 from echelon.transport.outbox import Precedence
 
@@ -106,6 +106,7 @@ class _Sockets:
         self._connections: dict[Peer, Connection] = {}  # by name
         self._flusher: _Flusher | None = None
         self.placer: Placer | None = None
+        self.traffic = Traffic()
 
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
         """Return the next message, or None when the time is up or `wake` was called."""
@@ -233,7 +234,7 @@ class ServerSockets(_Sockets):
 
     def _admit(self, channel: Channel) -> None:
         """Read a connection that has proved the credentials of the job. The selector may not report its first bytes."""
-        connection = Connection(channel)
+        connection = Connection(channel, self.traffic)
         connection.reader.max_head = MAX_NAME
         self._unnamed.append(connection)
         self._add(connection)
@@ -322,7 +323,7 @@ class ClientSockets(_Sockets):
     def _connect(self, server: Peer, timeout_s: float) -> None:
         assert isinstance(server, int)
         host, _, port = self._addresses[server].removeprefix("tcp://").rpartition(":")
-        connection = Connection(connect((host, int(port)), self._security, timeout_s))
+        connection = Connection(connect((host, int(port)), self._security, timeout_s), self.traffic)
         connection.name = server
         self._connections[server] = connection
         self._add(connection)

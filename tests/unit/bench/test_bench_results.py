@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from echelon.bench.harness.results import command_line, commit, figures, machine, print_times, write_result
+from echelon.bench.harness.results import figures, print_times, write_result
 from echelon.bench.harness.turns import Case, summarise
+from echelon.observe.machine import command_line, commit, machine
 
 
 def two_cases() -> list[Case]:

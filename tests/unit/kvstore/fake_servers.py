@@ -12,7 +12,7 @@ from echelon.cluster.placement import Layout
 from echelon.errors import JobError, UsageError
 from echelon.kvstore.servers.store_session import StoreSession
 from echelon.observe.events import EventLog
-from echelon.transport.interface import Buffer, Peer, Placer
+from echelon.transport.interface import Buffer, Peer, Placer, Traffic
 from echelon.transport.outbox import Precedence
 
 Answer = Response | tuple[Response, list[bytes]]
@@ -64,6 +64,7 @@ class FakeServers:
 
     def __init__(self, num_servers: int = 1, answer: Callable[[int, Request], Answer | None] | None = None) -> None:
         self.placer: Placer | None = None
+        self.traffic = Traffic()
         self.sent: list[tuple[int, Request, list[bytes]]] = []
         self.precedences: list[Precedence | None] = []  # of what was sent
         self.answer = answer or (lambda server, request: Done(request.id))

@@ -25,7 +25,8 @@ def event(kind: str, at: float, **fields: Any) -> Event:
 
 
 def report(kind: str, at: float, rank: int, clock: int, **fields: Any) -> Event:
-    usual = {"samples": 32 * clock, "wait_s": 0.25, "staleness": {"0": clock}} | fields
+    phases = {"compute_s": 3.0, "push_s": 0.5, "wait_s": 0.25, "pull_s": 0.125}
+    usual = {"samples": 32 * clock, "bytes": {"pushed": 8}, "staleness": {"0": clock}, **phases} | fields
     return event(kind, at, rank=rank, clock=clock, **usual, **({"seconds": at - 1000} if kind == "done" else {}))
 
 
@@ -66,7 +67,11 @@ def test_the_summary_of_a_run() -> None:
             "rank": 0,
             "clock": 4,
             "samples": 128,
+            "compute_s": 3.0,
+            "push_s": 0.5,
             "wait_s": 0.25,
+            "pull_s": 0.125,
+            "bytes": {"pushed": 8},
             "staleness": {"0": 3, "2": 1},
             "rounds_ahead": {},
             "phase": "finished",
@@ -77,7 +82,11 @@ def test_the_summary_of_a_run() -> None:
             "rank": 1,
             "clock": 3,
             "samples": 96,
+            "compute_s": 3.0,
+            "push_s": 0.5,
             "wait_s": 0.25,
+            "pull_s": 0.125,
+            "bytes": {"pushed": 8},
             "staleness": {"1": 3},
             "rounds_ahead": {},
             "phase": "finished",

@@ -24,7 +24,7 @@ from echelon.observe.events import EventLog
 from echelon.server import serve
 from echelon.server.serve import POLL_S, _Server, has_spare_cores
 from echelon.transport.in_process import InProcessTransport
-from echelon.transport.interface import Buffer, Peer, Placer
+from echelon.transport.interface import Buffer, Peer, Placer, Traffic
 from echelon.transport.outbox import Precedence
 
 
@@ -32,6 +32,7 @@ class Scripted:
     """An endpoint with given messages from worker 0. It records the timeout of each receive."""
 
     placer: Placer | None = None
+    traffic = Traffic()
     address = ""
 
     def __init__(self, requests: Sequence[Request], inbox: queue.SimpleQueue[ControlMessage]) -> None:

@@ -21,6 +21,7 @@ from echelon.transport.connection import (
     State,
     buffer_bytes,
 )
+from echelon.transport.interface import Traffic
 from echelon.transport.outbox import Precedence
 
 
@@ -114,7 +115,7 @@ def test_the_end_of_the_stream_breaks_the_connection() -> None:
 
 def test_what_the_kernel_does_not_accept_at_once_is_left_for_flush() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        connection = Connection(PlainChannel(socket.create_connection(listener.getsockname())))
+        connection = Connection(PlainChannel(socket.create_connection(listener.getsockname())), Traffic())
         theirs, _ = listener.accept()
     with theirs:
         theirs.setblocking(False)
@@ -149,7 +150,7 @@ def test_a_buffer_has_a_set_size_only_if_that_is_larger(max_fixed: int, max_auto
 def test_the_first_layers_overtake_over_a_connection_that_is_full() -> None:
     """Nobody reads while messages are queued. What has not begun then leaves by its priority."""
     one, other = socket.socketpair()
-    sender, receiver = Connection(PlainChannel(one)), Connection(PlainChannel(other))
+    sender, receiver = Connection(PlainChannel(one), Traffic()), Connection(PlainChannel(other), Traffic())
     for layer in reversed(range(32)):  # as backward finishes them
         sender.send([b"%d" % layer, bytes(1 << 20)], Precedence(-layer, [layer]))
     arrived: list[int] = []

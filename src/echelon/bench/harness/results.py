@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-import platform
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 
 from echelon.atomic_file import AtomicFile
 from echelon.bench.harness.turns import Case, ratios
-from echelon.system import PACKAGE, usable_cores
-
-_NOT_CODE = (":!benchmarks/results", ":!docs", ":!*.md")
+from echelon.observe.machine import command_line, commit, machine
 
 
 def write_result(path: Path, body: Mapping[str, object], command: str | None = None) -> None:
@@ -62,64 +54,6 @@ def figures(cases: Sequence[Case]) -> dict[str, object]:
             ratio.name: {"low": ratio.low, "high": ratio.high, "rounds": ratio.rounds} for ratio in against_first
         },
     }
-
-
-def command_line() -> str:
-    """Return the command line of this process as a user types it, without the folder of the program."""
-    return shlex.join([*_program(sys.argv[0], sys.orig_argv), *sys.argv[1:]])
-
-
-def _program(script: str, interpreter_words: Sequence[str]) -> list[str]:
-    """Return the words that start the program. `python -m echelon` is the `echelon` command."""
-    if Path(script).is_relative_to(PACKAGE):
-        return ["echelon"]
-    if "-m" in interpreter_words[:-1]:
-        return ["python", "-m", interpreter_words[interpreter_words.index("-m") + 1]]
-    return [Path(script).name]
-
-
-def commit() -> str:
-    """Return the commit of the running code, with `-dirty` if it was changed since; "unknown" outside a checkout.
-
-    A run of several benchmarks changes the results and documents in the checkout, but not the code.
-    """
-    here = Path(__file__)
-    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
-        return "unknown"  # an installed copy may lie inside another project's repository
-    root = _git(here.parent, "rev-parse", "--show-toplevel") or "."
-    changed = _git(Path(root), "status", "--porcelain", "--untracked-files=no", "--", ".", *_NOT_CODE)
-    found = _git(here.parent, "rev-parse", "HEAD")
-    return f"{found}-dirty" if found and changed else found or "unknown"
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def machine() -> dict[str, object]:
-    """Return the properties of this machine and its software that the figures depend on."""
-    return {
-        "cpu": _cpu_model(),
-        "cores": usable_cores(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "kernel": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": version("torch"),
-    }
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        field, _, value = line.partition(":")
-        if field.strip() == "model name":
-            return value.strip()
-    return platform.machine()
 
 
 def print_times(title: str, cases: Sequence[Case]) -> None:

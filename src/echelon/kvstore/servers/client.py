@@ -29,7 +29,7 @@ from echelon.cluster.messages import (
 from echelon.errors import JobError, UsageError
 from echelon.kvstore.servers.store_session import StoreSession
 from echelon.observe.events import EventLog
-from echelon.transport.interface import Buffer, Endpoint, Peer
+from echelon.transport.interface import Buffer, Endpoint, Peer, Traffic
 from echelon.transport.outbox import Precedence
 
 ASK_AFTER_S = 2.0
@@ -74,6 +74,11 @@ class Client:
         self._lock = threading.RLock()
         self.malformed = 0
         endpoint.placer = self._place
+
+    @property
+    def traffic(self) -> Traffic:
+        """The bytes sent and received over sockets."""
+        return self._endpoint.traffic
 
     def next_id(self) -> int:
         """Return a new request number."""

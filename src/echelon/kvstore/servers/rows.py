@@ -105,6 +105,7 @@ class RowWire:
             keys = list(by_key)
             counts = [len(numbers) for numbers, _ in by_key.values()]
             frames = [as_frame(tensor) for pair in by_key.values() for tensor in pair]
+            self._wire.pushed_bytes += sum(values.nbytes for _, values in by_key.values())
             since = [self._versions.get((server, key), FROM_NOW) for key in keys] if pull else []
             request = self._client.next_id()
             message = Push(request, clock, keys, header, pull, True, counts, since, priority)
@@ -155,6 +156,7 @@ class RowWire:
         heads = torch.frombuffer(bytearray(frames[0]), dtype=torch.int64).view(-1, 2).tolist()
         for key, (version, count), numbers, values in zip(keys, heads, frames[1::2], frames[2::2], strict=True):
             slot = self._wire.layout.slots[key]
+            self._wire.pulled_bytes += len(values)
             rows = self._map(slot)
             local = row_numbers(slot, rows.count(ticket.server), numbers)
             yield key, Rows(rows.rows_of(ticket.server, local), row_values(slot, count, values))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -41,6 +42,7 @@ from echelon.kvstore.store import KVStore
 from echelon.kvstore.values import Key, Keys, Values, as_keys
 from echelon.observe.events import EventLog
 from echelon.schemes import rules_for
+from echelon.schemes.rules import Sharing
 from echelon.server.memory import TORCH_DTYPES
 from echelon.transport.interface import Transport
 
@@ -103,6 +105,25 @@ class ServerStore(KVStore):
     def has_siblings(self) -> bool:
         """Whether this worker has other stores open, which may belong to other Trainers."""
         return bool(self._session.siblings)
+
+    @property
+    def staleness_bound(self) -> int | None:
+        """How many rounds a group may be ahead of the slowest one; None: any number."""
+        return self._rules.bound
+
+    def _described(self) -> dict[str, Any]:
+        rules = self._rules
+        groups = None if isinstance(rules.groups, Sharing) else rules.groups
+        return {"scheme": rules.name, "groups": groups, "staleness": rules.bound}
+
+    def traffic(self) -> dict[str, int]:
+        sockets = self._client.traffic
+        return {
+            "pushed": self._wire.pushed_bytes,
+            "pulled": self._wire.pulled_bytes,
+            "sent": sockets.sent,
+            "received": sockets.received,
+        }
 
     @property
     def halted(self) -> str | None:

@@ -75,6 +75,7 @@ class Wire:
         self._copies: dict[int, deque[list[Ticket]]] = {}  # by key: pushes of copies, the oldest first
         self.gated: set[int] = set()  # keys whose last push waits for `ClippedRounds.clip`
         self._routes: dict[tuple[int, ...], list[_Route]] = {}
+        self.pushed_bytes = self.pulled_bytes = 0  # of tensors, however they travel
 
     @property
     def memory_is_shared(self) -> bool:
@@ -131,6 +132,7 @@ class Wire:
         With `header.factor_rank`, the memory of the one key holds the factors. `pull`: ask for the new weights, too.
         """
         tickets: list[Ticket] = []
+        self._count_bytes(slots, pushed=not header.absent, pulled=pull)
         for clock, indices in self._messages(slots):
             chosen = [slots[i] for i in indices]
             given = None if values is None else [values[i] for i in indices]
@@ -162,6 +164,7 @@ class Wire:
                 "know the norm of all gradients; end the step before you pull"
             )
         tickets = []
+        self._count_bytes(slots, pushed=False, pulled=True)
         for clock, indices in self._messages(slots):
             for route in self._route([slots[i] for i in indices]):
                 framed = self._framed[route.server]
@@ -169,6 +172,11 @@ class Wire:
                 places = self._weight_bytes(route) if framed else ()
                 tickets.append(self._client.send(route.server, message, places=places))
         return tickets
+
+    def _count_bytes(self, slots: Sequence[Slot], *, pushed: bool, pulled: bool) -> None:
+        size = sum(slot.length * ITEM_BYTES[slot.spec.dtype] for slot in slots)
+        self.pushed_bytes += size * pushed
+        self.pulled_bytes += size * pulled
 
     def send_to_all(self, make: Callable[[int], Request]) -> None:
         """Send a request to all servers, to server 0 first: if it refuses, no other server receives the request."""

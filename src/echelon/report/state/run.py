@@ -8,10 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from echelon.cluster.messages import Departure
+from echelon.report.state.server import ServerState
 from echelon.report.state.time_curve import TimeCurve
-from echelon.report.state.worker import FINISHED, FIRST_STEP, LOADING, REGISTERED, STOPPED, TRAINING, WorkerState
+from echelon.report.state.worker import (
+    FINISHED,
+    FIRST_STEP,
+    LOADING,
+    REGISTERED,
+    STOPPED,
+    TRAINING,
+    Step,
+    WorkerState,
+)
 
 Event = dict[str, Any]
+MAX_FAULTS = 1000  # the newest
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +39,15 @@ class JobInfo:
     def num_processes(self) -> int:
         """The processes that the launcher starts; a job with servers has a scheduler, too."""
         return self.num_workers + (self.num_servers + 1 if self.num_servers else 0)
+
+
+class Fault(NamedTuple):
+    """A death, a departure, a return or a stall: when it happened, whom it concerns, and the reason."""
+
+    at: float
+    kind: str  # "died", "failed", "joined again", "stall"
+    who: str
+    text: str
 
 
 class News(NamedTuple):
@@ -53,6 +73,11 @@ class RunState:
     final: Event | None = None
     warnings: list[str] = field(default_factory=list)
     news: list[News] = field(default_factory=list)
+    job: Event | None = None  # how the run was started, and on which machine
+    settings: Event | None = None  # the options of the training program
+    stores: dict[int, Event] = field(default_factory=dict)  # by number: name, scheme, groups, staleness
+    servers: dict[int, ServerState] = field(default_factory=dict)  # that have reported, by rank
+    faults: list[Fault] = field(default_factory=list)
 
     def take(self, events: Iterable[Event]) -> None:
         """Update the state with new events."""
@@ -79,20 +104,31 @@ class RunState:
                     self._open_store(event)
                 case "store_closed":
                     self._close_store(event)
+                case "job":
+                    self.job = event
+                case "settings":
+                    self.settings = event
+                case "store":
+                    self.stores[event["store"]] = event
+                case "server":
+                    self.servers.setdefault(event["rank"], ServerState(event["rank"])).take(event)
                 case "warning":
                     self.warnings.append(event["text"])
                     self.news.append(News(event["at"], event["text"]))
                 case "stall":
                     self.news.append(News(event["at"], f"{event['who']} waits: {event['waiting']}", passing=True))
+                    self._add_fault(event, "stall", event["who"], event["waiting"])
 
     def _begin(self, event: Event) -> None:
         rank = event["rank"]
         if rank in self.workers and self.workers[rank].is_gone:
             self.news.append(News(event["at"], f"worker {rank} joined again"))
+            self._add_fault(event, "joined again", f"worker {rank}", "")
         self.began = min(self.began or event["at"], event["at"])
         worker = self.workers[rank] = WorkerState(rank, reported_at=event["at"])
         for name in ("batches_per_epoch", "num_epochs", "first_step"):
             setattr(worker, name, event.get(name, 0))
+        worker.device, worker.num_devices = event.get("device", ""), event.get("num_devices", 1)
         self.processes[f"worker {rank}"] = FIRST_STEP
 
     def _report(self, event: Event) -> None:
@@ -108,6 +144,10 @@ class RunState:
             worker.reported_at = event["at"]
         for name in ("clock", "samples", "wait_s", "staleness"):
             setattr(worker, name, event[name])
+        for name in ("compute_s", "push_s", "pull_s", "other_s"):
+            setattr(worker, name, event.get(name, 0.0))
+        worker.bytes = event.get("bytes", {})
+        worker.steps.extend(Step(*step) for step in event.get("steps", ()))
         worker.rounds_ahead = event.get("rounds_ahead", {})
         if worker.clock and worker.first_report is None:
             worker.first_report = (event["at"], worker.clock)
@@ -140,6 +180,12 @@ class RunState:
         for worker in self.workers.values():
             if worker.rank not in event["workers"] and not (worker.finished or worker.is_gone):
                 worker.phase = event["departure"]
+                if worker.phase != Departure.LEFT.value:
+                    self._add_fault(event, worker.phase, f"worker {worker.rank}", event["reason"])
+
+    def _add_fault(self, event: Event, kind: str, who: str, text: str) -> None:
+        self.faults.append(Fault(event["at"], kind, who, text))
+        del self.faults[:-MAX_FAULTS]
 
     def _open_store(self, event: Event) -> None:
         """Start again with a worker that had closed its stores, for example for the next fold of a cross-validation."""
@@ -161,6 +207,13 @@ class RunState:
     def has_trained(self) -> bool:
         """Whether a worker has run a step, or has finished without one."""
         return any(worker.clock or worker.finished for worker in self.workers.values())
+
+    def group_of(self, rank: int) -> int | None:
+        """Return the index of a worker's group, if its store has listed groups."""
+        worker = self.workers.get(rank)
+        store = self.stores.get((worker.store or 0) if worker else 0)
+        groups = (store or {}).get("groups") or ()
+        return next((index for index, group in enumerate(groups) if rank in group), None)
 
     @property
     def active(self) -> list[WorkerState]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from echelon.cluster.messages import Departure
 
@@ -11,6 +13,19 @@ LOADING, REGISTERED, FIRST_STEP = "loading data", "registered", "first step"
 TRAINING, FINISHED, STOPPED = "training", "finished", "stopped"  # stopped: at the end, but not after all steps
 REPORT_S = 1.0  # workers report more often than that while they make steps
 GONE = tuple(departure.value for departure in Departure)  # the phases of workers that left before they finished
+
+
+RECENT_STEPS = 15
+
+
+class Step(NamedTuple):
+    """One step: when it ended, and the seconds of its phases (`train/trainer/step_times.py`)."""
+
+    end: float
+    compute: float
+    push: float
+    wait: float
+    pull: float
 
 
 @dataclass(slots=True)
@@ -21,7 +36,13 @@ class WorkerState:
     phase: str = FIRST_STEP
     clock: int = 0
     samples: int = 0
+    compute_s: float = 0.0
+    push_s: float = 0.0
     wait_s: float = 0.0
+    pull_s: float = 0.0
+    other_s: float = 0.0  # validation and checkpoints
+    bytes: dict[str, int] = field(default_factory=dict)  # pushed, pulled, sent, received
+    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))  # the last ones
     staleness: dict[str, int] = field(default_factory=dict)  # steps by updates missed between a read and its push
     rounds_ahead: dict[str, int] = field(default_factory=dict)  # steps by rounds ahead of the slowest worker
     reported_at: float = 0.0
@@ -29,6 +50,8 @@ class WorkerState:
     seconds: float = 0.0
     batches_per_epoch: int = 0  # 0: not known yet
     num_epochs: int = 0
+    device: str = ""  # the model of its GPU, or cpu
+    num_devices: int = 1
     first_step: int = 0  # steps of the run before this worker began
     loss: float | None = None  # of the training samples since the last event
     accuracy: float | None = None

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict
 
 import torch
 
@@ -37,6 +38,7 @@ from echelon.train.step.eager import EagerStep, ForwardPass
 from echelon.train.step.metrics import Metrics
 from echelon.train.step.precision import LossScaler, choose_precision
 from echelon.train.trainer.base import Trainer
+from echelon.train.trainer.step_times import Phase
 
 log = logging.getLogger(__name__)
 
@@ -126,9 +128,13 @@ class Run:
             self._log_settings(loader.state)
             self._kvstore.barrier()
             self._start_s = time.monotonic()
+            if self._is_rank_0:
+                self._kvstore.events.write("settings", **asdict(self._options))
             self._kvstore.events.write(
                 "begin",
                 rank=self._kvstore.worker_rank,
+                device=_device_name(self._precision.device),
+                num_devices=self._place.num_devices,
                 batches_per_epoch=self._per_epoch,
                 num_epochs=self._options.num_epochs,
                 first_step=num_steps,
@@ -258,8 +264,12 @@ class Run:
         self._position = RunPosition(epoch, done, done * self._sampling.batch_size * self._place.size)
         if self._kvstore.halted or (options.save_batches and done % options.save_batches == 0):
             self._pause_measuring()
-            self._saver.save(self._position, self._measured, is_last=bool(self._kvstore.halted))
+            self._save(self._measured, is_last=bool(self._kvstore.halted))
         return bool(self._kvstore.halted)
+
+    def _save(self, measured: dict[str, float], *, is_last: bool) -> None:
+        with self._trainer.times.during(Phase.OTHER):
+            self._saver.save(self._position, measured, is_last=is_last)
 
     def _pause_measuring(self) -> None:
         if self._beside is not None:
@@ -275,11 +285,11 @@ class Run:
         is_last = epoch + 1 == self._options.num_epochs or bool(self._kvstore.halted)
         saves = is_last or (epoch + 1) % self._options.save_period == 0
         if saves:
-            self._saver.save(self._position, means, is_last=is_last)
+            self._save(means, is_last=is_last)
         if not self._was_interrupted:
             self._evaluate(epoch, self._per_epoch)
         if self._kvstore.halted and not is_last:
-            self._saver.save(self._position, means, is_last=True)
+            self._save(means, is_last=True)
         self._warn_if_not_learning(epoch, sums)
 
     def _warn_if_not_learning(self, epoch: int, sums: torch.Tensor) -> None:
@@ -330,7 +340,8 @@ class Run:
             self._report.validating(done, total)
 
         try:
-            return validation.measure(self._trainer.model, self._stop, report)
+            with self._trainer.times.during(Phase.OTHER):
+                return validation.measure(self._trainer.model, self._stop, report)
         except Interrupted as signal:
             self._report.info(f"validation stopped: {signal}")
             return None
@@ -396,3 +407,8 @@ class Run:
                     metrics=self._added_metrics(measured),
                 )
         self._kvstore.events.write("checkpoint", file=path.name)
+
+
+def _device_name(device: torch.device) -> str:
+    """Return the model of a GPU, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -40,6 +40,7 @@ from echelon.train.trainer.clipping import check_max_norm, clip_gradients
 from echelon.train.trainer.model_hook import ModelHook
 from echelon.train.trainer.optimizer_state import load_state, state_of
 from echelon.train.trainer.ownership import Ownership, check_parameters
+from echelon.train.trainer.step_times import Phase, StepTimes
 
 REPORT_S = 0.25
 
@@ -149,7 +150,7 @@ class Trainer:
         self._has_retired = False  # whether this worker only takes part in the steps of others
         self._clock_at_barrier = 0  # the clock when all workers last waited for each other
         self.samples = 0
-        self.wait_s = 0.0
+        self.times = StepTimes()
         self.staleness: Counter[int] = Counter()  # steps by updates of others between the read and the push
         self.rounds_ahead: Counter[int] = Counter()  # steps by rounds ahead of the slowest worker
         self._overlap = overlap
@@ -217,6 +218,11 @@ class Trainer:
         """The norm that gradients are clipped to. It cannot change, because all workers must have the same."""
         return self._max_grad_norm
 
+    @property
+    def wait_s(self) -> float:
+        """The seconds for which this worker waited for others."""
+        return self.times.of(Phase.WAIT)
+
     # --- the loop
 
     def step(self, batch_size: int | None = None) -> Tensor | None:
@@ -254,6 +260,7 @@ class Trainer:
         """Do the host's part of a step: count it and report progress."""
         self.clock += 1
         self.samples += samples
+        self.times.end_step()
         self._samples_seen, self._samples_accumulated = None, 0
         if time.monotonic() - self._last_report >= REPORT_S:
             self.report()
@@ -274,7 +281,8 @@ class Trainer:
         """
         self.sync()
         if not self.kvstore.is_closed:
-            self._wait_for_others()
+            with self.times.during(Phase.WAIT):
+                self._wait_for_others()
             if self._state_in_store is not None:
                 self._state_in_store.bring_home()
         self.remove_hooks()
@@ -464,15 +472,16 @@ class Trainer:
         self.kvstore.events.write("progress", **self.progress())
 
     def progress(self) -> dict[str, Any]:
-        """Return this worker's progress: clock, samples, seconds of waiting, and how stale its weights were."""
+        """Return this worker's progress: clock, samples, where its time went, bytes, and how stale its weights were."""
         return {
             "rank": self.kvstore.worker_rank,
             "store": self.kvstore.number,
             "clock": self.clock,
             "samples": self.samples,
-            "wait_s": round(self.wait_s, 6),
             "staleness": _as_json(self.staleness),
             "rounds_ahead": _as_json(self.rounds_ahead),
+            "bytes": self.kvstore.traffic(),
+            **self.times.report(),
         }
 
 

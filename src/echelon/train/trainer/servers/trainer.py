@@ -8,8 +8,7 @@ parameters (`weights`), unless `lazy_pull` leaves that to the next forward pass.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +34,7 @@ from echelon.train.trainer.servers.overlap import Overlap
 from echelon.train.trainer.servers.sparse_rows import SparseTables, as_dense, check_optimizer, find_tables
 from echelon.train.trainer.servers.weights import ModelWeights, digest, real
 from echelon.train.trainer.start_equal import copy_from_first_worker, untrained_tensors
+from echelon.train.trainer.step_times import Phase
 
 # A gradient's copy from a GPU takes longer to start than to make. On an H200, ResNet-20 (1 MB) made 1.4 times as many
 # steps without overlap, and a language model of 43 MB 0.9 times as many (docs/results.md).
@@ -101,10 +101,11 @@ class ServerTrainer(Trainer, store=ServerStore):
             self._clip()
         # torch's SGD adds the values of a repeated row one after the other. One worker gives the same bits.
         add_repeated = self.kvstore.num_workers > 1 or type(self.optimizer) is not SGD
-        self._tables.push(samples, add_repeated=add_repeated, gated=self._clips_on_servers)
-        for bucket in self._buckets:
-            if not bucket.is_pushed:
-                self._push_incomplete(bucket, samples)
+        with self.times.during(Phase.PUSH):
+            self._tables.push(samples, add_repeated=add_repeated, gated=self._clips_on_servers)
+            for bucket in self._buckets:
+                if not bucket.is_pushed:
+                    self._push_incomplete(bucket, samples)
         self._pushed_step = self.clock + 1
         if self._clips_on_servers:
             self._clip_on_servers()
@@ -190,9 +191,8 @@ class ServerTrainer(Trainer, store=ServerStore):
     def _clip_on_servers(self) -> None:
         """Let the servers clip the sum over the workers, when all have pushed."""
         assert self.max_grad_norm is not None
-        began = time.perf_counter()
-        norm = self.kvstore.clip(self.kvstore.slots(list(self._parameters)), self.max_grad_norm)
-        self.wait_s += time.perf_counter() - began
+        with self.times.during(Phase.WAIT):
+            norm = self.kvstore.clip(self.kvstore.slots(list(self._parameters)), self.max_grad_norm)
         self.grad_norm = torch.tensor(norm, device="cpu")
 
     # --- captured steps: no hook runs in a replay, so the caller moves gradients and weights
@@ -212,7 +212,8 @@ class ServerTrainer(Trainer, store=ServerStore):
     def push_bucket(self, bucket: Bucket, samples: int) -> None:
         """Push a bucket whose gradients are in the store's memory."""
         is_last = bucket is self._buckets[-1]
-        bucket.push_captured(samples, more=not is_last)
+        with self.times.during(Phase.PUSH):
+            bucket.push_captured(samples, more=not is_last)
         self._pushed_step = self.clock + 1
         if is_last and self._clips_on_servers:
             self._clip_on_servers()
@@ -369,7 +370,8 @@ class ServerTrainer(Trainer, store=ServerStore):
             self._take_gradient(bucket, name, parameter)
             self._mark_as_sent(bucket, name, parameter)
             if bucket.is_complete:
-                bucket.push(self._samples_seen)
+                with self.times.during(Phase.PUSH):
+                    bucket.push(self._samples_seen)
 
         return ready
 
@@ -420,7 +422,8 @@ class ServerTrainer(Trainer, store=ServerStore):
         place[left.numel() : left.numel() + right.numel()].view_as(right).copy_(right)
         assert self._samples_seen is not None
         bucket.arrived.add(name)
-        bucket.push(self._samples_seen, factor_rank=len(left))
+        with self.times.during(Phase.PUSH):
+            bucket.push(self._samples_seen, factor_rank=len(left))
 
     def _push_incomplete(self, bucket: Bucket, samples: int) -> None:
         """Push a bucket that backward did not complete: some of its parameters may have no gradient."""
@@ -462,21 +465,26 @@ class ServerTrainer(Trainer, store=ServerStore):
     def _wait_if_in_flight(self, bucket: Bucket) -> None:
         if bucket.is_in_flight:
             self._wait(bucket)
-            self._weights.take(bucket.names)
+            with self.times.during(Phase.PULL):
+                self._weights.take(bucket.names)
 
     def _wait(self, bucket: Bucket) -> None:
-        began = time.perf_counter()
-        tickets = bucket.wait()
-        self.wait_s += time.perf_counter() - began
+        tickets = self._wait_for(bucket.wait)
         if bucket.index == 0:
             self._read_answers(tickets)
 
     def _wait_for_tables(self) -> None:
-        began = time.perf_counter()
-        tickets = self._tables.wait()
-        self.wait_s += time.perf_counter() - began
+        tickets = self._wait_for(self._tables.wait)
         if not self._buckets:
             self._read_answers(tickets)
+
+    def _wait_for(self, wait: Callable[[], list[Ticket]]) -> list[Ticket]:
+        """Wait for answers. The servers held them for a part of the time; the rest is transfer and update."""
+        with self.times.during(Phase.WAIT) as waited:
+            tickets = wait()
+        held_s = max((t.response.held_s for t in tickets if isinstance(t.response, Done)), default=0.0)
+        self.times.move(max(0.0, waited.seconds - held_s), Phase.WAIT, Phase.PULL)
+        return tickets
 
     def _read_answers(self, tickets: Sequence[Ticket]) -> None:
         """Take over a request to stop, and count how stale the weights were, from the answers to a push."""
@@ -484,4 +492,5 @@ class ServerTrainer(Trainer, store=ServerStore):
             self._halts_at = self._pushed_step + 1
         answers = [ticket.response for ticket in tickets if isinstance(ticket.response, Done)]
         self.staleness[max(answer.staleness for answer in answers)] += 1
-        self.rounds_ahead[max(answer.rounds_ahead for answer in answers)] += 1
+        if self.kvstore.staleness_bound is not None:  # without a bound it grows, and the histogram with it
+            self.rounds_ahead[max(answer.rounds_ahead for answer in answers)] += 1

@@ -9,7 +9,6 @@ samples of all: the mean over the joined batch (`mean_gradients`). With an optim
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -20,6 +19,7 @@ from echelon.kvstore.collective.store import CollectiveStore
 from echelon.train.trainer.base import Trainer
 from echelon.train.trainer.group import GroupTrainer
 from echelon.train.trainer.servers.sparse_rows import find_tables
+from echelon.train.trainer.step_times import Phase
 from echelon.train.trainer.workers.bucket_reductions import BucketReductions
 from echelon.train.trainer.workers.flat_buckets import make_flat_buckets
 from echelon.train.trainer.workers.mean_gradients import MeanGradientTrainer, StepTotals
@@ -85,10 +85,9 @@ class CollectiveTrainer(MeanGradientTrainer, GroupTrainer, store=CollectiveStore
         self._reductions.start_rest(samples)
         given = self._reductions.given | self._tables.given(samples)
         pending = self._reduce_step_vector(samples, active, (name in given for name in self._names))
-        began = time.perf_counter()
-        sums = self._reductions.results()
-        totals = StepTotals.of(pending.result(), self._group.size)
-        self.wait_s += time.perf_counter() - began
+        with self.times.during(Phase.WAIT):
+            sums = self._reductions.results()
+            totals = StepTotals.of(pending.result(), self._group.size)
         if (name := self._reductions.changed()) is not None:
             raise UsageError(
                 f"the gradient of {name!r} was changed during backward, after it was sent, by a hook; register the "

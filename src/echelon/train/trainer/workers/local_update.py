@@ -10,7 +10,6 @@ gradient is not updated, as in a process alone.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -26,6 +25,7 @@ from echelon.train.trainer.clipping import check_same_limit
 from echelon.train.trainer.servers.sparse_rows import as_dense, find_tables
 from echelon.train.trainer.servers.trainer import BUFFERS, ServerTrainer
 from echelon.train.trainer.start_equal import copy_from_first_worker, untrained_tensors
+from echelon.train.trainer.step_times import Phase
 from echelon.train.trainer.workers.mean_gradients import MeanGradientTrainer, StepTotals, step_vector
 
 _FLAGS = "flags of the step"  # the first words of the key of the step vectors
@@ -120,10 +120,9 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
         clock = self.clock - self._clock_at_barrier
         vector = step_vector(samples, 0.0, clock, used, rank=rank, size=size, active=active)
         flags = torch.tensor(vector, device="cpu")
-        began = time.perf_counter()
-        self.kvstore.pushpull(self._flags_key, flags)
-        self.kvstore.wait(tickets)
-        self.wait_s += time.perf_counter() - began
+        with self.times.during(Phase.WAIT):
+            self.kvstore.pushpull(self._flags_key, flags)
+            self.kvstore.wait(tickets)
         totals = StepTotals.of(flags, size)
         for name, count in zip(self._names, totals.used.tolist(), strict=True):
             if count:

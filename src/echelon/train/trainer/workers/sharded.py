@@ -6,7 +6,6 @@ exists nowhere, so a loop cannot change gradients, and a change is an error.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from echelon.errors import UsageError
 from echelon.train.trainer.optimizer_state import ShardedOptimizer, check_elementwise
+from echelon.train.trainer.step_times import Phase
 from echelon.train.trainer.workers.bucket_reductions import BucketReductions
 from echelon.train.trainer.workers.collective import CollectiveTrainer
 from echelon.train.trainer.workers.mean_gradients import StepTotals
@@ -108,10 +108,9 @@ class ShardedTrainer(CollectiveTrainer, sharded_of=CollectiveTrainer):
         self._reductions.start_rest(samples)
         given = self._reductions.given
         pending = self._reduce_step_vector(samples, active, (name in given for name in self._names))
-        began = time.perf_counter()
-        sums = self._reductions.results()
-        totals = StepTotals.of(pending.result(), self._group.size)
-        self.wait_s += time.perf_counter() - began
+        with self.times.during(Phase.WAIT):
+            sums = self._reductions.results()
+            totals = StepTotals.of(pending.result(), self._group.size)
         used = {name for name, count in zip(self._names, totals.used.tolist(), strict=True) if count}
         self.grad_norm = self._sharded.update(sums, totals.samples.clamp_min(1), used, self.max_grad_norm)
         self._reductions.clear()
