@@ -1,4 +1,4 @@
-"""Reads a trainer's log and events. Log lines are those of `echelon.train.log_lines`, with any prefix before them.
+"""Reads a trainer's log and events. `echelon.report.logs` reads MXNet's log lines, with any prefix before them.
 
 The speed of a run is the median of its speed lines after the step was compiled. Each line is the mean over its batches,
 so the spread is that of lines and not of single steps. Every worker logs its own training accuracy and seconds of an
@@ -7,20 +7,18 @@ epoch; a run's are their means.
 
 from __future__ import annotations
 
+import math
 import re
-import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from echelon.bench.harness.turns import percentile
 from echelon.observe.events import EventReader
+from echelon.report.logs.epochs import Training
+from echelon.report.logs.lines import Kind, SpeedFigure, figures_of
 
-_NUMBER = r"(\d+(?:\.\d*)?(?:e[-+]?\d+)?)"  # lines with nan or inf are not measurements
-_SPEED = re.compile(rf"Epoch\[\d+\] Batch \[\d+-\d+\]\tSpeed: {_NUMBER} samples/sec")
-_EPOCH = re.compile(rf"Epoch\[(\d+)\] (Train-accuracy|Validation-accuracy|Time cost)={_NUMBER}")
-_COMPILED = re.compile(rf"compiling the step took {_NUMBER} s")
+_COMPILED = re.compile(r"compiling the step took (\d+(?:\.\d*)?) s")
 _ENGINE = re.compile(r":(engine .*)$")
 _PRECISION = re.compile(r":(precision .*)$")
 
@@ -49,25 +47,26 @@ class Speed:
 
 
 def read_log(text: str) -> Log:
-    """Read every known line, in order, and ignore the others."""
-    log = Log()
-    epochs: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    """Read every known line, in order, and ignore the others. Values that are nan or inf are not measurements."""
+    log, training = Log(), Training()
     for line in text.splitlines():
-        if found := _EPOCH.search(line):
-            epochs[found[2]][int(found[1])].append(float(found[3]))
-        else:
-            _read_line(log, line)
-    log.train, log.validation, log.epoch_s = (
-        {epoch: statistics.fmean(values) for epoch, values in epochs[kind].items()}
-        for kind in ("Train-accuracy", "Validation-accuracy", "Time cost")
-    )
+        for figure in figures_of(line):
+            training.add(figure)
+            if isinstance(figure, SpeedFigure) and math.isfinite(figure.samples_per_s):
+                log.speeds.append(figure.samples_per_s)
+        _read_line(log, line)
+    log.train, log.validation = _means(training, "train", "accuracy"), _means(training, "validation", "accuracy")
+    log.epoch_s = _means(training, "time", "")
     return log
 
 
+def _means(training: Training, kind: Kind, name: str) -> dict[int, float]:
+    means = {number: epoch.mean(kind, name) for number, epoch in training.epochs.items()}
+    return {number: mean for number, mean in means.items() if mean is not None and math.isfinite(mean)}
+
+
 def _read_line(log: Log, line: str) -> None:
-    if found := _SPEED.search(line):
-        log.speeds.append(float(found[1]))
-    elif found := _COMPILED.search(line):
+    if found := _COMPILED.search(line):
         log.compile_s = float(found[1])
         log.speeds.clear()  # earlier speeds include compiling
     elif found := _ENGINE.search(line):

@@ -25,6 +25,7 @@ COMMANDS = {
     "doctor": "check the hosts of a job before it starts",
     "node": "run this machine's part of a job that is started on every machine by hand",
     "data": "download published data sets; create, check and convert RecordIO data",
+    "report": "print tables of training logs and runs",
     "bench": "benchmark Echelon against other systems",
 }
 
