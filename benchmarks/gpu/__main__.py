@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from benchmarks.document import rewrite_block
 from benchmarks.gpu import mps
 from benchmarks.gpu.results import Origin, Record, better, describe_gpu, read_folder, read_records, write_records
 from benchmarks.gpu.rows import KINDS, LISTS, Row, choose
 from benchmarks.gpu.run import Plan, Runner, shown_command
-from benchmarks.gpu.tables import markdown, rewrite_block
+from benchmarks.gpu.tables import BLOCK, markdown
 from echelon.errors import EchelonError
 from echelon.observe.machine import commit
 from echelon.system import raised_by_sigterm
@@ -152,7 +153,7 @@ def report(args: argparse.Namespace, records: dict[str, Record] | None) -> int:
     print(markdown(rows, every if records is None else records))
     if args.docs is not None:
         text = args.docs.read_text(encoding="utf-8")
-        args.docs.write_text(rewrite_block(text, markdown(rows, every)), encoding="utf-8")
+        args.docs.write_text(rewrite_block(text, BLOCK, markdown(rows, every)), encoding="utf-8")
     return 0
 
 

@@ -1,7 +1,4 @@
-"""Records of `python -m benchmarks.gpu` as Markdown tables: the target, the figure, and whether the target is met.
-
-`rewrite_block` writes the tables between two marks of a document, so that no figure is copied by hand.
-"""
+"""Records of `python -m benchmarks.gpu` as Markdown tables: the target, the figure, and whether the target is met."""
 
 from __future__ import annotations
 
@@ -10,13 +7,12 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.gpu.cluster_tables import cluster_tables, scheme_table
-from benchmarks.gpu.markdown import Cells, Records, has_figures, table, yes
 from benchmarks.gpu.results import Record
 from benchmarks.gpu.rows import Bar, Row
 from benchmarks.gpu.run import shown_command
-from echelon.errors import DataError
+from benchmarks.markdown import Cells, Records, has_figures, table, yes
 
-BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
+BLOCK = "gpu"  # of the document
 
 
 def markdown(rows: Sequence[Row], records: Records) -> str:
@@ -100,11 +96,3 @@ def gaps(rows: Sequence[Row], records: Records) -> str:
     failed = [f"- {record.name} failed: {record.error}" for record in found if record.error]
     missing = [row.name for row in rows if row.name not in records]
     return "\n".join([*failed, *([f"- not run: {', '.join(missing)}"] if missing else [])])
-
-
-def rewrite_block(text: str, block: str) -> str:
-    """Return the document with `block` between its marks."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise DataError(f"the document needs one {BEGIN} and after it one {END}; add them where the tables belong")
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    return f"{before}{BEGIN}\n{block}\n{END}{after}"

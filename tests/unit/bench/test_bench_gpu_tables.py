@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.document import rewrite_block
 from benchmarks.gpu.results import Origin, Record
 from benchmarks.gpu.rows import Bar, Row, cluster_rows, scheme_rows
-from benchmarks.gpu.tables import markdown, rewrite_block
+from benchmarks.gpu.tables import markdown
 from echelon.errors import DataError
 
 ORIGIN = Origin("0123456789abcdef0123456789abcdef01234567-dirty", "NVIDIA H200", "2.11.0", "the set's own files")
@@ -85,9 +86,9 @@ def test_origins_failures_and_missing_rows_are_listed() -> None:
 
 def test_a_block_is_rewritten_and_the_rest_is_unchanged() -> None:
     text = "before\n<!-- gpu:begin -->\nold\n<!-- gpu:end -->\nafter\n"
-    once = rewrite_block(text, "new")
+    once = rewrite_block(text, "gpu", "new")
     assert once == "before\n<!-- gpu:begin -->\nnew\n<!-- gpu:end -->\nafter\n"
-    assert rewrite_block(once, "new") == once
+    assert rewrite_block(once, "gpu", "new") == once
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_a_block_is_rewritten_and_the_rest_is_unchanged() -> None:
 )
 def test_a_document_without_its_marks_is_rejected(text: str) -> None:
     with pytest.raises(DataError, match="gpu:begin"):
-        rewrite_block(text, "new")
+        rewrite_block(text, "gpu", "new")
 
 
 def cluster_record(name: str, valid: float) -> Record:

@@ -1,0 +1,14 @@
+"""Generated blocks of a document: text between two marks, so that no figure is copied by hand."""
+
+from __future__ import annotations
+
+from echelon.errors import DataError
+
+
+def rewrite_block(text: str, name: str, block: str) -> str:
+    """Return the document with `block` between `<!-- NAME:begin -->` and `<!-- NAME:end -->`."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise DataError(f"the document needs one {begin} and after it one {end}; add them where the tables belong")
+    before, after = text.partition(begin)[0], text.partition(end)[2]
+    return f"{before}{begin}\n{block}\n{end}{after}"
