@@ -9,10 +9,12 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 
+from echelon.cli.live_page import add_dash_flag, listener_from, live_page
 from echelon.cluster.messages import SERVER, WORKER
 from echelon.cluster.shares import groups_text, read_groups, read_shares, shares_text
 from echelon.environment import Job, import_paths, variable
@@ -22,6 +24,7 @@ from echelon.launch.hosts import read_hosts
 from echelon.launch.interface import Output
 from echelon.launch.plan import Plan, Request
 from echelon.launch.run import protect
+from echelon.report.runs import new_run
 from echelon.train.flags.parser import Parser
 from echelon.transport.interface import check_name
 
@@ -89,6 +92,7 @@ def add_job_arguments(
         help="interval of reports on what a process waits for (default: ECHELON_STALL_SECONDS, or 10)",
     )
 
+    add_dash_flag(parser)
     for launcher in LAUNCHERS.values():
         launcher.add_arguments(parser.add_argument_group(f"--launcher {launcher.name}"))
 
@@ -208,7 +212,9 @@ def add_launch_arguments(
     parser.add_argument(
         "--data-sharding", help="file with every worker's part of the data, for a command with --data-allocator 1"
     )
-    parser.add_argument("--run-dir", help="folder for events.jsonl")
+    parser.add_argument(
+        "--run-dir", help="folder for events.jsonl (default: none, or a new one under runs with --dash)"
+    )
     parser.add_argument(
         "--allow-optimizer",
         action="append",
@@ -240,7 +246,18 @@ def run(options: argparse.Namespace) -> int:
     if options.dry_run:
         print(launcher.describe(plan))
         return 0
-    return launcher.run(protect(plan), Output())
+    listener = listener_from(options.dash)
+    if listener is None:
+        return launcher.run(protect(plan), Output())
+    folder = Path(job.run_dir or new_run(None, "launch")).absolute()
+    with live_page(listener, folder):
+        return launcher.run(protect(_with_events_in(plan, folder)), Output())
+
+
+def _with_events_in(plan: Plan, folder: Path) -> Plan:
+    """Return the plan of a job that writes events to a folder, which all hosts must share with this machine."""
+    plan = plan.with_settings(run_dir=str(folder))
+    return replace(plan, request=replace(plan.request, shared_folder=str(folder)))
 
 
 def _allowed(given: Sequence[str]) -> str | None:

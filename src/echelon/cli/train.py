@@ -13,6 +13,8 @@ import msgspec
 from rich.console import Console
 
 from echelon.cli.launch import add_job_arguments, job_from, launcher_of, request_from
+from echelon.cli.live_page import listener_from, live_page
+from echelon.dash.serve import Listener
 from echelon.environment import Job
 from echelon.errors import EchelonError
 from echelon.launch import Launcher
@@ -101,7 +103,7 @@ def run(given: argparse.Namespace) -> int:
         print(f"echelon: {reason}", file=sys.stderr, flush=True)
     if options.test_io:
         return _read_only(options)
-    return _train(launcher, request, options, given.name)
+    return _train(launcher, request, options, given.name, listener_from(given.dash))
 
 
 def _read_only(options: TrainOptions) -> int:
@@ -111,8 +113,15 @@ def _read_only(options: TrainOptions) -> int:
     return fit(options)
 
 
-def _train(launcher: Launcher, request: Request, options: TrainOptions, name: str | None) -> int:
+def _train(
+    launcher: Launcher, request: Request, options: TrainOptions, name: str | None, listener: Listener | None
+) -> int:
     before, directory = latest_run(), new_run(name, options.kv_store)
+    with live_page(listener, directory):
+        return _train_in(directory, before, launcher, request, options)
+
+
+def _train_in(directory: Path, before: str | None, launcher: Launcher, request: Request, options: TrainOptions) -> int:
     request = replace(request, job=replace(request.job, run_dir=str(directory)), shared_folder=str(directory))
     status, state = watch(launcher, request, options, directory)
     if status and not state.has_trained:  # there is nothing but the error, which has been printed

@@ -145,18 +145,28 @@ class EventReader:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE_NAME
-        self._offset = 0
+        self.offset = 0  # bytes of the file that have been read
         self.torn = 0  # lines that a full disk or a crash cut off
 
-    def poll(self) -> list[dict[str, Any]]:
-        """Return the events since the last call."""
+    @property
+    def size(self) -> int:
+        """The bytes of the file now; 0 if it does not exist."""
+        try:
+            return self._path.stat().st_size
+        except OSError:
+            return 0
+
+    def poll(self, most_bytes: int | None = None) -> list[dict[str, Any]]:
+        """Return the events since the last call; with `most_bytes`, those of about so many bytes of the file."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
+            file.seek(self.offset)
+            data = file.read(-1 if most_bytes is None else most_bytes)
+            if most_bytes is not None and len(data) == most_bytes:
+                data += file.readline()  # completes the last line
         end = data.rfind(b"\n") + 1
-        self._offset += end
+        self.offset += end
         events = []
         for line in data[:end].splitlines():
             try:

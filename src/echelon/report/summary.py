@@ -11,6 +11,8 @@ from echelon.atomic_file import AtomicFile
 from echelon.report.state.run import RunState
 from echelon.report.state.worker import WorkerState
 
+FILE_NAME = "summary.json"
+
 
 def summary(state: RunState, store: str, options: dict[str, Any], exit_status: int) -> dict[str, Any]:
     """Return the contents of `summary.json`; `accuracy` is that of the final weights, or None without validation.
@@ -61,7 +63,7 @@ def _worker(worker: WorkerState, began: float) -> dict[str, Any]:
 
 def write_summary(directory: Path, values: dict[str, Any]) -> Path:
     """Write `summary.json` atomically."""
-    path = directory / "summary.json"
+    path = directory / FILE_NAME
     with AtomicFile(path) as file:
         file.stream.write(msgspec.json.format(msgspec.json.encode(values), indent=2) + b"\n")
     return path

@@ -154,6 +154,25 @@ def test_a_half_written_line_is_read_when_it_is_complete(tmp_path: Path) -> None
         assert first + reader.poll() == events
 
 
+@pytest.mark.parametrize("most_bytes", [1, 7, 20, 1000])
+def test_pieces_of_a_log_have_whole_lines(tmp_path: Path, most_bytes: int) -> None:
+    """A reader with a limit returns every event once, in order, even if a line is longer than the limit."""
+    events = [{"event": "a", "text": "é" * 30}, {"event": "b"}, {"event": "c", "n": 1.5}]
+    data = b"".join(json.dumps(event, ensure_ascii=False).encode() + b"\n" for event in events)
+    (tmp_path / FILE_NAME).write_bytes(data + b'{"event": "half')
+    reader = EventReader(tmp_path)
+    read, pieces = [], 0
+    while reader.offset < len(data):
+        piece = reader.poll(most_bytes)
+        assert piece
+        read += piece
+        pieces += 1
+    assert read == events
+    assert (pieces == 1) == (most_bytes == 1000)
+    assert reader.poll(most_bytes) == []
+    assert reader.size == len(data) + len('{"event": "half')
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     fields = {"text": 'quotes " and \\ and \u2028', "none": None, "list": [1, 2.5, True], "nested": {"a": {"1": 2}}}
     with EventLog(tmp_path, "scheduler", 0) as log:
