@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from benchmarks.document import Cells, table, yes
+from benchmarks.gpu.markdown import Records, has_figures
 from benchmarks.gpu.published import CLUSTER_EPOCH_S, cluster_runs
 from benchmarks.gpu.results import Record
 from benchmarks.gpu.rows import SLOW_CASES, TARGET, Row
-from benchmarks.markdown import Cells, Records, has_figures, table, yes
 
 PUBLISHED_FOR = "dist_sync"  # the cluster of 2015 ran BSP
 NAMES = {"dist_sync": "BSP", "dist_async": "Async", "dist_ssync": "SSP, staleness 3", "dist_gsync": "GSP, two groups"}

@@ -6,11 +6,12 @@ import re
 import statistics
 from collections.abc import Sequence
 
+from benchmarks.document import Cells, table, yes
 from benchmarks.gpu.cluster_tables import cluster_tables, scheme_table
+from benchmarks.gpu.markdown import Records, has_figures
 from benchmarks.gpu.results import Record
 from benchmarks.gpu.rows import Bar, Row
 from benchmarks.gpu.run import shown_command
-from benchmarks.markdown import Cells, Records, has_figures, table, yes
 
 BLOCK = "gpu"  # of the document
 
