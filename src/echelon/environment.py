@@ -25,6 +25,7 @@ CREDENTIALS = "ECHELON_CREDENTIALS"
 CREDENTIALS_FILE = "ECHELON_CREDENTIALS_FILE"
 HUB = "ECHELON_HUB"  # host:port of the launcher, for agents that another system has started
 TASK = "ECHELON_TASK"  # the number of such an agent, or the name of the variable that has it
+BATCH_TIMES = "ECHELON_BATCH_TIMES"  # folder in which workers write when each step ended, for `echelon bench run`
 SLURM_REQUEST = "ECHELON_SLURM_REQUEST"  # what the launcher in a batch job of Slurm has to run
 
 

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeAlias
 
+from echelon.bench.dlbs.flags import add_harness
 from echelon.bench.io import contenders as io
 from echelon.bench.pushpull import contenders as pushpull
 from echelon.bench.schemes import cases as schemes
@@ -36,6 +37,7 @@ def add_benchmarks(benchmarks: Benchmarks) -> None:
     add_schemes(benchmarks)
     add_io(benchmarks)
     add_rows(benchmarks)
+    add_harness(benchmarks)
 
 
 def add_pushpull(benchmarks: Benchmarks) -> None:

@@ -9,15 +9,12 @@ folder.
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
 from echelon.cli.launch import command_of, request_variables
-from echelon.environment import Job, variable
 from echelon.errors import UsageError
 from echelon.launch.interface import Output
-from echelon.launch.node import EXAMPLE, Rendezvous, node_plan, parse_rendezvous, run_node
+from echelon.launch.node import EXAMPLE, Rendezvous, node_job, node_plan, parse_rendezvous, run_node
 from echelon.launch.plan import Request, describe
 from echelon.train.flags.parser import Parser
 
@@ -28,7 +25,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("rank", type=int, metavar="RANK", help="the number of this node, from 0")
     parser.add_argument("--num-nodes", type=int, help="number of nodes")
     parser.add_argument("--rendezvous", metavar="[INTERFACE:]IP:PORT", help=f"the address of node 0: {EXAMPLE}")
-    parser.add_argument("--config", help="read both, and the command, from a config.json of DLBS")
     parser.add_argument("--servers-per-node", type=int, default=1, help="0: for stores without servers")
     parser.add_argument("--run-dir", help="folder for events.jsonl")
     parser.add_argument(
@@ -56,14 +52,14 @@ def _take_command(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the processes of this node."""
-    num_nodes, rendezvous, command = _from_config(options) if options.config else _from_flags(options)
+    num_nodes, rendezvous, command = _from_flags(options)
     if num_nodes < 1 or options.servers_per_node < 0:
         raise UsageError(
             f"a job needs at least one node and no negative number of servers, not {num_nodes} and "
             f"{options.servers_per_node}"
         )
     request = Request(
-        _job(num_nodes, num_nodes * options.servers_per_node, options.run_dir),
+        node_job(num_nodes, num_nodes * options.servers_per_node, options.run_dir),
         command,
         variables=request_variables("--env", options.env),
     )
@@ -79,39 +75,6 @@ def _from_flags(options: argparse.Namespace) -> tuple[int, Rendezvous, list[str]
     if options.num_nodes is None or options.rendezvous is None or not program:
         raise UsageError(
             "echelon node needs --num-nodes, --rendezvous and a command, as in: echelon node 0 --num-nodes 2 "
-            "--rendezvous eth0:10.0.0.1:29500 -- python train.py; or --config config.json"
+            "--rendezvous eth0:10.0.0.1:29500 -- python train.py; 'echelon bench run' reads a config.json of DLBS"
         )
     return options.num_nodes, parse_rendezvous(options.rendezvous), command_of(program)
-
-
-def _from_config(options: argparse.Namespace) -> tuple[int, Rendezvous, list[str]]:
-    from echelon.bench.recipe import read_recipe
-
-    if options.num_nodes is not None or options.rendezvous is not None:
-        raise UsageError(f"--num-nodes and --rendezvous are in {options.config}: omit the flags, or --config")
-    path = Path(options.config)
-    recipe = read_recipe(path, options.rank, variable)
-    if recipe.unused:
-        print(f"echelon: {path}: no effect: {', '.join(recipe.unused)}", file=sys.stderr, flush=True)
-    rendezvous = parse_rendezvous(recipe.rendezvous, f"mxnet.rendezvous in {path}")
-    return recipe.num_nodes, rendezvous, [*recipe.command, *options.program]
-
-
-def _job(num_nodes: int, num_servers: int, run_dir: str | None) -> Job:
-    """Return the job of all nodes, with the settings of the environment. It has no credentials but the user's."""
-    environment = Job.from_environment()
-    return Job(
-        num_workers=num_nodes,
-        num_servers=num_servers,
-        interface=environment.interface,
-        verbose=environment.verbose,
-        timeout_s=environment.timeout_s,
-        heartbeat_timeout_s=environment.heartbeat_timeout_s,
-        transport=environment.transport,
-        stall_seconds=environment.stall_seconds,
-        allow_optimizers=environment.allow_optimizers,
-        run_dir=run_dir,
-        security=environment.security,
-        credentials=environment.credentials,
-        credentials_file=environment.credentials_file,
-    )

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from echelon.cluster.messages import SERVER, WORKER
-from echelon.environment import HIGHEST_PORT
+from echelon.environment import HIGHEST_PORT, Job
 from echelon.errors import UsageError
 from echelon.launch.addresses import own_addresses
 from echelon.launch.interface import Output
@@ -65,6 +65,26 @@ def _resolved(host: str, text: str, where: str) -> str:
         raise UsageError(
             f"{where} is {text!r}, but {host!r} is neither an IP address nor a known host: write the address of node 0"
         ) from None
+
+
+def node_job(num_nodes: int, num_servers: int, run_dir: str | None) -> Job:
+    """Return the job of all nodes, with the settings of the environment. It has no credentials but the user's."""
+    environment = Job.from_environment()
+    return Job(
+        num_workers=num_nodes,
+        num_servers=num_servers,
+        interface=environment.interface,
+        verbose=environment.verbose,
+        timeout_s=environment.timeout_s,
+        heartbeat_timeout_s=environment.heartbeat_timeout_s,
+        transport=environment.transport,
+        stall_seconds=environment.stall_seconds,
+        allow_optimizers=environment.allow_optimizers,
+        run_dir=run_dir,
+        security=environment.security,
+        credentials=environment.credentials,
+        credentials_file=environment.credentials_file,
+    )
 
 
 def node_plan(request: Request, rank: int, rendezvous: Rendezvous) -> Plan:

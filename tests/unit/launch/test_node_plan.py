@@ -1,23 +1,15 @@
-"""One node's part of a job, and the benchmark files of DLBS that describe it."""
+"""One node's part of a job."""
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from echelon.bench.recipe import read_recipe
 from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch.node import Rendezvous, node_plan, parse_rendezvous
 from echelon.launch.plan import Plan, Request
 
 RENDEZVOUS = Rendezvous("10.0.0.1", 29500, "eth0")
-EXAMPLES = Path(__file__).parents[3] / "examples" / "image-classification"
 
 
 def plan(rank: int, num_nodes: int = 2, servers_per_node: int = 1) -> Plan:
@@ -73,63 +65,3 @@ def test_every_process_has_the_variables_of_dlbs() -> None:
 def test_a_node_that_does_not_exist_is_refused() -> None:
     with pytest.raises(UsageError, match="a job of 2 nodes has the nodes 0 to 1"):
         plan(2)
-
-
-@pytest.fixture
-def recipe(tmp_path: Path) -> Callable[..., list[str]]:
-    """Write a config.json with these parameters; return the flags of the worker of node 1."""
-    (tmp_path / "train_imagenet.py").touch()
-
-    def read(**parameters: Any) -> list[str]:
-        config = tmp_path / "config.json"
-        config.write_text(json.dumps({"parameters": {key.replace("__", "."): one for key, one in parameters.items()}}))
-        return list(read_recipe(config, 1, {"DATA": "/data"}.get).command[2:])
-
-    return read
-
-
-def test_a_recipe_becomes_the_flags_of_a_worker(recipe: Callable[..., list[str]]) -> None:
-    flags = recipe(
-        exp__num_nodes=2,
-        exp__gpus="0,1",
-        exp__replica_batch=32,
-        exp__num_warmup_batches=2,
-        exp__num_batches=8,
-        exp__model="vgg16",
-        exp__dtype="float16",
-        exp__data_dir="${DATA}/rank_${mxnet.rank}",
-        mxnet__kv_store="dist_device_sync",
-    )
-    assert shlex.join(flags) == (
-        "--network vgg --num-layers 16 --batch-size 64 --num-examples 1280 --num-epochs 1 --dtype float16 "
-        "--kv-store dist_device_sync --disp-batches 8 --gpus 0,1 --data-train /data/rank_1/train.rec"
-    )
-
-
-@pytest.mark.parametrize(
-    ("parameters", "message"),
-    [
-        ({"exp__num_nodes": "two"}, "exp.num_nodes is 'two'; it must be a whole number, 1 or more"),
-        ({"exp__model": "resnet51"}, "did you mean 'resnet50'"),
-        ({"exp__data_dir": "${NOWHERE}"}, r"exp.data_dir uses \$\{NOWHERE\}, which is neither"),
-        ({"exp__data_dir": "${exp.dtype}", "exp__dtype": "${exp.data_dir}"}, "refers to itself"),
-    ],
-)
-def test_a_wrong_recipe_names_file_and_key(
-    recipe: Callable[..., list[str]], tmp_path: Path, parameters: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UsageError, match=message) as caught:
-        recipe(**parameters)
-    assert str(tmp_path / "config.json") in str(caught.value)
-
-
-def test_a_damaged_recipe_names_the_line(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text('{"parameters": {\n  "exp.num_nodes": 2,\n}}')
-    with pytest.raises(UsageError, match=r"is not valid JSON: .* line 3"):
-        read_recipe(config, 0, lambda name: None)
-
-
-def test_the_example_is_complete() -> None:
-    recipe = read_recipe(EXAMPLES / "config.json", 0, lambda name: None)
-    assert (recipe.num_nodes, recipe.rendezvous, recipe.unused) == (2, "127.0.0.1:29500", ())

@@ -21,6 +21,7 @@ from echelon.environment import use_compile_cache
 from echelon.schemes.stores import store_kind
 from echelon.train import log_lines
 from echelon.train.checkpoint.saver import RunPosition, Saver
+from echelon.train.loop.batch_times import BatchTimes
 from echelon.train.loop.compile_beside import CompileBeside, request_for
 from echelon.train.loop.evaluate import Validation
 from echelon.train.loop.inputs import train_loader
@@ -88,6 +89,7 @@ class Run:
         self._learning = LearningCheck(options, dataset.num_classes) if checked else None
         self._monitor = Monitor(trainer.model, options.monitor) if options.monitor else None
         self._report = Reporter(options, progress, logs=device_index == 0, is_rank_0=self._is_rank_0)
+        self._batch_times = BatchTimes.from_environment(device, device_index)
         self._stop = StopSignals()
         self._beside: CompileBeside | None = None
         self._position = RunPosition()
@@ -128,6 +130,7 @@ class Run:
             self._log_settings(loader.state)
             self._kvstore.barrier()
             self._start_s = time.monotonic()
+            self._batch_times.start()
             if self._is_rank_0:
                 self._kvstore.events.write("settings", **asdict(self._options))
             self._kvstore.events.write(
@@ -213,6 +216,7 @@ class Run:
         with self._stop.instead_of_errors():
             for index, batch in enumerate(self._step.batches(loader), first):
                 self._run_step(before + index + 1, batch)
+                self._batch_times.end_step()
                 yield index
 
     def _run_step(self, update: int, batch: tuple[torch.Tensor, torch.Tensor] | None) -> None:
@@ -362,6 +366,7 @@ class Run:
         self._trainer.sync()
         self._report_stop()
         self._trainer.average_buffers()
+        self._batch_times.write(self._kvstore, self._sampling.batch_size)
         self._kvstore.retire()
         seconds = time.monotonic() - self._start_s
         self._kvstore.events.write("done", seconds=round(seconds, 6), **self._trainer.progress())

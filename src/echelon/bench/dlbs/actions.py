@@ -1,0 +1,181 @@
+"""The actions of the harness: run, build, validate, print-config, help and sysinfo."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from echelon.atomic_file import AtomicFile
+from echelon.bench.dlbs.config import Config, load_config
+from echelon.bench.dlbs.experiment import Experiment, build_experiments, notes
+from echelon.bench.dlbs.parameters import PARAMETERS, described, shown
+from echelon.bench.dlbs.records import benchmark_data
+from echelon.bench.dlbs.source import read_file
+from echelon.environment import variable
+from echelon.errors import EchelonError, UsageError
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run an action; returns the exit status."""
+    return _ACTIONS[args.action](args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from echelon.bench.dlbs.sweep import Sweep  # imports torch, which takes seconds: only after the plan is built
+    from echelon.bench.dlbs.table import make_table
+
+    experiments = _experiments(args)
+    if not args.no_validation:
+        _check_all(experiments)
+    sweep = Sweep(experiments, args.progress_file, verbose=args.log_level == "debug")
+    status = sweep.run()
+    Console().print(make_table(sweep.outcomes))
+    if args.json is not None:
+        records = [{**one.experiment.parameters, **one.records, "exp.status": one.status} for one in sweep.outcomes]
+        _write(args.json, benchmark_data(records))
+    return status
+
+
+def _build(args: argparse.Namespace) -> int:
+    experiments = _experiments(args)
+    plan = [dict(one.parameters) for one in experiments]
+    if args.plan is None:
+        print(json.dumps(plan, indent=2))
+    else:
+        _write(args.plan, plan)
+        print(f"{len(plan)} experiments written to {args.plan}; echelon bench run --plan {args.plan} runs them")
+    return 0
+
+
+def _validate(args: argparse.Namespace) -> int:
+    from echelon.bench.dlbs.command import checked_run
+
+    experiments = _experiments(args)
+    failures = 0
+    for experiment in experiments:
+        try:
+            checked_run(experiment)
+        except EchelonError as error:
+            failures += 1
+            print(f"echelon: {error}", file=sys.stderr)
+    print(
+        f"{len(experiments)} experiments, {failures} of them cannot run"
+        if failures
+        else f"{len(experiments)} experiments are valid"
+    )
+    return 2 if failures else 0
+
+
+def _print_config(args: argparse.Namespace) -> int:
+    config = _config(args)
+    body = {
+        "parameters": {key: one.value for key, one in config.parameters.items()},
+        "variables": {key: one.value for key, one in config.variables.items()},
+        "extensions": [
+            {
+                "condition": dict(one.condition),
+                "parameters": {key: setting.value for key, setting in one.parameters.items()},
+                "cases": [{key: setting.value for key, setting in case.items()} for case in one.cases],
+            }
+            for one in config.extensions
+        ],
+    }
+    print(json.dumps(body, indent=2))
+    return 0
+
+
+def _help(args: argparse.Namespace) -> int:
+    lines = described(args.words)
+    if not lines:
+        raise UsageError(f"no parameter matches {' '.join(args.words)}; 'echelon bench help' lists all")
+    print("\n".join(lines))
+    return 0
+
+
+def _sysinfo(args: argparse.Namespace) -> int:
+    from echelon.bench.dlbs.system_info import SOURCES, check_sources, system_info
+
+    sources = check_sources(args.sources, "--sources") if args.sources else SOURCES
+    print(json.dumps(system_info(sources), indent=2))
+    return 0
+
+
+def _config(args: argparse.Namespace) -> Config:
+    return load_config(
+        args.config, args.parameters, args.variables, args.extensions, with_defaults=not args.discard_default_config
+    )
+
+
+def _experiments(args: argparse.Namespace) -> list[Experiment]:
+    if args.action == "run" and args.plan is not None:
+        if args.config or args.parameters or args.variables or args.extensions:
+            raise UsageError("run --plan runs the experiments of the file as they are: omit --config, -P, -V and -E")
+        return _planned(args.plan)
+    config = _config(args)
+    experiments = build_experiments(config, variable)
+    if args.log_level in ("info", "debug"):
+        for note in notes(config):
+            print(f"echelon: {args.config or 'parameters'}: {note}", file=sys.stderr, flush=True)
+    return experiments
+
+
+def _planned(path: Path) -> list[Experiment]:
+    """Return the experiments of a file that `build --plan` wrote."""
+    document = read_file(path)
+    if not isinstance(document.value, list) or not all(isinstance(one, dict) for one in document.value):
+        raise UsageError(f"{path}: a plan is a list of experiments, as 'echelon bench build --plan {path}' writes it")
+    if not document.value:
+        raise UsageError(f"{path}: the plan has no experiments")
+    for index, one in enumerate(document.value):
+        if missing := [key for key in ("exp.log_file", "exp.model", "exp.status") if key not in one]:
+            raise UsageError(f"{document.where(index)}: the experiment has no {missing[0]}; write the plan by 'build'")
+    plan = document.value
+    varied = [key for key in plan[0] if key in PARAMETERS and len({shown(one.get(key)) for one in plan}) > 1]
+    varied = [key for key in varied if not PARAMETERS[key].computed]
+    return [
+        Experiment(
+            one, {key: one.get(key) for key in varied}, {key: document.where(index, key) for key in (*PARAMETERS, *one)}
+        )
+        for index, one in enumerate(plan)
+    ]
+
+
+def _check_all(experiments: Sequence[Experiment]) -> None:
+    """Raise the error of the first experiment if none can run. Otherwise those that cannot are failed cells."""
+    from echelon.bench.dlbs.command import checked_run
+
+    errors: list[EchelonError] = []
+    for experiment in experiments:
+        try:
+            if experiment.parameters["exp.status"] != "disabled":
+                checked_run(experiment)
+            return
+        except EchelonError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _write(path: Path, body: Any) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with AtomicFile(path) as file:
+            file.stream.write((json.dumps(body, indent=2) + "\n").encode())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from error
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "run": _run,
+    "build": _build,
+    "validate": _validate,
+    "print-config": _print_config,
+    "help": _help,
+    "sysinfo": _sysinfo,
+}

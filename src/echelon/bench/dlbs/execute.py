@@ -1,0 +1,257 @@
+"""Runs one experiment: starts its job, writes its log, status file and resources, and computes its results."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+import msgspec
+
+from echelon.atomic_file import AtomicFile
+from echelon.bench.dlbs.command import Run
+from echelon.bench.dlbs.experiment import Experiment
+from echelon.bench.dlbs.records import read_records, record_line
+from echelon.bench.dlbs.rerun import FAILURE, OK, RUNNING
+from echelon.bench.dlbs.system_info import check_sources, system_info
+from echelon.bench.dlbs.window import WorkerTimes, results
+from echelon.environment import BATCH_TIMES, Job
+from echelon.errors import DataError, EchelonError, UsageError
+from echelon.launch.interface import Output
+from echelon.launch.local.launcher import LocalLauncher
+from echelon.launch.node import node_job, node_plan, run_node
+from echelon.launch.plan import Request
+from echelon.launch.run import protect
+from echelon.observe.events import FILE_NAME, EventReader
+from echelon.observe.machine import commit
+from echelon.observe.resources import ResourceMonitor, as_series
+
+INTERRUPTED = "interrupted"
+_SIGNALS = (130, 143)  # 128 + SIGINT and SIGTERM
+_ERROR = re.compile(r"(?:\S+: )?error: (.+)")  # of Echelon's commands and scripts
+_USE = {  # results.use.* of DLBS, and the fields of a sample
+    "time": "time",
+    "cpu": "cpu_percent",
+    "mem": "memory_percent",
+    "mem_virt": "virtual_mib",
+    "mem_res": "resident_mib",
+    "mem_shrd": "shared_mib",
+    "net_sent": "sent_mib",
+    "net_received": "received_mib",
+    "gpus": "gpu_utilisation_percent",
+    "gpu_mem": "gpu_memory_mib",
+    "power": "gpu_power_w",
+}
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an experiment ended: `ok`, `failure`, `interrupted` or, without a run, what its log or status says."""
+
+    experiment: Experiment
+    status: str
+    message: str = ""
+    records: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def execute(run: Run, on_progress: Callable[[int], None], show: Show, show_line: Show) -> Outcome:
+    """Run an experiment to its end. `on_progress` gets the batches that the slowest worker has done."""
+    experiment, start = run.experiment, time.monotonic()
+    folder = _prepared_folder(experiment.log_file)
+    with experiment.log_file.open("w", encoding="utf-8", buffering=1) as log:
+        header = {**experiment.parameters, "exp.status": RUNNING, "exp.framework_commit": commit(), **_own_system(run)}
+        _write_records(log, {**header, "results.start_time": _now(), "results.proc_pid": os.getpid()})
+        write_status(experiment, RUNNING)
+        status, message, measured = _run_job(run, folder, log, on_progress, show, show_line)
+        seconds = time.monotonic() - start
+        if status == INTERRUPTED:  # the log keeps "running", so that the next run repeats the experiment
+            write_status(experiment, INTERRUPTED, message, seconds)
+            return Outcome(experiment, status, message, {}, seconds)
+        measured |= {"results.end_time": _now(), "results.status": status, "exp.status": status}
+        _write_records(log, {**measured, "exp.status_msg": message})
+    write_status(experiment, status, message, seconds)
+    return Outcome(experiment, status, message, {**header, **measured, "exp.status_msg": message}, seconds)
+
+
+def read_log(path: Path) -> dict[str, Any] | None:
+    """Return the records of a log, or None if there is none."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return read_records(file)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"the log {path} cannot be read: {error.strerror}") from error
+
+
+def write_status(experiment: Experiment, status: str, message: str = "", seconds: float | None = None) -> None:
+    """Write the status file of this machine's rank, beside the log."""
+    path = experiment.log_file.with_suffix(".status.json")
+    body = {
+        "status": status,
+        "message": message,
+        "rank": experiment.parameters["mxnet.rank"],
+        "num_nodes": experiment.parameters["exp.num_nodes"],
+        "pid": os.getpid(),
+        "seconds": seconds,
+        "time": _now(),
+    }
+    with AtomicFile(path) as file:
+        file.stream.write((json.dumps(body, indent=2) + "\n").encode())
+
+
+def _prepared_folder(log_file: Path) -> Path:
+    """Create the folder of the log, and an empty one beside the log for the events of the run."""
+    folder = log_file.with_suffix(".run")
+    try:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        if (folder / FILE_NAME).exists():  # of an earlier run of this experiment
+            shutil.rmtree(folder)
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"exp.log_file: {error.filename} cannot be created: {error.strerror}") from error
+    return folder.absolute()
+
+
+def _own_system(run: Run) -> dict[str, Any]:
+    parameters, where = run.experiment.parameters, run.experiment.where
+    return system_info(check_sources(parameters.get("exp.sys_info") or "", where.get("exp.sys_info", "")))
+
+
+def _run_job(
+    run: Run, folder: Path, log: TextIO, on_progress: Callable[[int], None], show: Show, show_line: Show
+) -> tuple[str, str, dict[str, Any]]:
+    """Return the status, the message and the results of the job."""
+    causes: list[str] = []
+
+    def on_line(name: str, text: str) -> None:
+        log.write(f"[{name}] {text}\n")
+        show_line(f"[{name}] {text}")
+        if (found := _ERROR.match(text)) is not None:
+            causes.append(found[1])
+
+    def on_error(line: str) -> None:  # of the launcher
+        log.write(f"{line}\n")
+        (show_line if line.startswith("echelon: worker") else show)(line)
+        last[0] = line.removeprefix("echelon: ")
+
+    last = [""]
+    progress = _Progress(folder, run.experiment.num_workers, on_progress)
+    every_s = float(run.experiment.parameters.get("monitor.frequency") or 0)
+    measured: dict[str, Any] = {}
+    try:
+        with ResourceMonitor(every_s) if every_s else nullcontext() as monitor, _errors_to(on_error):
+            status = _start(run, folder, Output(on_line, progress.poll, shown=True))
+        if monitor is not None:
+            measured = _use(monitor)
+        if status in _SIGNALS:
+            return INTERRUPTED, "stopped by a signal", measured
+        if status:
+            return FAILURE, causes[0] if causes else last[0] or f"exit status {status}", measured
+        times = read_batch_times(folder)
+        parameters = run.experiment.parameters
+        _check_workers(times, run.experiment.num_workers)
+        measured |= results(times, parameters["exp.num_warmup_batches"], parameters["exp.num_batches"])
+    except EchelonError as error:
+        log.write(f"echelon: {error}\n")
+        return FAILURE, str(error), measured
+    finally:
+        _remove_checkpoint(folder)
+    return OK, "", measured
+
+
+def _start(run: Run, folder: Path, output: Output) -> int:
+    experiment = run.experiment
+    variables = {**experiment.variables, BATCH_TIMES: str(folder)}
+    if run.rendezvous is not None:
+        job = node_job(experiment.num_workers, run.num_servers, str(folder))
+        request = Request(job, run.command, variables=variables)
+        return run_node(node_plan(request, experiment.parameters["mxnet.rank"], run.rendezvous), run.rendezvous, output)
+    job = Job(
+        num_workers=experiment.num_workers,
+        num_servers=run.num_servers,
+        run_dir=str(folder),
+        transport=experiment.parameters.get("echelon.transport") or "auto",
+        interface=experiment.parameters.get("exp.node_nic") or None,
+    )
+    launcher = LocalLauncher()
+    return launcher.run(protect(launcher.plan(Request(job, run.command, variables=variables))), output)
+
+
+class _Progress:
+    """Reads from the events of a run how many batches the slowest worker has done."""
+
+    def __init__(self, folder: Path, num_workers: int, on_progress: Callable[[int], None]) -> None:
+        self._reader = EventReader(folder)
+        self._done = dict.fromkeys(range(num_workers), 0)
+        self._on_progress = on_progress
+
+    def poll(self) -> None:
+        for event in self._reader.poll():
+            if event.get("event") in ("progress", "done") and event.get("rank") in self._done:
+                self._done[event["rank"]] = int(event.get("clock", 0))
+        reported = [clock for clock in self._done.values() if clock]
+        self._on_progress(min(reported) if reported else 0)
+
+
+def read_batch_times(folder: Path) -> list[WorkerTimes]:
+    """Return the times that the workers wrote. Every worker's file has those of all workers."""
+    paths = sorted(folder.glob("batch_times_*.json"))
+    if not paths:
+        raise DataError(f"the workers wrote no batch times to {folder}")
+    found = msgspec.json.decode(paths[0].read_bytes())
+    return [WorkerTimes(one["rank"], one["batch_size"], tuple(one["ends"]), one["device"]) for one in found]
+
+
+def _check_workers(times: list[WorkerTimes], num_workers: int) -> None:
+    alive = sum(one.device == 0 for one in times)
+    if alive < num_workers:
+        raise DataError(f"{alive} of {num_workers} workers reached the end; the log has why the others did not")
+
+
+def _use(monitor: ResourceMonitor) -> dict[str, Any]:
+    series = as_series(monitor.samples)
+    return {f"results.use.{name}": series[source] for name, source in _USE.items() if source in series}
+
+
+def _remove_checkpoint(folder: Path) -> None:
+    """Remove the weights that a run saves at its end: nobody reads those of a benchmark."""
+    for path in folder.glob("*.safetensors"):
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _errors_to(on_line: Show) -> Iterator[None]:
+    """Pass what this process writes to standard error to a function, line by line."""
+
+    class Lines(io.TextIOBase):
+        def write(self, text: str) -> int:
+            for line in text.splitlines():
+                if line.strip():
+                    on_line(line)
+            return len(text)
+
+    with redirect_stderr(Lines()):
+        yield
+
+
+def _write_records(log: TextIO, records: Mapping[str, Any]) -> None:
+    for key, value in records.items():
+        log.write(f"{record_line(key, value)}\n")
+
+
+def _now() -> str:
+    """Return the time in the format of DLBS."""
+    now = datetime.now()
+    return f"{now:%Y-%m-%d:%H:%M:%S}:{now.microsecond // 1000:03d}"

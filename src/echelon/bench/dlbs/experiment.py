@@ -1,0 +1,178 @@
+"""One experiment of a plan: its expanded parameters with their types, and those that are computed from others. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import echelon
+from echelon.bench.dlbs.config import DEFAULT, Config
+from echelon.bench.dlbs.expand import Expander, Get, references
+from echelon.bench.dlbs.parameters import ENVIRONMENT, PARAMETERS, Parameter, check_key, convert, shown, without_effect
+from echelon.bench.dlbs.plan import Planned, build_plan
+from echelon.bench.dlbs.source import Setting
+from echelon.errors import UsageError
+
+_NOT_IN_ID = ("exp.id", "exp.log_file", "exp.rerun", "exp.status", "mxnet.rank", "mxnet.scheduler", "monitor.")
+_BENCH_ROOT = "BENCH_ROOT"  # DLBS's scripts set this variable to the folder of the configuration
+_BATCH, _EFFECTIVE = "exp.replica_batch", "exp.effective_batch"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """`varied`: what distinguishes it from others of its plan. `where`: where each parameter was written."""
+
+    parameters: Mapping[str, Any]
+    varied: Mapping[str, Any]
+    where: Mapping[str, str]
+
+    @property
+    def log_file(self) -> Path:
+        """Where its log goes."""
+        return Path(self.parameters["exp.log_file"])
+
+    @property
+    def title(self) -> str:
+        """What distinguishes it, for a line or a message."""
+        return ", ".join(f"{key}={shown(value)}" for key, value in self.varied.items()) or self.parameters["exp.model"]
+
+    @property
+    def num_workers(self) -> int:
+        """The workers of all machines."""
+        return int(self.parameters["exp.num_nodes"] * self.parameters["echelon.num_workers"])
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that the parameters set for all processes."""
+        words = (self.parameters.get("mxnet.env") or "").split()
+        pairs = [word.partition("=") for word in words]
+        if bad := [name for name, equals, _ in pairs if not equals or not name]:
+            raise UsageError(f"{self.where['mxnet.env']}: mxnet.env: {bad[0]!r} is not NAME=VALUE")
+        own = {key.removeprefix(ENVIRONMENT): value for key, value in self.parameters.items() if _is_variable(key)}
+        return {name: value for name, _, value in pairs} | {name: str(value) for name, value in own.items()}
+
+
+def _is_variable(key: str) -> bool:
+    return key.startswith(ENVIRONMENT)
+
+
+def build_experiments(config: Config, environment: Callable[[str], str | None]) -> list[Experiment]:
+    """Return all experiments of a configuration; raises UsageError for the first that cannot be."""
+    plan = build_plan(config)
+    referenced = {name for one in plan for setting in one.settings.values() for name in references(setting.value)}
+    for planned in plan:
+        for key, setting in planned.settings.items():
+            check_key(key, setting.where, referenced=key in referenced or key in config.own)
+    experiments = [_expand(config, planned, environment) for planned in plan]
+    _check_log_files(experiments)
+    return experiments
+
+
+def notes(config: Config) -> list[str]:
+    """Return what to say about a configuration: which of its keys have no effect."""
+    plan = build_plan(config)
+    referenced = {name for one in plan for setting in one.settings.values() for name in references(setting.value)}
+    unused = [key for key in without_effect(config.given) if key not in referenced]
+    return [f"no effect: {', '.join(unused)}"] if unused else []
+
+
+def _expand(config: Config, planned: Planned, environment: Callable[[str], str | None]) -> Experiment:
+    settings = dict(planned.settings)
+    computed = dict(_COMPUTED)
+    computed["exp.id"] = lambda get: _digest(planned.settings)
+    if _EFFECTIVE in settings and settings.get(_BATCH, Setting(0, DEFAULT)).where == DEFAULT:
+        settings.pop(_BATCH, None)
+        computed[_BATCH] = lambda get: _replica_batch(get, settings[_EFFECTIVE].where)
+
+    def find_variable(name: str) -> str | None:
+        found = environment(name)
+        return str(config.folder) if found is None and name == _BENCH_ROOT else found
+
+    def typed(key: str, value: Any, where: str) -> Any:
+        parameter: Parameter | None = PARAMETERS.get(key) or config.own.get(key)
+        return value if parameter is None else convert(key, value, where, parameter)
+
+    expander = Expander(settings, computed, find_variable, typed)
+    keys = [*settings, *(key for key in computed if key not in settings)]
+    parameters = {key: value for key in keys if (value := expander.get(key)) is not None}
+    where = {key: setting.where for key, setting in settings.items()}
+    _check_batches(parameters, where)
+    varied = {key: parameters.get(key, value) for key, value in planned.varied.items()}
+    return Experiment(parameters, varied, where)
+
+
+def _replica_batch(get: Get, where: str) -> int:
+    batch, replicas = get(_EFFECTIVE), get("exp.num_replicas")
+    if batch % replicas:
+        lower = batch - batch % replicas
+        use = f"{lower} or {lower + replicas}" if lower else str(replicas)
+        raise UsageError(f"{where}: {_EFFECTIVE} {batch} cannot be divided among {replicas} replicas; use {use}")
+    return int(batch // replicas)
+
+
+def _check_batches(parameters: Mapping[str, Any], where: Mapping[str, str]) -> None:
+    expected = parameters[_BATCH] * parameters["exp.num_replicas"] if _BATCH in parameters else None
+    if _EFFECTIVE in where and expected is not None and parameters[_EFFECTIVE] != expected:
+        raise UsageError(
+            f"{where[_EFFECTIVE]}: {_EFFECTIVE} is {parameters[_EFFECTIVE]}, but {_BATCH} {parameters[_BATCH]} "
+            f"({where.get(_BATCH, DEFAULT)}) of {parameters['exp.num_replicas']} replicas gives {expected}; give only "
+            "one of them"
+        )
+
+
+def _check_log_files(experiments: Sequence[Experiment]) -> None:
+    """Raise UsageError if two experiments would write the same log, so that one result would be lost."""
+    seen: dict[str, Experiment] = {}
+    for one in experiments:
+        if one.parameters["exp.status"] == "disabled":
+            continue
+        path = str(one.log_file)
+        if path in seen:
+            raise UsageError(
+                f"{one.where.get('exp.log_file', DEFAULT)}: exp.log_file is {path} for two experiments, "
+                f"{seen[path].title} and {one.title}: use what differs in its name, as in logs/${{exp.id}}.log"
+            )
+        seen[path] = one
+
+
+def _digest(settings: Mapping[str, Setting]) -> str:
+    """Return a digest of the parameters that were given, so that a repeated command finds its logs again."""
+    given = {key: one.value for key, one in settings.items() if one.where != DEFAULT and not key.startswith(_NOT_IN_ID)}
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _num_gpus(get: Get) -> int:
+    return len((get("exp.gpus") or "").split(",")) if get("exp.gpus") else 0
+
+
+def _log_file(get: Get) -> str:
+    words = [get("exp.model") or "model", get("mxnet.kv_store") or "store", str(get(_EFFECTIVE)), get("exp.id")]
+    if get("exp.num_nodes") > 1:
+        words.append(f"rank_{get('mxnet.rank')}")
+    return f"logs/{re.sub(r'[^A-Za-z0-9_.+-]', '-', '_'.join(words))}.log"
+
+
+def _needed(get: Get, key: str) -> Any:
+    value = get(key)
+    if value is None:
+        raise UsageError(f"{key} has no value: with --discard-default-config, give all parameters that a run needs")
+    return value
+
+
+_COMPUTED: dict[str, Callable[[Get], Any]] = {
+    "exp.num_local_gpus": _num_gpus,
+    "exp.num_gpus": lambda get: get("exp.num_local_gpus") * _needed(get, "exp.num_nodes"),
+    "exp.device_type": lambda get: "gpu" if get("exp.gpus") else "cpu",
+    "exp.num_local_replicas": lambda get: max(1, _num_gpus(get)) * _needed(get, "echelon.num_workers"),
+    "exp.num_replicas": lambda get: get("exp.num_local_replicas") * _needed(get, "exp.num_nodes"),
+    "exp.effective_batch": lambda get: _needed(get, _BATCH) * get("exp.num_replicas"),
+    "exp.data": lambda get: "real" if get("exp.data_dir") or get("mxnet.data_dir") else "synthetic",
+    "exp.model_title": lambda get: _needed(get, "exp.model"),
+    "exp.framework_ver": lambda get: echelon.__version__,
+    "exp.log_file": _log_file,
+}
