@@ -66,6 +66,22 @@ def test_an_accuracy_run_gives_one_accuracy_per_epoch(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_scheme_row_gives_the_seconds_to_its_accuracy(tmp_path: Path) -> None:
+    (tmp_path / "train_digits.py").write_text(DIGITS)
+    records: list[Record] = []
+    arguments = "--devices cpu --num-epochs 9 --kv-store dist_async --target-accuracy 0.5"
+    row = Row("digits", "schemes", "train_digits.py", arguments, launch="-n 2 -s 1", to_accuracy=0.5)
+    plan = Plan(tmp_path, tmp_path, Origin("unknown", "none", "2", "digits"))
+    assert Runner(plan, records.append, lambda line: None).run([row]) == []
+    (record,) = records
+    assert record.error == ""
+    assert record.seconds_to(0.5) == record.curve[-1][0]
+    assert 0 < record.curve[-1][0] < record.wall_s
+    assert record.seconds_to(1.1) is None
+    assert record.command.startswith("echelon launch -n 2 -s 1 --run-dir DIR python train_digits.py --devices cpu ")
+
+
+@pytest.mark.long
 def test_a_failure_replaces_figures_only_without_keep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer, results = tmp_path / "train_cifar10.py", tmp_path / "gpu.json"
     command = ["--list", "tiny", "--only", "tiny-local", "--examples", str(tmp_path)]
