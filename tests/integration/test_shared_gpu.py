@@ -49,10 +49,14 @@ def expected(rank: int) -> list[list[float]]:
     return [sums, sums[2 * rank : 2 * rank + 2], both, both, both[4:]]
 
 
-def test_values_on_another_device_are_copied_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ProcessGroup, "_is_elsewhere", lambda group, tensor: type(tensor) is Elsewhere)
-    found = run(lambda kv: collectives(kv, lambda values: values.as_subclass(Elsewhere)), "dist_sync")
-    assert found == [expected(0), expected(1)]
+def collectives_elsewhere(kv: KVStore) -> list[list[float]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroup, "_is_elsewhere", lambda group, tensor: type(tensor) is Elsewhere)
+        return collectives(kv, lambda values: values.as_subclass(Elsewhere))
+
+
+def test_values_on_another_device_are_copied_there_and_back() -> None:
+    assert run(collectives_elsewhere, "dist_sync") == [expected(0), expected(1)]
 
 
 @needs_gpu

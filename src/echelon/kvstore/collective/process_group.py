@@ -115,7 +115,8 @@ class ProcessGroup:
         if self.size == 1 or not out.numel():
             return Reduction(lambda: out.copy_(part))
         if self._is_elsewhere(out):
-            gathered = self.all_gather(part.to(self.device), torch.empty_like(out, device=self.device))
+            here = torch.empty(out.shape, dtype=out.dtype, device=self.device)
+            gathered = self.all_gather(part.to(self.device), here)
             return Reduction(lambda: out.copy_(gathered.result()))
         sent = part.clone() if self._gloo else part  # it may be a view of `out`
         return self._start(
