@@ -79,6 +79,12 @@ def test_a_run_writes_a_summary_of_itself_and_its_workers(gsync: Run) -> None:
         assert sum(phases) <= worker["seconds"] + 1.0  # the Trainer exists a little longer than its first step
         assert worker["bytes"]["pushed"] > 0
     assert any(int(value) > 0 for worker in summary["workers"] for value in worker["staleness"])
+    assert [row["epoch"] for row in summary["epochs"]] == list(range(1, EPOCHS + 1))
+    for row, validation in zip(summary["epochs"], summary["validations"], strict=True):
+        assert 0 < row["train_accuracy"] <= 1
+        assert row["valid_accuracy"] == validation["accuracy"]
+        assert 0 < row["seconds"] < summary["seconds"]
+        assert row["samples_per_s"] > 0
 
 
 def test_the_shares_of_the_data_come_from_data_sharding(gsync: Run) -> None:

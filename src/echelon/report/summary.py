@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from echelon.atomic_file import AtomicFile
+from echelon.report.state.epochs import epoch_rows
 from echelon.report.state.run import RunState
 from echelon.report.state.worker import WorkerState
 
@@ -34,6 +36,7 @@ def summary(state: RunState, store: str, options: dict[str, Any], exit_status: i
         "validations": [
             {name: event[name] for name in ("seconds", "epoch", "accuracy", "loss")} for event in state.validations
         ],
+        "epochs": [asdict(row) for row in epoch_rows(state)],
         "training": state.training.points(),
         "staleness_bound": options.get("staleness"),
         "workers": [_worker(worker, state.began or 0.0) for worker in state.ranked],

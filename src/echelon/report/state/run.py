@@ -68,6 +68,7 @@ class RunState:
     validating: Event | None = None  # how far the present validation is
     validating_since: float = 0.0
     training: TimeCurve = field(default_factory=TimeCurve)
+    epochs: dict[int, dict[int, Event]] = field(default_factory=dict)  # by number, from 1, and rank of the worker
     began: float | None = None
     ended: float | None = None
     final: Event | None = None
@@ -94,6 +95,8 @@ class RunState:
                     self._report(event)
                 case "training":
                     self._measure(event)
+                case "epoch":
+                    self.epochs.setdefault(event["epoch"], {})[event["rank"]] = event
                 case "validation":
                     self._validate(event)
                 case "final":

@@ -65,6 +65,7 @@ class Run:
         self._run_dir = run_dir
         self._place = ProcessRank(kvstore.workers.index(kvstore.rank), len(kvstore.workers), len(options.devices))
         self._is_rank_0 = self._place.rank == 0
+        self._is_device_0 = device_index == 0
         self._metrics = Metrics(options.top_k, options.loss, options.metrics)
         self._logged = self._metrics.names
         if kvstore.job_has_events:  # the devices of a worker sum the metrics, so all of them measure the same
@@ -85,10 +86,10 @@ class Run:
         self._average = MovingAverage(trainer.model, horizon) if horizon and self._is_rank_0 else None
         self._saver = Saver(options, self._place, trainer, dataset, self._scaler, self._average)
         self._validation = self._make_validation()
-        checked = self._is_rank_0 and device_index == 0 and not options.benchmark  # random labels cannot be learned
+        checked = self._is_rank_0 and self._is_device_0 and not options.benchmark  # random labels cannot be learned
         self._learning = LearningCheck(options, dataset.num_classes) if checked else None
         self._monitor = Monitor(trainer.model, options.monitor) if options.monitor else None
-        self._report = Reporter(options, progress, logs=device_index == 0, is_rank_0=self._is_rank_0)
+        self._report = Reporter(options, progress, logs=self._is_device_0, is_rank_0=self._is_rank_0)
         self._batch_times = BatchTimes.from_environment(device, device_index)
         self._stop = StopSignals()
         self._beside: CompileBeside | None = None
@@ -284,7 +285,17 @@ class Run:
         sums = self._trainer.sum_over_devices(self._forward_pass.sums)  # waits for the device: the whole epoch is timed
         means = self._logged_means(sums)
         self._measurements.end_epoch(epoch + 1, self._forward_pass.sums)
-        self._report.epoch_end(epoch, means, time.perf_counter() - start_s)
+        seconds = time.perf_counter() - start_s
+        self._report.epoch_end(epoch, means, seconds)
+        if self._is_device_0:
+            self._kvstore.events.write(
+                "epoch",
+                rank=self._kvstore.worker_rank,
+                epoch=epoch + 1,
+                samples=int(sums[-1]),
+                seconds=round(seconds, 6),
+                metrics=means,
+            )
         self._position = RunPosition(epoch + 1)
         is_last = epoch + 1 == self._options.num_epochs or bool(self._kvstore.halted)
         saves = is_last or (epoch + 1) % self._options.save_period == 0
