@@ -15,13 +15,27 @@ PUBLISHED_FOR = "dist_sync"  # the cluster of 2015 ran BSP
 NAMES = {"dist_sync": "BSP", "dist_async": "Async", "dist_ssync": "SSP, staleness 3", "dist_gsync": "GSP, two groups"}
 CASES = {"equal": "four equal workers", "slow": "one of four workers threefold slower"}
 
+INTRODUCTION = """\
+The cluster of 2015 had five machines with two GTX 980 each. Here five workers with two devices each share one GPU: ten
+processes on one machine (`--gpus 0,0`), with two servers. `batch_size` is that of a worker, half of it per device, so
+the effective batch is five times as large, as on the cluster. A run is one command, and gives all four lines:
+"""
+TO_TARGET = """\
+Four workers share one GPU. Every step lasts at least as long as `--pace` says, on the slow worker three times as long.
+Seconds are from the first step until a validation by rank 0, every half epoch, reaches the accuracy.
+"""
+
 
 def cluster_tables(rows: Sequence[Row], records: Records) -> str:
     """Return the epoch times and, per scheme and setting, the accuracies beside the published ones."""
     ours = [row for row in rows if row.kind == "cluster" and has_figures(row, records)]
     if not ours:
         return ""
-    parts = ["### Five workers with two devices each on one GPU", performance_table(ours, records)]
+    parts = [
+        "### Inception on CIFAR-10, five workers with two devices each",
+        _with_command(INTRODUCTION, ours[0], records),
+    ]
+    parts.append(performance_table(ours, records))
     for store in dict.fromkeys(row.store for row in ours):
         parts.append(f"#### {NAMES[store]} (`{store}`)")
         parts += [accuracies(row, records[row.name]) for row in ours if row.store == store]
@@ -94,7 +108,15 @@ def scheme_table(rows: Sequence[Row], records: Records) -> str:
             cells.append((CASES[case], f"`{store}`", f"**{median:.1f}**", spread, str(len(seconds)), ratio))
     heads = ("case", "store", "median s", "spread", "runs", "× BSP")
     shown = table(heads, "llrrrr", cells)
-    return f"### CIFAR-10 to a validation accuracy of {TARGET:g}\n\n{shown}" if shown else ""
+    if not shown:
+        return ""
+    introduction = _with_command(TO_TARGET, ours[0], records)
+    return f"### CIFAR-10 to a validation accuracy of {TARGET:g}\n\n{introduction}\n\n{shown}"
+
+
+def _with_command(text: str, row: Row, records: Records) -> str:
+    """Return a text with the command of one of its rows."""
+    return f"{text.strip()}\n\n`{records[row.name].command}`"
 
 
 def _seconds(rows: Sequence[Row], store: str, records: Records) -> list[float]:
