@@ -64,7 +64,7 @@ def test_every_key_and_element_has_its_line(value: Any) -> None:
         ('{"parameters": {\n "exp.num_nodes": 2,\n}}', "config.json, line 3, column 1: not valid JSON"),
         ('{"parameters": {\n "exp.num_batches": NaN}}', "config.json, line 2: NaN is not a JSON value"),
         ('{"parameters": {\n"a.b": 1,\n"a.b": 2}}', "config.json, line 3: the key 'a.b' is already on line 2"),
-        ('{\n"parameter": {}}', "config.json, line 2: section 'parameter'; did you mean 'parameters'"),
+        ('{\n"parameter": {}}', "config.json, line 2: unknown section 'parameter'; did you mean 'parameters'"),
         ('{\n"parameters": []}', "config.json, line 2: parameters must be an object, not []"),
         ("[1]", "config.json: a configuration is an object such as"),
         ("[" * 100_000, "config.json: the JSON is nested too deeply"),
@@ -97,7 +97,7 @@ def test_every_key_and_element_has_its_line(value: Any) -> None:
         ('{"variables": {\n"exp.replica_batch": [1, 1]}}', "line 2: exp.replica_batch has the value 1 twice"),
         (
             '{"extensions": [\n{"conditions": {}}]}',
-            "line 2: part of an extension 'conditions'; did you mean 'condition'",
+            "line 2: unknown part of an extension 'conditions'; did you mean 'condition'",
         ),
         ('{"extensions": [\n{"condition":\n{"exp.model": "("}}]}', "line 3: the condition on exp.model, '(', is not a"),
         ('{"extensions": [\n{"cases": [3]}]}', "line 2: a case must be an object, not 3"),

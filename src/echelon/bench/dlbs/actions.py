@@ -37,8 +37,7 @@ def _run(args: argparse.Namespace) -> int:
     status = sweep.run()
     Console().print(make_table(sweep.outcomes))
     if args.json is not None:
-        records = [{**one.experiment.parameters, **one.records, "exp.status": one.status} for one in sweep.outcomes]
-        _write(args.json, benchmark_data(records))
+        _write(args.json, benchmark_data(one.as_record() for one in sweep.outcomes))
     return status
 
 
@@ -49,7 +48,7 @@ def _build(args: argparse.Namespace) -> int:
         print(json.dumps(plan, indent=2))
     else:
         _write(args.plan, plan)
-        print(f"{len(plan)} experiments written to {args.plan}; echelon bench run --plan {args.plan} runs them")
+        print(f"{_count(len(plan))} written to {args.plan}; echelon bench run --plan {args.plan} runs them")
     return 0
 
 
@@ -64,12 +63,13 @@ def _validate(args: argparse.Namespace) -> int:
         except EchelonError as error:
             failures += 1
             print(f"echelon: {error}", file=sys.stderr)
-    print(
-        f"{len(experiments)} experiments, {failures} of them cannot run"
-        if failures
-        else f"{len(experiments)} experiments are valid"
-    )
+    total = _count(len(experiments))
+    print(f"{total}, {failures} of them cannot run" if failures else f"{total}, all valid")
     return 2 if failures else 0
+
+
+def _count(number: int) -> str:
+    return "1 experiment" if number == 1 else f"{number} experiments"
 
 
 def _print_config(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from echelon import models
+from echelon.bench.dlbs.config import DEFAULT
 from echelon.bench.dlbs.experiment import Experiment
 from echelon.environment import Job
 from echelon.errors import UsageError, unknown_name
@@ -122,9 +123,18 @@ def training_words(experiment: Experiment) -> list[str]:
     data = get("exp.data_dir") or get("mxnet.data_dir")
     words += ["--data-train", f"{data}/train.rec"] if data else ["--benchmark", "1"]
     for key, flag in _FLAGS.items():
-        if get(key) not in (None, ""):
+        if get(key) not in (None, "") and key not in _only_for_other_stores(experiment):
             words.append(f"{flag}={get(key)}")
     return words
+
+
+def _only_for_other_stores(experiment: Experiment) -> set[str]:
+    """Return the settings that the store of this experiment does not take, but others of the same sweep may."""
+    if "mxnet.kv_store" not in experiment.varied:
+        return set()
+    kind = store_kind(experiment.parameters["mxnet.kv_store"])
+    taken = {"echelon.staleness": kind.takes_staleness, "echelon.groups": kind.takes_groups}
+    return {key for key, takes in taken.items() if not takes and key not in experiment.varied}
 
 
 def _network(experiment: Experiment) -> Network:
@@ -132,10 +142,11 @@ def _network(experiment: Experiment) -> Network:
     given = experiment.parameters["exp.model_opts"]
     for key in given:
         if key not in _OPTIONS:
-            raise unknown_name(f"{experiment.where['exp.model_opts']}: exp.model_opts: option", key, _OPTIONS)
+            error = unknown_name("option of exp.model_opts", key, _OPTIONS)
+            raise UsageError(f"{experiment.where['exp.model_opts']}: {error}")
     if model not in MODELS and model not in models.names() and ":" not in model:
         names = sorted({*MODELS, *models.names()})
-        raise unknown_name(f"{where}: exp.model:", model, names, "or package.module:function")
+        raise UsageError(f"{where}: {unknown_name('exp.model', model, names, 'or package.module:function')}")
     network = MODELS.get(model, Network(model))
     shape = given.get("image_shape", network.image_shape)
     return Network(
@@ -149,11 +160,10 @@ def _network(experiment: Experiment) -> Network:
 def checked_run(experiment: Experiment) -> Run:
     """Check an experiment as `echelon train` checks its flags; raises UsageError. Imports torch."""
     where = experiment.where
-    words = training_words(experiment)
     parser = Parser(prog="echelon bench")
     add_arguments(parser)
     try:
-        given = parser.parse_args(words)
+        given = parser.parse_args(training_words(experiment))
         options = options_from(given, "imagenet")
         job = Job(num_workers=experiment.num_workers, num_servers=_num_servers(experiment))
         hosts = dict.fromkeys(range(job.num_workers), "127.0.0.1")
@@ -191,11 +201,16 @@ def _num_servers(experiment: Experiment) -> int:
 
 
 def _with_keys(message: str, experiment: Experiment) -> str:
-    """Return an error about flags as one about parameters, beginning with where the first of them was written."""
-    keys = [_KEYS[flag] for flag in _FLAG.findall(message) if flag in _KEYS]
+    """Return an error about flags as one about parameters, beginning with where one of them was written."""
+    if message.startswith(tuple(experiment.where.values())):
+        return message
     text = _FLAG.sub(lambda found: _KEYS.get(found[0], found[0]), message)
-    store = re.match(r"unknown store ", message)
-    keys = ["mxnet.kv_store"] if store else keys
-    where = experiment.where.get(keys[0]) if keys else None
-    named = f"{keys[0]}: " if keys and keys[0] not in text else ""
-    return f"{where or f'experiment {experiment.title}'}: {named}{text}"
+    keys = [_KEYS[flag] for flag in _FLAG.findall(message) if flag in _KEYS]
+    if str(experiment.parameters["mxnet.kv_store"]) in message:
+        keys.append("mxnet.kv_store")
+    given = [key for key in keys if experiment.where.get(key, DEFAULT) != DEFAULT]
+    if not given:
+        return f"{experiment.title}: {text}"
+    where = experiment.where[given[0]]
+    named = "" if given[0] in f"{where} {text}" else f"{given[0]}: "
+    return f"{where}: {named}{text}"

@@ -89,13 +89,17 @@ def _sections(document: Document) -> dict[str, Any]:
         raise UsageError(f"{document.name}: a configuration is an object such as {example}, not {shown(content)}")
     for key in content:
         if key not in _SECTIONS:
-            raise unknown_name(f"{document.where(key)}: section", key, _SECTIONS, "parameters go into one of them")
+            raise _unknown(document.where(key), "section", key, _SECTIONS)
     found = {"parameters": {}, "variables": {}, "extensions": [], **content}
     for key in _SECTIONS:
         kind, word = (list, "a list") if key == "extensions" else (dict, "an object")
         if not isinstance(found[key], kind):
             raise UsageError(f"{document.where(key)}: {key} must be {word}, not {shown(found[key])}")
     return found
+
+
+def _unknown(where: str, kind: str, given: str, known: Iterable[str]) -> UsageError:
+    return UsageError(f"{where}: {unknown_name(kind, given, known)}")
 
 
 def _settings(
@@ -116,7 +120,7 @@ def _settings(
 def _own(key: str, value: Mapping[str, Any], where: str) -> Parameter:
     kind = value.get("type", "str")
     if extra := sorted(value.keys() - _OWN):
-        raise unknown_name(f"{where}: {key}: field", extra[0], sorted(_OWN))
+        raise _unknown(where, f"field of {key}", extra[0], sorted(_OWN))
     if kind not in ("str", "int", "float", "bool"):
         raise UsageError(f"{where}: {key}: type is {shown(kind)}; it must be one of str, int, float, bool")
     pattern = value.get("val_regex") or ""
@@ -168,7 +172,7 @@ def _extension(document: Document, value: Any, path: tuple[str | int, ...], own:
         raise UsageError(f"{where}: an extension must be an object, not {shown(value)}")
     for key in value:
         if key not in _PARTS:
-            raise unknown_name(f"{document.where(*path, key)}: part of an extension", key, _PARTS)
+            raise _unknown(document.where(*path, key), "part of an extension", key, _PARTS)
     parts = {"condition": {}, "parameters": {}, "cases": [], **value}
     for key, kind, word in (("condition", dict, "object"), ("parameters", dict, "object"), ("cases", list, "list")):
         if not isinstance(parts[key], kind):

@@ -64,6 +64,11 @@ class Outcome:
     records: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
+    def as_record(self) -> dict[str, Any]:
+        """Return the parameters, the results and the status as one record."""
+        status = {"exp.status": self.status, "exp.status_msg": self.message}
+        return {**self.experiment.parameters, **self.records, **status}
+
 
 def execute(run: Run, on_progress: Callable[[int], None], show: Show, show_line: Show) -> Outcome:
     """Run an experiment to its end. `on_progress` gets the batches that the slowest worker has done."""
@@ -82,6 +87,17 @@ def execute(run: Run, on_progress: Callable[[int], None], show: Show, show_line:
         _write_records(log, {**measured, "exp.status_msg": message})
     write_status(experiment, status, message, seconds)
     return Outcome(experiment, status, message, {**header, **measured, "exp.status_msg": message}, seconds)
+
+
+def record_failure(experiment: Experiment, message: str) -> None:
+    """Write the log and the status of an experiment that could not start, unless its log has a result."""
+    log = read_log(experiment.log_file)
+    if log is not None and log.get("exp.status") == OK:
+        return
+    _prepared_folder(experiment.log_file)
+    with experiment.log_file.open("w", encoding="utf-8") as file:
+        _write_records(file, {**experiment.parameters, "exp.status": FAILURE, "exp.status_msg": message})
+    write_status(experiment, FAILURE, message)
 
 
 def read_log(path: Path) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from echelon.atomic_file import AtomicFile
 from echelon.bench.dlbs.command import Run, checked_run
-from echelon.bench.dlbs.execute import INTERRUPTED, Outcome, execute, read_log
+from echelon.bench.dlbs.execute import INTERRUPTED, Outcome, execute, read_log, record_failure
 from echelon.bench.dlbs.experiment import Experiment
 from echelon.bench.dlbs.rerun import DISABLED, FAILURE, OK, SIMULATED, decide
 from echelon.bench.dlbs.table import result_line
@@ -41,6 +42,7 @@ class Sweep:
         self._completed: list[dict[str, Any]] = []
         self._active: dict[str, Any] = {}
         self._stop = threading.Event()
+        console = Console(file=sys.stderr)  # this one, because execute() redirects what others write to it
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -49,8 +51,8 @@ class Sweep:
             TimeElapsedColumn(),
             TextColumn("left:"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not Console(stderr=True).is_terminal,
+            console=console,
+            disable=not console.is_terminal,
             transient=True,
         )
         self._task = self._bar.add_task("", total=sum(map(_batches, experiments)))
@@ -106,6 +108,7 @@ class Sweep:
                 return Outcome(experiment, log["exp.status"], log.get("exp.status_msg", ""), log), decision.reason
             return self._execute(run), ""
         except EchelonError as error:
+            record_failure(experiment, str(error))
             return Outcome(experiment, FAILURE, str(error)), ""
 
     def _execute(self, run: Run) -> Outcome:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from echelon.errors import unknown_name
+from echelon.errors import UsageError, unknown_name
 from echelon.observe.machine import machine
 
 _COMMANDS = {
@@ -40,7 +40,7 @@ def check_sources(text: str, where: str) -> list[str]:
     sources = [word.strip() for word in text.split(",") if word.strip()]
     for source in sources:
         if source not in SOURCES:
-            raise unknown_name(f"{where}: exp.sys_info: source", source, SOURCES)
+            raise UsageError(f"{where}: {unknown_name('source of exp.sys_info', source, SOURCES)}")
     return sources
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import shorten
 
 from rich.table import Table
 from rich.text import Text
@@ -11,6 +12,7 @@ from echelon.bench.dlbs.execute import Outcome
 from echelon.bench.dlbs.parameters import shown
 from echelon.bench.dlbs.rerun import OK
 
+_STATUS_WIDTH = 80  # the whole cause is in the line of the experiment and in its log
 _HEADINGS = ("batch ms", "± std", "p90", "samples/s", "status")
 
 
@@ -19,9 +21,10 @@ def make_table(outcomes: Sequence[Outcome]) -> Table:
     varied = list(dict.fromkeys(key for outcome in outcomes for key in outcome.experiment.varied)) or ["exp.model"]
     table = Table(title="results", title_justify="left")
     for key in varied:
-        table.add_column(key)
+        table.add_column(key, overflow="fold")
     for heading in _HEADINGS:
-        table.add_column(heading, justify="left" if heading == "status" else "right")
+        is_text = heading == "status"
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
     for outcome in outcomes:
         parameters = outcome.experiment.parameters
         values = [parameters.get(key) for key in varied]
@@ -34,8 +37,7 @@ def cells(outcome: Outcome) -> list[str]:
     """Return the figures and the status of an experiment."""
     records = outcome.records
     if "results.throughput" not in records or outcome.status != OK:
-        status = outcome.status if not outcome.message else f"{outcome.status}: {outcome.message}"
-        return ["", "", "", "", status]
+        return ["", "", "", "", shorten(_cause(outcome), _STATUS_WIDTH, placeholder=" …")]
     numbers = [f"{records[f'results.{name}']:.2f}" for name in ("time", "time_std", "time_p90")]
     return [*numbers, f"{records['results.throughput']:.1f}", OK]
 
@@ -46,4 +48,8 @@ def result_line(outcome: Outcome) -> str:
     if outcome.status == OK and "results.throughput" in records:
         time, rate = records["results.time"], records["results.throughput"]
         return f"{time:.2f} ms per batch, {rate:.1f} samples/s"
+    return _cause(outcome)
+
+
+def _cause(outcome: Outcome) -> str:
     return f"{outcome.status}: {outcome.message}" if outcome.message else outcome.status
