@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from echelon.atomic_file import AtomicFile
 from echelon.bench.dlbs.config import Config, load_config
 from echelon.bench.dlbs.experiment import Experiment, build_experiments, notes
@@ -20,6 +18,8 @@ from echelon.bench.dlbs.source import read_file
 from echelon.environment import variable
 from echelon.errors import EchelonError, UsageError
 
+_WIDTH_OF_FILES = 160
+
 
 def run(args: argparse.Namespace) -> int:
     """Run an action; returns the exit status."""
@@ -27,15 +27,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from echelon.bench.dlbs.sweep import Sweep  # imports torch, which takes seconds: only after the plan is built
-    from echelon.bench.dlbs.table import make_table
-
     experiments = _experiments(args)
+    from echelon.bench.dlbs.sweep import Sweep  # after the plan is built, because these imports take time
+    from echelon.bench.dlbs.table import make_table
+    from echelon.report.terminal.display import stdout_console
+
     if not args.no_validation:
         _check_all(experiments)
     sweep = Sweep(experiments, args.progress_file, verbose=args.log_level == "debug")
     status = sweep.run()
-    Console().print(make_table(sweep.outcomes))
+    console = stdout_console()
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_FILES
+    console.print(make_table(sweep.outcomes))
     if args.json is not None:
         _write(args.json, benchmark_data(one.as_record() for one in sweep.outcomes))
     return status

@@ -1,0 +1,1 @@
+"""Result tables of runs and benchmarks."""
