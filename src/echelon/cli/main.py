@@ -26,6 +26,7 @@ COMMANDS = {
     "node": "run this machine's part of a job that is started on every machine by hand",
     "data": "download published data sets; create, check and convert RecordIO data",
     "report": "print tables of training logs and runs",
+    "top": "show a run in a terminal",
     "dash": "show a run as a live page in a browser",
     "bench": "benchmark Echelon against other systems",
 }

@@ -22,6 +22,7 @@ from echelon.launch.interface import Output
 from echelon.launch.plan import Request
 from echelon.launch.run import protect
 from echelon.report.runs import discard_run, latest_run, new_run
+from echelon.report.state.job import job_title
 from echelon.report.state.run import JobInfo, RunState
 from echelon.report.summary import summary, write_summary
 from echelon.report.terminal.display import Display, stdout_console
@@ -159,11 +160,8 @@ def watch(launcher: Launcher, request: Request, options: TrainOptions, directory
 
 def job_info(options: TrainOptions, job: Job) -> JobInfo:
     """Return what the display says about a job."""
-    store = options.kv_store if options.staleness is None else f"{options.kv_store} --staleness {options.staleness}"
-    data = "synthetic data" if options.benchmark else options.data
-    title = f"{options.network} on {data}, {store}, -n {job.num_workers} -s {job.num_servers}"
     return JobInfo(
-        title,
+        job_title(asdict(options), job.num_workers, job.num_servers),
         job.num_workers,
         job.num_servers,
         lock_step=store_kind(options.kv_store).lock_step,

@@ -7,10 +7,10 @@ from itertools import accumulate
 from typing import Any
 
 from echelon.dash.snapshot import Curve, Mean, Worker
-from echelon.report.terminal.lines import duration
+from echelon.report.terminal.lines import bytes_text, duration, ranges
+from echelon.report.terminal.status import BAD
 
 NONE = "–"
-_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def integer(value: float | None) -> str:
@@ -44,12 +44,7 @@ def clock(value: float | None) -> str:
 
 def size(value: float | None) -> str:
     """Return a number of bytes with its unit."""
-    if value is None:
-        return NONE
-    power = 0
-    while value >= 999.5 and power < len(_BYTE_UNITS) - 1:
-        value, power = value / 1000, power + 1
-    return f"{value:.0f} {_BYTE_UNITS[power]}" if power == 0 or value >= 99.5 else f"{value:.1f} {_BYTE_UNITS[power]}"
+    return NONE if value is None else bytes_text(value)
 
 
 def mean(value: Mean) -> str:
@@ -81,8 +76,25 @@ def parts(seconds_by_phase: Mapping[str, float]) -> list[dict[str, Any]]:
 
 def groups(workers: Sequence[Worker]) -> list[dict[str, Any]]:
     """Return the workers by group; without groups there is one, whose number is None."""
-    numbers = sorted({worker.group for worker in workers}, key=lambda number: -1 if number is None else number)
-    return [{"number": n, "workers": [worker for worker in workers if worker.group == n]} for n in numbers]
+    found: dict[int | None, list[Worker]] = {}
+    for worker in workers:
+        found.setdefault(worker.group, []).append(worker)
+    numbers = sorted(found, key=lambda number: -1 if number is None else number)
+    return [
+        {
+            "number": number,
+            "workers": found[number],
+            "ranks": ranges(worker.rank for worker in found[number]),
+            "clocks": _clocks(found[number]),
+        }
+        for number in numbers
+    ]
+
+
+def _clocks(workers: Sequence[Worker]) -> str:
+    clocks = [worker.clock for worker in workers if worker.tone != BAD] or [worker.clock for worker in workers]
+    first, last = min(clocks), max(clocks)
+    return integer(first) if first == last else f"{integer(first)}–{integer(last)}"
 
 
 FILTERS: dict[str, Callable[..., Any]] = {

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
-from echelon.report.follow import PIECE_BYTES, RunFiles
-from echelon.report.state.run import RunState
+from echelon.report.follow import RunFiles
+from echelon.report.state.job import job_info_of
+from echelon.report.state.run import Event, RunState
+from echelon.report.state.run import Fault as RunFault
+from echelon.report.state.server import ServerState
+from echelon.report.state.slowness import Slow, own_times, slow_workers
 from echelon.report.state.worker import FINISHED, STOPPED, TRAINING, WorkerState, mean_and_max
 from echelon.report.terminal import lines
+from echelon.report.terminal.screen import VALIDATION_SHOWN_S
+from echelon.report.terminal.status import BAD, BUSY, DONE, FINISHING, GOOD, LIVE, SILENT_S, WARN, run_status
 
-SILENT_S = 15.0  # workers and servers report every second
 MOST_FAULTS = 12
-MOST_VALIDATIONS = 8
-VALIDATING = "validating"
+PHASES = ("compute", "push", "wait", "pull", "other")  # other: validation and checkpoints
 
-# How something is, for its colour. The text beside it says the same.
-GOOD, BUSY, WARN, BAD, DONE = "good", "busy", "warn", "bad", "done"
 _TONES = {TRAINING: GOOD, FINISHED: DONE, "left": DONE, STOPPED: WARN, "failed": BAD, "died": BAD}
 
 
@@ -42,7 +45,8 @@ class Worker(msgspec.Struct, frozen=True):
     clock: int = 0
     samples: int = 0
     samples_per_s: float | None = None
-    seconds: dict[str, float] = {}  # by phase of a step: compute, push, wait, pull
+    seconds: dict[str, float] = {}  # by phase: compute, push, wait, pull, other
+    recent: dict[str, float] = {}  # the same of the last steps; of all steps after the last one
     own_s: float | None = None
     late_s: float | None = None
     slowness: float | None = None  # own_s as a multiple of the median; None if it is not slow
@@ -53,10 +57,10 @@ class Worker(msgspec.Struct, frozen=True):
     bytes: dict[str, int] = {}
     reported_at: float | None = None
 
-    def part(self, phase: str) -> float:
-        """Return the part of its time that the worker has spent in a phase, from 0 to 1."""
-        total = sum(self.seconds.values())
-        return self.seconds.get(phase, 0.0) / total if total else 0.0
+    def part(self, phase: str) -> float | None:
+        """Return the part of its recent time that the worker has spent in a phase, from 0 to 1."""
+        total = sum(self.recent.values())
+        return self.recent.get(phase, 0.0) / total if total else None
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -68,19 +72,21 @@ class Run(msgspec.Struct, frozen=True):
     tone: str
     message: str
     progress: str  # as "epoch 3 of 16"
+    validating: str  # how far a validation is that takes long
     fraction: float | None
     seconds: float
     seconds_left: float | None
     samples: int
     samples_per_s: float
     num_workers: int
+    num_servers: int
     training: int  # workers that train
     fraction_read: float
     unreadable_lines: int
 
 
 class Server(msgspec.Struct, frozen=True):
-    """One server: its counters, and the reason of the last decision of its scheme."""
+    """One server: what it has done, and what it uses."""
 
     rank: int
     state: str
@@ -93,17 +99,8 @@ class Server(msgspec.Struct, frozen=True):
     received: int = 0
     memory_bytes: int = 0
     cpu_s: float = 0.0
-    decision: str = ""
-
-
-class Slow(msgspec.Struct, frozen=True):
-    """A worker whose own time per step is long, whatever the others do, and why."""
-
-    rank: int
-    factor: float
-    own_s: float
-    median_s: float
-    why: str
+    cpu_load: float = 0.0  # cores
+    updates_per_s: float = 0.0
 
 
 class Store(msgspec.Struct, frozen=True):
@@ -117,10 +114,11 @@ class Store(msgspec.Struct, frozen=True):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Something that went wrong, or that was mended, and when: seconds since the beginning."""
+    """A death, a return or a stall, and when: seconds since the beginning."""
 
     seconds: float
     kind: str
+    who: str
     text: str
     tone: str
 
@@ -153,16 +151,17 @@ def snapshot(state: RunState, files: RunFiles, now: float) -> Snapshot:
     """Return what the page shows at the time `now`."""
     began = state.began or now
     validations = [*state.validations, *([state.final] if state.final else [])]
-    slow: list[Slow] = []
+    run, slow = _run(state, files, now), slow_workers(state)
+    is_live = run.status in LIVE
     return Snapshot(
         at=now,
-        run=_run(state, files, now),
-        workers=_workers(state, {one.rank: one for one in slow}, now),
-        servers=[],
-        stores=[],
-        slow=slow,
-        faults=[],
-        fault_counts={},
+        run=run,
+        workers=_workers(state, {one.rank: one for one in slow}, now if is_live else None),
+        servers=[_server(server, now if is_live else None) for _, server in sorted(state.servers.items())],
+        stores=[_store(number, event, state) for number, event in sorted(state.stores.items())],
+        slow=slow if is_live else [],
+        faults=[_fault(fault, began) for fault in state.faults[: -MOST_FAULTS - 1 : -1]],
+        fault_counts=dict(Counter(fault.kind for fault in state.faults)),
         training=_curve([(p["seconds"], p["loss"], p["accuracy"]) for p in state.training.points()]),
         validation=_curve([(v.get("seconds", v["at"] - began), v["loss"], v["accuracy"]) for v in validations]),
         epochs=[event.get("epoch") for event in validations],
@@ -181,91 +180,104 @@ def _finite(value: float | None) -> float | None:
 
 
 def _run(state: RunState, files: RunFiles, now: float) -> Run:
-    status, tone, message = _status(state, files, now)
-    ended = status in (FINISHED, STOPPED) or files.exit_status is not None
+    status, info = run_status(state, files, now), job_info_of(state)
+    mean_rate = state.samples / state.seconds if state.seconds else 0.0
     return Run(
         name=files.folder.name,
-        title="",
-        status=status,
-        tone=tone,
-        message=message,
-        progress=lines.epoch_text(state) if state.has_trained else "",
+        title=info.title,
+        status=status.word,
+        tone=status.tone,
+        message=status.message,
+        progress=lines.ENDED if status.word == FINISHING else lines.epoch_text(state) if state.has_trained else "",
+        validating=lines.validation_progress(state) if status.is_live and _validates_long(state, now) else "",
         fraction=state.fraction_done,
         seconds=state.seconds,
-        seconds_left=None if ended else state.seconds_left(now),
+        seconds_left=state.seconds_left(now) if status.is_live and state.active else None,
         samples=state.samples,
-        samples_per_s=sum(worker.rate for worker in state.active)
-        if state.active and not ended
-        else state.samples / max(1e-9, state.seconds),
-        num_workers=len(state.workers),
-        training=len(state.active),
+        samples_per_s=sum(worker.rate for worker in state.active) if status.is_live and state.active else mean_rate,
+        num_workers=max(info.num_workers, len(state.workers)),
+        num_servers=info.num_servers,
+        training=sum(worker.phase == TRAINING for worker in state.workers.values()) if status.is_live else 0,
         fraction_read=files.fraction_read,
         unreadable_lines=files.unreadable,
     )
 
 
-def _status(state: RunState, files: RunFiles, now: float) -> tuple[str, str, str]:
-    """Return the state of the run in a word, its tone, and a sentence where the word is not enough."""
-    if not files.exists:
-        return "deleted", BAD, "The folder of this run was deleted. This is the last state that was read."
-    if files.last_event is None:
-        return "waiting", BUSY, "The job has not written any event yet."
-    if files.fraction_read < 1.0 and files.total_bytes - files.read_bytes > PIECE_BYTES:
-        return "reading", BUSY, f"Reading the log of the run: {files.fraction_read:.0%}."
-    if files.exit_status is not None:
-        return _end(files.exit_status)
-    silent = now - files.last_event
-    if state.has_trained and not state.active:
-        left = [worker for worker in state.ranked if not worker.finished]
-        if silent <= SILENT_S or not left:
-            return FINISHED, DONE, ""
-    if silent > SILENT_S:
-        return "silent", WARN, f"No event for {lines.duration(silent)}. The job may have ended without a last event."
-    if not state.has_trained:
-        return lines.STARTING, BUSY, ""
-    return (VALIDATING, GOOD, lines.validation_progress(state)) if state.validating else (TRAINING, GOOD, "")
+def _validates_long(state: RunState, now: float) -> bool:
+    return state.validating is not None and now - state.validating_since >= VALIDATION_SHOWN_S
 
 
-def _end(exit_status: int) -> tuple[str, str, str]:
-    if not exit_status:
-        return FINISHED, DONE, ""
-    if exit_status > 128:
-        return STOPPED, WARN, f"A signal stopped the run (exit status {exit_status})."
-    return "failed", BAD, f"The run failed with exit status {exit_status}."
+def _workers(state: RunState, slow: dict[int, Slow], now: float | None) -> list[Worker]:
+    """Return the workers that have begun and those that are about to; `now` is None after the end of the run."""
+    times = own_times(state)
+    late = {rank: one.late_s for server in state.servers.values() for rank, one in server.arrivals.items()}
+    shown = []
+    for rank in range(max(job_info_of(state).num_workers, max(state.workers, default=-1) + 1)):
+        if (worker := state.workers.get(rank)) is None:
+            shown.append(Worker(rank, state.processes.get(f"worker {rank}", lines.STARTING), BUSY))
+            continue
+        found = _worker(worker, now)
+        shown.append(
+            msgspec.structs.replace(
+                found,
+                group=state.group_of(rank),
+                own_s=times.get(rank),
+                late_s=late.get(rank),
+                slowness=slow[rank].factor if rank in slow and now is not None else None,
+            )
+        )
+    return shown
 
 
-def _workers(state: RunState, slow: dict[int, Slow], now: float) -> list[Worker]:
-    waiting = [name for name in state.processes if name.startswith("worker ")]
-    early = {int(name.split()[1]): state.processes[name] for name in waiting}
-    shown = [Worker(rank, phase, BUSY) for rank, phase in early.items() if rank not in state.workers] + [
-        _worker(worker, slow.get(worker.rank), now) for worker in state.ranked
-    ]
-    return sorted(shown, key=lambda worker: worker.rank)
-
-
-def _worker(worker: WorkerState, slow: Slow | None, now: float) -> Worker:
-    silent = now - worker.reported_at
-    note, tone = "", _TONES.get(worker.phase, BUSY)
-    if worker.phase == TRAINING and silent > SILENT_S:
-        note, tone = f"no report for {lines.duration(silent)}", WARN
+def _worker(worker: WorkerState, now: float | None) -> Worker:
+    silent_s = 0.0 if now is None else now - worker.reported_at
+    is_silent = worker.phase == TRAINING and silent_s > SILENT_S
+    is_active = not (worker.finished or worker.is_gone)
     return Worker(
         rank=worker.rank,
         state=worker.phase,
-        tone=tone,
-        note=note,
+        tone=WARN if is_silent else _TONES.get(worker.phase, BUSY),
+        note=f"no report for {lines.duration(silent_s)}" if is_silent else "",
         epochs_done=worker.epochs_done,
         clock=worker.clock,
         samples=worker.samples,
-        samples_per_s=None if worker.is_gone or worker.finished else worker.rate,
-        seconds={"wait": worker.wait_s},
-        slowness=slow.factor if slow else None,
+        samples_per_s=worker.rate if is_active and now is not None else None,
+        seconds=(seconds := {phase: getattr(worker, f"{phase}_s") for phase in PHASES}),
+        recent=_recent(worker) if is_active and worker.steps else seconds,
         missed=_mean(worker.staleness),
         ahead=_mean(worker.rounds_ahead),
         loss=worker.loss,
         accuracy=worker.accuracy,
+        bytes=worker.bytes,
         reported_at=worker.reported_at,
     )
 
 
+def _recent(worker: WorkerState) -> dict[str, float]:
+    return {phase: sum(getattr(step, phase) for step in worker.steps) for phase in PHASES[:-1]}
+
+
 def _mean(histogram: dict[str, int]) -> Mean:
     return Mean(*mean_and_max(histogram), histogram)
+
+
+def _server(server: ServerState, now: float | None) -> Server:
+    is_silent = now is not None and now - server.reported_at > SILENT_S
+    names = ("rank", "store", "pushes", "updates", "held", "sent", "received", "memory_bytes", "cpu_s")
+    return Server(
+        **{name: getattr(server, name) for name in names},
+        state="silent" if is_silent else "",
+        tone=WARN if is_silent else GOOD,
+        cpu_load=server.cpu_load,
+        updates_per_s=server.updates_per_s,
+    )
+
+
+def _store(number: int, event: Event, state: RunState) -> Store:
+    return Store(number, event["name"], event["scheme"], event["staleness"], state.newest_decision(number))
+
+
+def _fault(fault: RunFault, began: float) -> Fault:
+    tone = {"joined again": GOOD, "stall": WARN}.get(fault.kind, BAD)
+    text = fault.text if fault.text.startswith(fault.who) else ": ".join(filter(None, [fault.who, fault.text]))
+    return Fault(max(0.0, fault.at - began), fault.kind, fault.who, text, tone)

@@ -4,6 +4,7 @@
 
 const INTERVAL_MS = 1000;
 const CHART_HEIGHT = 200;
+const MOST_DOTS = 40; // of a curve whose points are marked
 const charts = [];
 
 function colour(name) {
@@ -29,8 +30,9 @@ class Chart {
     this.plot?.destroy();
     const axis = { stroke: colour("quiet"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line") } };
     const value = (plot, number) => (number == null ? "–" : number.toFixed(this.digits));
-    const line = (label, name, dots) => ({
-      label, value, stroke: colour(name), width: 2, spanGaps: true, points: { show: dots, size: 6, fill: colour(name) },
+    const few = () => this.numValidations <= MOST_DOTS;
+    const line = (label, name, show) => ({
+      label, value, stroke: colour(name), width: 2, spanGaps: true, points: { show, size: 6, fill: colour(name) },
     });
     this.plot = new uPlot(
       {
@@ -40,7 +42,7 @@ class Chart {
         series: [
           { label: "time", value: (plot, seconds) => (seconds == null ? "–" : duration(seconds)) },
           line("training", "quiet", false),
-          line("validation", "accent", true),
+          line("validation", "accent", few),
         ],
       },
       this.data,
@@ -49,6 +51,7 @@ class Chart {
   }
 
   show(training, validation) {
+    this.numValidations = validation.seconds.length;
     this.data = uPlot.join([
       [training.seconds, training[this.name]],
       [validation.seconds, validation[this.name]],

@@ -218,6 +218,12 @@ class RunState:
         groups = (store or {}).get("groups") or ()
         return next((index for index, group in enumerate(groups) if rank in group), None)
 
+    def newest_decision(self, store: int) -> str:
+        """Return the last decision of a store's scheme that a server has reported, with its reason."""
+        reports = [server for server in self.servers.values() if server.store == store and server.decision]
+        newest = max(reports, key=lambda server: server.reported_at, default=None)
+        return f"server {newest.rank}: {newest.decision}" if newest is not None else ""
+
     @property
     def active(self) -> list[WorkerState]:
         """The workers that train, in rank order."""

@@ -11,7 +11,9 @@ from echelon.report.terminal.columns import metric
 
 STARTING = "starting"
 ENDED = "measuring and saving the final weights"
+NEWS_SHOWN = 3
 PASSING_S = 15.0  # a worker that still waits says so again every 10 s
+_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB")
 _PHASES = (STARTING, LOADING, REGISTERED, FIRST_STEP)  # in the order in which a worker reaches them
 
 
@@ -125,6 +127,14 @@ def duration(seconds: float) -> str:
     whole = round(seconds)
     minutes, rest = whole // 60 % 60, whole % 60
     return f"{whole // 3600}:{minutes:02}:{rest:02}" if whole >= 3600 else f"{minutes}:{rest:02}"
+
+
+def bytes_text(number: float) -> str:
+    """Return a number of bytes with two or three digits and its unit: `954 kB`, `1.0 MB`."""
+    power = 0
+    while number >= 999.5 and power < len(_BYTE_UNITS) - 1:
+        number, power = number / 1000, power + 1
+    return f"{number:.{1 if power and number < 99.5 else 0}f} {_BYTE_UNITS[power]}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

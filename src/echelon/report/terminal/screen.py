@@ -13,7 +13,6 @@ from echelon.report.state.run import JobInfo, RunState
 from echelon.report.terminal import lines
 from echelon.report.terminal.columns import GAP, Cells, table_cells
 
-NEWS_SHOWN = 3
 MIN_ROWS = 3
 MIN_BAR, MAX_BAR = 4, 40
 HEADING_LINES = 2
@@ -23,7 +22,7 @@ VALIDATION_SHOWN_S = 1.0  # a validation that is shorter would only make the lin
 def screen(info: JobInfo, state: RunState, now: float, began: float, width: int, height: int) -> RenderableType:
     """Return what a terminal of this size shows at the time `now` of a run that was started at `began`."""
     title = Text(info.title, "bold")
-    news = [line(text, "yellow") for text in lines.news_lines(state, now, NEWS_SHOWN)]
+    news = [line(text, "yellow") for text in lines.news_lines(state, now, lines.NEWS_SHOWN)]
     if not state.has_trained:
         doing = line(f"{lines.phase_of_start(info, state)}… {lines.duration(now - began)}")
         return Group(title, doing, *map(Text, lines.processes_lines(info, state)), *news)
