@@ -171,6 +171,6 @@ class EventReader:
         for line in data[:end].splitlines():
             try:
                 events.append(msgspec.json.decode(line, type=dict[str, Any]))
-            except msgspec.DecodeError:
+            except (msgspec.DecodeError, UnicodeDecodeError):
                 self.torn += 1
         return events

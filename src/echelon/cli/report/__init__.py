@@ -6,6 +6,8 @@ import argparse
 import importlib
 
 COMMANDS = {  # the command, and its module in this package
+    "html": "html",
+    "plots": "plots",
     "parse-log": "parse_log",
 }
 

@@ -1,4 +1,4 @@
-"""A curve over time with a limited number of points, however long the run."""
+"""A curve over time, or over epochs, with a limited number of points, however long the run."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class TimeCurve:
         while len(self._bins) > MAX_POINTS:
             self._halve()
 
-    def points(self) -> list[dict[str, float]]:
-        """Return the points in the order of time."""
+    def points(self, x: str = "seconds") -> list[dict[str, float]]:
+        """Return the points in the order of time, which is called `x`: "epoch" if epochs were added."""
         return [
             {
-                "seconds": round(one.seconds / one.samples, 3),
+                x: round(one.seconds / one.samples, 3),
                 "loss": one.loss / one.samples,
                 "accuracy": one.accuracy / one.samples,
             }

@@ -1,0 +1,35 @@
+"""Tables of text. A table that is wider than the page scrolls by itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from echelon.report.page.html import Child, Html, element
+
+_NUMBER = re.compile(r"[−–-]?[\d.,]*(\s?(%|×|s|ms|min|h|B|kB|MB|GB|TB|e-?\d+)(/s)?)?(\s?\(\d+\))?|NaN|∞")
+
+
+def table(headings: Sequence[Child], rows: Sequence[Sequence[Child]], caption: str | None = None) -> Html:
+    """Return a table. The first cell of a row is its heading; columns of numbers are justified to the right."""
+    numeric = [
+        bool(rows) and all(_NUMBER.fullmatch(str(row[column] or "")) for row in rows) for column in range(len(headings))
+    ]
+    head = element("tr", *(_cell("th", h, numeric[i], scope="col") for i, h in enumerate(headings)))
+    body = [
+        element(
+            "tr", *(_cell("td" if i else "th", c, numeric[i], scope=None if i else "row") for i, c in enumerate(row))
+        )
+        for row in rows
+    ]
+    content = element(
+        "table",
+        element("caption", caption) if caption else None,
+        element("thead", head),
+        element("tbody", *body),
+    )
+    return element("div", content, class_="scroll", tabindex="0")
+
+
+def _cell(name: str, value: Child, numeric: bool, scope: str | None) -> Html:
+    return element(name, value, class_="n" if numeric else None, scope=scope)
