@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NEEDED := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpus test-dropins test-ray test-system loops-table check bench-gpu clean
+.PHONY: help demo test test-cpus test-dropins test-ray test-system loops-table check bench bench-gpu clean
 
 help:  ## list these commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -66,6 +66,11 @@ test-system: $(VENV)/.installed  ## tests that need root and Debian packages, an
 DATA ?= data
 bench-gpu: $(VENV)/.installed  ## measure the training commands on one GPU
 	$(BIN)/python -m benchmarks.gpu --data-dir $(DATA) --docs docs/results.md $(GPU_FLAGS)
+
+# About half an hour on two cores that nothing else uses. BENCH_FLAGS: --missing, --only, --quick, …; as root also the
+# case with a slow link. `python -m benchmarks.compare --help` lists the flags.
+bench: $(VENV)/.installed  ## the published comparison: measure, and write docs/results.md
+	$(BIN)/python -m benchmarks.compare $(BENCH_FLAGS)
 
 loops-table: $(VENV)/.installed  ## write the table of loops into docs/how-to/use-your-own-loop.md
 	PYTHONPATH=src:tests $(BIN)/python -m loops.table
