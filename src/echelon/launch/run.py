@@ -107,6 +107,7 @@ def _record_job(plan: Plan) -> None:
             "job",
             num_workers=plan.job.num_workers,
             num_servers=plan.job.num_servers,
+            num_machines=len(set(plan.worker_hosts().values())),
             command=command_line(),
             machine=machine(),
             commit=commit(),

@@ -9,6 +9,7 @@ COMMANDS = {  # the command, and its module in this package
     "html": "html",
     "plots": "plots",
     "parse-log": "parse_log",
+    "tables": "tables",
 }
 
 
