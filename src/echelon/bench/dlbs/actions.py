@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     experiments = _experiments(args)
     from echelon.bench.dlbs.sweep import Sweep  # after the plan is built, because these imports take time
-    from echelon.bench.dlbs.table import make_table
+    from echelon.bench.dlbs.table import cause_lines, make_table
     from echelon.report.terminal.display import stdout_console
 
     if not args.no_validation:
@@ -40,6 +40,8 @@ def _run(args: argparse.Namespace) -> int:
     if not console.is_terminal:
         console.width = _WIDTH_OF_FILES
     console.print(make_table(sweep.outcomes))
+    for line in cause_lines(sweep.outcomes):
+        print(line)
     if args.json is not None:
         _write(args.json, benchmark_data(one.as_record() for one in sweep.outcomes))
     return status

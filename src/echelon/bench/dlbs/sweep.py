@@ -74,7 +74,8 @@ class Sweep:
                     self._say("the sweep was interrupted; the same command continues it")
                     break
         interrupted = any(one.status == INTERRUPTED for one in self.outcomes)
-        self._write_progress("interrupted" if interrupted else "completed")
+        is_whole = len(self.outcomes) == len(self._experiments) and not interrupted
+        self._write_progress("completed" if is_whole else "interrupted")
         return 130 if interrupted else int(any(one.status == FAILURE for one in self.outcomes))
 
     def _run_one(self, number: int, experiment: Experiment) -> Outcome:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from textwrap import shorten
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -19,30 +18,37 @@ from echelon.bench.dlbs.parameters import shown
 from echelon.bench.dlbs.rerun import OK
 from echelon.report.tables.scaling import Point, Scaled, scaling
 
-_STATUS_WIDTH = 80  # the whole cause is in the line of the experiment and in its log
 _KEY_WIDTH = 16
 _COUNTS = ("echelon.num_workers", "exp.gpus", "exp.num_nodes")
 _REPLICA, _ALL = "exp.replica_batch", "exp.effective_batch"
 
 
 def make_table(outcomes: Sequence[Outcome]) -> Table:
-    """Return the results of a sweep. Experiments without a result have the cause as their status."""
+    """Return the results of a sweep. `cause_lines` has why experiments have none."""
     varied = varied_keys(outcomes) or ["exp.model"]
     scaled = scaled_outcomes(outcomes)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for heading in _short_names(varied):
-        table.add_column(heading, overflow="fold", min_width=min(len(heading), _KEY_WIDTH))
+    rows = [_names(outcome, varied) for outcome in outcomes]
+    for heading, *column in zip(_short_names(varied), *rows, strict=True):
+        table.add_column(heading, overflow="fold", min_width=min(max(map(len, (heading, *column))), _KEY_WIDTH))
     kinds = "/".join(sorted({kind for kind, _ in scaled.values()}))
-    for heading in ("batch ms", "± std", "p90", "samples/s", *(("speedup", f"{kinds} %") if scaled else ())):
+    for heading in ("batch ms", "± std", "samples/s", *(("speedup", f"{kinds} %") if scaled else ())):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("status")
+    table.add_column("status", no_wrap=True)
     for index, outcome in enumerate(outcomes):
-        parameters = outcome.experiment.parameters
-        values = [parameters.get(key) for key in varied]
-        names = [value if isinstance(value, str) else "" if value is None else shown(value) for value in values]
         more = _scaling_cells(scaled.get(index)) if scaled else []
-        table.add_row(*map(Text, (*names, *_figures(outcome), *more, _status(outcome))))
+        table.add_row(*map(Text, (*rows[index], *_figures(outcome), *more, outcome.status)))
     return table
+
+
+def cause_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """Return one line per experiment that failed: what distinguishes it, and the cause."""
+    return [f"{one.experiment.title}: {_cause(one)}" for one in outcomes if one.message]
+
+
+def _names(outcome: Outcome, keys: Sequence[str]) -> list[str]:
+    values = [outcome.experiment.parameters.get(key) for key in keys]
+    return [value if isinstance(value, str) else "" if value is None else shown(value) for value in values]
 
 
 def _short_names(keys: Sequence[str]) -> list[str]:
@@ -106,14 +112,10 @@ def _has_result(outcome: Outcome) -> bool:
 
 def _figures(outcome: Outcome) -> list[str]:
     if not _has_result(outcome):
-        return [""] * 4
+        return [""] * 3
     records = outcome.records
-    times = [f"{records[f'results.{name}']:.2f}" for name in ("time", "time_std", "time_p90")]
+    times = [f"{records[f'results.{name}']:.2f}" for name in ("time", "time_std")]
     return [*times, f"{records['results.throughput']:.1f}"]
-
-
-def _status(outcome: Outcome) -> str:
-    return OK if _has_result(outcome) else shorten(_cause(outcome), _STATUS_WIDTH, placeholder=" …")
 
 
 def result_line(outcome: Outcome) -> str:
