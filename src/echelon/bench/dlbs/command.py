@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -120,12 +121,20 @@ def training_words(experiment: Experiment) -> list[str]:
     dtype = get("exp.dtype")
     words += ["--dtype", "float32" if dtype == "float" else str(dtype)]
     words += ["--disp-batches", str(min(DISPLAYED_BATCHES, experiment.parameters["exp.num_batches"]))]
-    data = get("exp.data_dir") or get("mxnet.data_dir")
-    words += ["--data-train", f"{data}/train.rec"] if data else ["--benchmark", "1"]
+    words += ["--data-train", _records(experiment)] if get("exp.data") == "real" else ["--benchmark", "1"]
     for key, flag in _FLAGS.items():
         if get(key) not in (None, "") and key not in _only_for_other_stores(experiment):
             words.append(f"{flag}={get(key)}")
     return words
+
+
+def _records(experiment: Experiment) -> str:
+    """Return the file with the images of an experiment on real data."""
+    key = "exp.data_dir" if experiment.parameters.get("exp.data_dir") else "mxnet.data_dir"
+    path = Path(experiment.parameters[key]) / "train.rec"
+    if not path.is_file():
+        raise UsageError(f"{experiment.where[key]}: {key}: {path} does not exist; 'echelon data' makes record files")
+    return str(path)
 
 
 def _only_for_other_stores(experiment: Experiment) -> set[str]:

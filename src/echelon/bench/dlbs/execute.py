@@ -76,7 +76,8 @@ def execute(run: Run, on_progress: Callable[[int], None], show: Show, show_line:
     folder = _prepared_folder(experiment.log_file)
     with experiment.log_file.open("w", encoding="utf-8", buffering=1) as log:
         header = {**experiment.parameters, "exp.status": RUNNING, "exp.framework_commit": commit(), **_own_system(run)}
-        _write_records(log, {**header, "results.start_time": _now(), "results.proc_pid": os.getpid()})
+        header |= {"results.start_time": _now(), "results.proc_pid": os.getpid()}
+        _write_records(log, header)
         write_status(experiment, RUNNING)
         status, message, measured = _run_job(run, folder, log, on_progress, show, show_line)
         seconds = time.monotonic() - start
