@@ -65,18 +65,22 @@ def run(args: argparse.Namespace) -> int:
 def first_step_s() -> float:
     """Return the seconds from the start of `echelon launch` until a worker reports its first step."""
     began = time.perf_counter()
-    argv = [*LAUNCH, sys.executable, "-c", FIRST_STEP]
+    arrived = [at for at, line in job_lines("-c", FIRST_STEP) if "stepped" in line]
+    if not arrived:
+        raise JobError("the job that measures the start has ended without a step")
+    return arrived[0] - began
+
+
+def job_lines(*words: str) -> list[tuple[float, str]]:
+    """Run a Python program as every worker of a job. Return the lines of its output and when each arrived."""
+    argv = [*LAUNCH, sys.executable, *words]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        lines: list[str] = []
-        seconds: float | None = None
-        for line in process.stdout:
-            lines.append(line)
-            if seconds is None and "stepped" in line:
-                seconds = time.perf_counter() - began
-    if seconds is None or process.returncode:
-        raise JobError(f"the job failed with status {process.returncode}; its last lines:\n{''.join(lines[-12:])}")
-    return seconds
+        lines = [(time.perf_counter(), line) for line in process.stdout]
+    if process.returncode:
+        last = "".join(line for _, line in lines[-12:])
+        raise JobError(f"a job of `echelon bench costs` ended with status {process.returncode}:\n{last}")
+    return lines
 
 
 def key_costs(rounds: int, steps: int) -> Iterator[dict[str, Any]]:
@@ -90,10 +94,8 @@ def key_costs(rounds: int, steps: int) -> Iterator[dict[str, Any]]:
 
 def memory_mb(model: str) -> dict[str, dict[str, float]]:
     """Return the memory that each process uses for a model, and the size of the model itself."""
-    argv = [*LAUNCH, sys.executable, "-m", "echelon.bench.costs_worker", model]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True)
     found: dict[str, dict[str, float]] = {}
-    for line in done.stdout.splitlines():
+    for _, line in job_lines("-m", "echelon.bench.costs_worker", model):
         start = line.find("{")
         if start >= 0:
             facts = json.loads(line[start:])

@@ -9,7 +9,6 @@ import os
 import sys
 from pathlib import Path
 
-import psutil
 import torch
 
 from echelon import kvstore
@@ -39,16 +38,6 @@ def segment_bytes() -> int:
     return sum(sizes.values())
 
 
-def server_pids() -> dict[int, int]:
-    """Return the pid of each server by rank. Servers are siblings of this process."""
-    parent = psutil.Process(os.getppid())
-    found = {}
-    for child in parent.children():
-        if "echelon.server" in child.cmdline():
-            found[int(child.environ()["ECHELON_RANK"])] = child.pid
-    return found
-
-
 def main() -> None:
     """Measure with an empty store, then with the model in it."""
     torch.set_num_threads(1)
@@ -58,7 +47,7 @@ def main() -> None:
         store.init("small", torch.zeros(1))
         store.set_optimizer("sgd", lr=0.1, momentum=0.9, weight_decay=1e-4)
         store.pushpull("small", torch.zeros(1))
-        siblings = server_pids() if store.rank == 0 else {}
+        siblings = {server.rank: server.pid for server in store.servers} if store.rank == 0 else {}
         store.barrier()
         before = {rank: anonymous_bytes(pid) for rank, pid in siblings.items()}
         own = anonymous_bytes(os.getpid())

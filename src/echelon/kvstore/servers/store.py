@@ -24,6 +24,7 @@ from echelon.cluster.messages import (
     Done,
     Gather,
     Gathered,
+    Member,
     OptimizerSpec,
     PushHeader,
     SetOptimizer,
@@ -87,6 +88,11 @@ class ServerStore(KVStore):
     @property
     def rank(self) -> int:
         return self._session.rank
+
+    @property
+    def servers(self) -> Sequence[Member]:
+        """The servers of the job, by rank."""
+        return self._session.servers
 
     @property
     def host(self) -> str:
