@@ -9,7 +9,7 @@ from benchmarks.document import Cells, table, yes
 from benchmarks.gpu.markdown import Records, has_figures
 from benchmarks.gpu.published import CLUSTER_EPOCH_S, cluster_runs
 from benchmarks.gpu.results import Record
-from benchmarks.gpu.rows import SLOW_CASES, TARGET, Row
+from benchmarks.gpu.rows import SLOW_CASES, TARGET, UNPADDED, Row
 
 PUBLISHED_FOR = "dist_sync"  # the cluster of 2015 ran BSP
 NAMES = {"dist_sync": "BSP", "dist_async": "Async", "dist_ssync": "SSP, staleness 3", "dist_gsync": "GSP, two groups"}
@@ -90,7 +90,9 @@ def accuracies(row: Row, record: Record) -> str:
         f"published valid{beside}",
         "met" if row.store == PUBLISHED_FOR else "reaches BSP's",
     )
-    return f"- `batch_size = {batch}`, `learning_rate = {f'{lr:g}'.lstrip('0')}`\n\n{table(heads, 'rrrrrl', cells)}"
+    rate = f"{lr:g}".lstrip("0")
+    added = f", with `{UNPADDED}`, as the script of 2015" if UNPADDED in row.arguments else ""
+    return f"- `batch_size = {batch}`, `learning_rate = {rate}`{added}\n\n{table(heads, 'rrrrrl', cells)}"
 
 
 def scheme_table(rows: Sequence[Row], records: Records) -> str:

@@ -1,4 +1,4 @@
-"""Runs rows as processes: first the speed rows, one at a time, then the rows of the other kinds, several at a time.
+"""Runs rows as processes: first the speed rows, one at a time, then the others, several at a time.
 
 The commands are those that a user types, but with this interpreter as `python` and this code as `echelon`, so that
 nothing needs to be installed. A row that fails or exceeds its time limit becomes a record with an error, and the next
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.gpu.log import read_curve, read_log
 from benchmarks.gpu.results import Origin, Record, missing_figures
-from benchmarks.gpu.rows import KINDS, Row
+from benchmarks.gpu.rows import Row
 from echelon.bench.harness.process import ContenderProcess, ProcessSpec
 from echelon.errors import UsageError
 
@@ -141,11 +141,9 @@ class Runner:
         for row in rows:
             command_of(row, self._plan)  # report a missing script before the first row runs
         self._plan.log_dir.mkdir(parents=True, exist_ok=True)
-        not_run: list[Row] = []
-        for kind in KINDS:
-            jobs = 1 if kind == "speed" else self._plan.jobs
-            not_run += self._run_some([row for row in rows if row.kind == kind], jobs)
-        return not_run
+        alone = [row for row in rows if row.kind == "speed"]
+        together = [row for row in rows if row.kind != "speed"]
+        return [*self._run_some(alone, 1), *self._run_some(together, self._plan.jobs)]
 
     def _run_some(self, rows: Sequence[Row], jobs: int) -> list[Row]:
         waiting = deque(rows)
