@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from echelon.report.colours import STORE_COLOURS, run_colours
 from echelon.report.plots.bands import band, bands_figure, draw_bands, median_time
-from echelon.report.plots.colours import STORE_COLOURS, run_colours
 from echelon.schemes import SCHEMES
 
 SLOW = [(1.0, 0.2), (5.0, 0.6)]

@@ -11,8 +11,8 @@ from made_runs import begin, event, report, validation, whole_run, write_run
 from echelon.cli.main import main
 from echelon.report.charts.all_charts import all_charts
 from echelon.report.charts.recorded import read_runs
+from echelon.report.colours import run_colours
 from echelon.report.plots.charts import chart_figure
-from echelon.report.plots.colours import run_colours
 
 
 def test_every_chart_is_written_twice(

@@ -22,8 +22,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], na
 def _run(options: argparse.Namespace) -> int:
     from echelon.report.charts.all_charts import all_charts
     from echelon.report.charts.recorded import read_runs
+    from echelon.report.colours import run_colours
     from echelon.report.plots.charts import FORMATS, write_charts
-    from echelon.report.plots.colours import run_colours
 
     if options.output.exists() and not options.output.is_dir():
         raise UsageError(f"cannot write to {options.output}: it is a file; give a folder with -o")

@@ -9,7 +9,7 @@ from typing import Any
 from echelon.report.charts.chart import Line, Lines, axis, axis_of
 from echelon.report.charts.recorded import RecordedRun
 from echelon.report.charts.scales import thin, unit_of_time
-from echelon.report.plots.colours import GREY
+from echelon.report.colours import GREY
 
 MOST_POINTS = 240  # per line
 MOST_MARKS = 30

@@ -10,7 +10,7 @@ from echelon.report.charts.chart import Axis, Band, Cell, Lane, Lanes, Line, Lin
 from echelon.report.charts.history import PHASES, Bins, Span
 from echelon.report.charts.recorded import FAILED, RecordedRun
 from echelon.report.charts.scales import duration, unit_of_time
-from echelon.report.plots.colours import GREY, PHASE_COLOURS, worker_colours
+from echelon.report.colours import GREY, PHASE_COLOURS, worker_colours
 
 MOST_BINS = 120
 MOST_CELLS = 2400  # of all lanes together

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from echelon.report.charts.chart import Axis, Bars, Chart, Lanes, Lines, Stacks
+from echelon.report.colours import BOUND, GREY
 from echelon.report.page.data_tables import chart_sentence
 from echelon.report.page.html import Html, element
-from echelon.report.plots.colours import BOUND, GREY
 
 SIZE = 1000
 

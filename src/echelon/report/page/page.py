@@ -9,10 +9,10 @@ from importlib.resources import files
 from echelon import __version__
 from echelon.report.charts.learning import learning_charts
 from echelon.report.charts.recorded import RecordedRun
+from echelon.report.colours import DARK, run_colours
 from echelon.report.page.frame import css_name
 from echelon.report.page.html import Html, element, join
 from echelon.report.page.sections import charts, comparison, header, run_sections, title
-from echelon.report.plots.colours import DARK, run_colours
 
 
 def page(runs: Sequence[RecordedRun], now: datetime | None = None) -> str:

@@ -1,4 +1,5 @@
-"""Plots as files, drawn with matplotlib. `colours` has the colour of each store, the same in every plot and page.
+"""Plots as files, drawn with matplotlib.
 
-`curves` draws `curves.png` of a run, `bands` the median and the spread of repeated runs.
+`curves` draws `curves.png` of a run, `charts` the charts that `echelon report plots` writes, `bands` the median and the
+spread of repeated runs.
 """

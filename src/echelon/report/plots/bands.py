@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from echelon.report.plots.colours import run_colours
+from echelon.report.colours import run_colours
 
 Curve: TypeAlias = Sequence[tuple[float, float]]  # (seconds, accuracy), in the order of time
 Panels: TypeAlias = Mapping[str, Mapping[str, Sequence[Curve]]]  # by title, then by store: one curve per seed

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from echelon.report.charts.chart import Axis, Bars, Chart, Lanes, Lines, Stacks
-from echelon.report.plots.colours import BOUND, GREY
+from echelon.report.colours import BOUND, GREY
 
 INCHES = (6.4, 3.8)
 ROW_INCHES = 0.3

@@ -15,6 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from echelon.report.charts.scales import unit_of_time
 from echelon.report.state.worker import FINISHED, sum_histograms
 
 Summary = dict[str, Any]
@@ -72,7 +73,7 @@ def _title(summary: Summary) -> str:
 def _accuracy(axes: Axes, summary: Summary) -> None:
     _over_time(axes, summary, "accuracy")
     if summary["accuracy_is_final"]:
-        scale, _ = _unit_of_time(summary["seconds"])
+        scale, _ = unit_of_time(summary["seconds"])
         axes.plot(
             [summary["seconds"] / scale],
             [summary["accuracy"]],
@@ -99,7 +100,7 @@ def _loss(axes: Axes, summary: Summary) -> None:
 
 def _over_time(axes: Axes, summary: Summary, name: str) -> list[float | None]:
     """Draw a metric of training and validation over time; returns its values."""
-    scale, unit = _unit_of_time(summary["seconds"])
+    scale, unit = unit_of_time(summary["seconds"])
     drawn: list[float | None] = []
     for label, points, colour in (
         ("training", summary["training"], _GREY),
@@ -124,7 +125,7 @@ def _as_floats(values: Sequence[float | None]) -> list[float]:
 def _workers(axes: Axes, summary: Summary) -> None:
     """Draw the working and waiting time of each worker as bars."""
     workers = summary["workers"]
-    scale, unit = _unit_of_time(summary["seconds"])
+    scale, unit = unit_of_time(summary["seconds"])
     ranks = [worker["rank"] for worker in workers]
     waits = [worker["wait_s"] / scale for worker in workers]
     works = [max(0.0, worker["seconds"] / scale - wait) for worker, wait in zip(workers, waits, strict=True)]
@@ -169,10 +170,3 @@ def _histogram(axes: Axes, summary: Summary, name: str, title: str) -> None:
     axes.bar(list(total), list(total.values()), color=_LIGHT, edgecolor=_BLUE)
     axes.set(ylabel="steps of all workers", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-
-def _unit_of_time(seconds: float) -> tuple[float, str]:
-    """Return the seconds in the unit of a time axis, and the unit's name."""
-    if seconds < 300:
-        return 1.0, "s"
-    return (60.0, "min") if seconds < 3 * 3600 else (3600.0, "h")
