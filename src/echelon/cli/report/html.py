@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager
 from pathlib import Path
+
+from rich.console import Console
 
 from echelon.atomic_file import AtomicFile, check_writable
 
@@ -27,6 +30,11 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the folder of a run, for example runs/latest")
 
 
+def reading() -> AbstractContextManager[object]:
+    """Show on a terminal that runs are read: a log of a million events takes some seconds."""
+    return Console(stderr=True).status("reading the events…")
+
+
 def _run(options: argparse.Namespace) -> int:
     from echelon.report.charts.recorded import find_run, read_runs
     from echelon.report.page.page import page
@@ -34,7 +42,8 @@ def _run(options: argparse.Namespace) -> int:
     folder = find_run(options.runs[0]) if len(options.runs) == 1 else Path()
     output: Path = options.output or folder / "report.html"
     check_writable(output)
-    content = page(read_runs(options.runs)).encode("utf-8", "replace")
+    with reading():
+        content = page(read_runs(options.runs)).encode("utf-8", "replace")
     with AtomicFile(output) as file:
         file.stream.write(content)
     print(f"wrote {output} ({len(content) / 1000:.0f} kB)")

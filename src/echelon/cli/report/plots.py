@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from echelon.cli.report.html import add_runs
+from echelon.cli.report.html import add_runs, reading
 from echelon.errors import UsageError
 
 
@@ -27,7 +27,9 @@ def _run(options: argparse.Namespace) -> int:
 
     if options.output.exists() and not options.output.is_dir():
         raise UsageError(f"cannot write to {options.output}: it is a file; give a folder with -o")
-    runs = read_runs(options.runs)
-    written = write_charts(all_charts(runs, run_colours([run.store for run in runs])), options.output)
+    with reading():
+        runs = read_runs(options.runs)
+        charts = all_charts(runs, run_colours([run.store for run in runs]))
+    written = write_charts(charts, options.output)
     print(f"wrote {len(written) // len(FORMATS)} charts as {' and '.join(FORMATS)} to {options.output}/")
     return 0

@@ -36,7 +36,8 @@ def axis(label: str, low: float, high: float, *, count: int = 5, log: bool = Fal
     if log:
         low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high) + 1e-9)
         high = high if high > low else low * 10
-        return Axis(label, low, high, tuple((tick, number(tick)) for tick in log_ticks(low, high)), log=True)
+        ticks = tuple((tick, number(tick)) for tick in log_ticks(low, high))
+        return Axis(f"{label}, logarithmic", low, high, ticks, log=True)
     if high <= low:
         high = low + 1.0
     return Axis(label, low, high, tuple((tick, number(tick)) for tick in nice_ticks(low, high, count, whole=whole)))

@@ -47,7 +47,8 @@ def number(value: float | None, digits: int = 4) -> str:
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     if value and not 1e-4 <= abs(value) < 1e9:
-        return f"{value:.{max(1, digits - 2)}e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+        mantissa, _, exponent = f"{value:.{max(1, digits - 2)}e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
     if abs(value) >= 10 ** (digits - 1) or float(value).is_integer():
         return f"{value:,.0f}"
     decimals = digits - 1 - math.floor(math.log10(abs(value))) if value else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from echelon.report.charts.chart import Lane, Lanes, Segment, Step, axis
 from echelon.report.charts.history import MAX_STEPS, PHASES, StepTime
 from echelon.report.charts.recorded import RecordedRun
@@ -9,6 +11,7 @@ from echelon.report.charts.scales import duration
 from echelon.report.charts.work import PARTS
 
 MOST_STEPS = 480  # of all workers together
+WIDTH = 40  # steps of the usual length that the chart is wide; in a wider one, steps could not be seen
 SHORTEST = 0.002  # of the width of the chart; a part below it cannot be seen
 
 
@@ -17,14 +20,13 @@ def step_chart(run: RecordedRun) -> Lanes | None:
     window = {rank: steps for rank, steps in sorted(run.history.steps.best().items()) if steps}
     if not window:
         return None
-    begin = min(step.begin for steps in window.values() for step in steps)
-    end = _end(window)
     most = max(8, min(MAX_STEPS, MOST_STEPS // len(window)))
+    begin = min(step.begin for steps in window.values() for step in steps)
+    end = _end(window, begin, most)
     lanes = tuple(_lane(rank, steps[:most], begin, end) for rank, steps in window.items())
-    after = begin - run.start
     return Lanes(
         "steps",
-        f"Single steps, {duration(max(0.0, after))} after the beginning",
+        f"Single steps, {duration(max(0.0, begin - run.start))} after the beginning",
         axis("time (ms)", 0.0, max(1e-3, (end - begin) * 1000), count=6),
         PARTS[:4],
         lanes,
@@ -32,11 +34,11 @@ def step_chart(run: RecordedRun) -> Lanes | None:
     )
 
 
-def _end(window: dict[int, list[StepTime]]) -> float:
-    """Return where the chart ends: where the first worker whose steps were cut off has no more of them."""
-    most = max(8, min(MAX_STEPS, MOST_STEPS // len(window)))
+def _end(window: dict[int, list[StepTime]], begin: float, most: int) -> float:
+    """Return where the chart ends: where a worker's recorded steps are cut off, and after WIDTH steps at the latest."""
+    usual = statistics.median(step.end - step.begin for steps in window.values() for step in steps)
     cut = [steps[most - 1].end for steps in window.values() if len(steps) >= most]
-    return min(cut) if cut else max(steps[-1].end for steps in window.values())
+    return min([*(cut or [max(steps[-1].end for steps in window.values())]), begin + WIDTH * usual])
 
 
 def _lane(rank: int, steps: list[StepTime], begin: float, end: float) -> Lane:

@@ -14,6 +14,7 @@ from echelon.report.colours import GREY, PHASE_COLOURS, worker_colours
 
 MOST_BINS = 120
 MOST_CELLS = 2400  # of all lanes together
+SLOW_RATE = 0.8  # of the median rate
 MOST_WORKER_LINES = 10  # more workers have a band, and lines only for the slowest and those that left
 
 PARTS = tuple(Part(phase, PHASE_COLOURS[phase]) for phase in PHASES)
@@ -181,18 +182,13 @@ def _median(lines: Sequence[Line]) -> Line:
 
 
 def _unusual(run: RecordedRun, lines: Sequence[Line]) -> list[Line]:
-    """Return the lines of the workers that left early, and of the slowest, at most five."""
-    gone = {run.worker_label(worker.rank) for worker in run.state.ranked if worker.phase in FAILED}
-    chosen = [line for line in lines if line.label in gone]
-    for line in sorted((line for line in lines if line.label not in gone), key=_mean)[:2]:
-        chosen.append(Line(f"{line.label} (slow)" if _is_slow(line, lines) else line.label, line.points, ""))
-    return chosen[:5]
+    """Return the lines of the workers that failed, and of those with the lowest rates, at most five."""
+    failed = {run.worker_label(worker.rank) for worker in run.state.ranked if worker.phase in FAILED}
+    low = SLOW_RATE * statistics.median(map(_mean, lines))
+    slow = sorted((line for line in lines if line.label not in failed and _mean(line) < low), key=_mean)
+    return [line for line in lines if line.label in failed][:3] + slow[:2]
 
 
 def _mean(line: Line) -> float:
     values = [y for _, y in line.points if math.isfinite(y)]
     return statistics.fmean(values) if values else math.inf
-
-
-def _is_slow(line: Line, lines: Sequence[Line]) -> bool:
-    return _mean(line) < 0.8 * statistics.median(map(_mean, lines))

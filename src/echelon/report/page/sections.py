@@ -20,6 +20,7 @@ from echelon.report.page.tables import table
 from echelon.report.state.worker import mean_and_max
 
 MOST_FAULTS = 100
+MOST_ROWS_BESIDE = 12  # a chart with more rows is too tall to stand beside another one
 MOST_FINDINGS = 8  # of a kind
 LONG = 32  # letters of a value that gets a line of its own
 TRAFFIC = {
@@ -83,7 +84,10 @@ def _about(run: RecordedRun) -> str:
 
 def run_sections(run: RecordedRun, colour: str, level: int = 2, learning: Html | None = None) -> Html:
     """Return everything about one run. `learning` are its curves, unless they are in charts with those of others."""
-    work = join(charts([rate_chart(run), phase_chart(run)]), charts([timeline(run), step_chart(run)], "wide"))
+    phases = phase_chart(run)
+    is_tall = phases is not None and len(phases.rows) > MOST_ROWS_BESIDE
+    beside = charts([rate_chart(run), None if is_tall else phases])
+    work = join(beside, charts([phases if is_tall else None, timeline(run), step_chart(run)], "wide"))
     parts = {
         "Findings": _findings(run),
         "Learning": learning,
