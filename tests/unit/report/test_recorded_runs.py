@@ -13,6 +13,10 @@ from echelon.errors import EchelonError
 from echelon.report.charts.recorded import RecordedRun, find_run, read_run, read_runs
 
 
+def gone(departure: str) -> dict[str, Any]:
+    return event("view", 6.0, "scheduler 0", number=2, workers=[], reason="worker 0 …", departure=departure)
+
+
 def test_a_whole_run_has_its_settings_its_machine_and_its_time(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "mine", whole_run()))
     assert (run.name, run.store, run.bound, run.seconds) == ("mine", "dist_ssync", 3, 20.0)
@@ -38,6 +42,8 @@ def test_a_users_program_has_reports_and_no_beginning(tmp_path: Path) -> None:
         pytest.param([begin(0), report(0, 5.0, 3)], None, 900.0, "did not end", id="killed with its launcher"),
         pytest.param([begin(0), report(0, 5.0, 3)], {"exit_status": 137}, 6.0, "failed (exit status 137)", id="failed"),
         pytest.param([begin(0), report(0, 5.0, 40, "done", seconds=5.0)], None, 900.0, "finished", id="no summary"),
+        pytest.param([report(0, 5.0, 3), gone("left")], None, 900.0, "finished", id="a user's program"),
+        pytest.param([report(0, 5.0, 3), gone("died")], None, 9.0, "ended; 1 of 1 workers failed", id="died"),
     ],
 )
 def test_a_run_says_how_it_ended(

@@ -106,11 +106,9 @@ class RecordedRun:
         if "exit_status" in self.summary:
             status = self.summary["exit_status"]
             return "finished" if not status else f"failed (exit status {status})"
-        workers = self.state.ranked
-        if workers and all(worker.finished for worker in workers):
-            return "finished"
-        if workers and not self.state.active:
-            return "ended: every worker has left"
+        if self.state.workers and not self.state.active:
+            failed = sum(worker.phase in FAILED for worker in self.state.ranked)
+            return f"ended; {failed} of {len(self.state.workers)} workers failed" if failed else "finished"
         idle = (time.time() if now is None else now) - self.last_at
         return "running" if idle < STILL_RUNS_S else "did not end: its events stop before the end of training"
 

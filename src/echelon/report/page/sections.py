@@ -79,7 +79,8 @@ def _status(status: str) -> Html:
 def _about(run: RecordedRun) -> str:
     began = datetime.fromtimestamp(run.start, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     count = len(run.state.workers)
-    return f"run {run.name} · {count} worker{'s' if count != 1 else ''} · began {began}"
+    name = f"run {run.name} · " if run.settings else ""
+    return f"{name}{count} worker{'s' if count != 1 else ''} · began {began}"
 
 
 def run_sections(run: RecordedRun, colour: str, level: int = 2, learning: Html | None = None) -> Html:
