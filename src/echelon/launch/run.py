@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from types import MappingProxyType
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from echelon.launch.processes import RunningProcess
 from echelon.launch.supervise import Command, Supervisor, start_child
 from echelon.observe.events import append_event
 from echelon.observe.machine import command_line, commit, machine, own_version
+from echelon.observe.resource_events import ResourceEvents
 from echelon.transport.credentials import with_credentials
 
 
@@ -60,6 +62,7 @@ def run_job(
     job, so its servers continue after its worker, unless that one has ended before it joined the job.
     """
     _record_job(plan)
+    resources = ResourceEvents(None if plan.hosts() else plan.job.run_dir)
     planned = {process.name: process for process in plan.processes}
     joining = Joining(plan.job.num_workers)
     backend.on_joined(joining.add_lines)
@@ -81,6 +84,7 @@ def run_job(
         backend.turn()
         if missing := joining.missing():
             supervisor.fail(f"{WORKER} {missing[0]}", missing[1])
+        resources.tick()
         output.on_tick()
 
     def needed_elsewhere() -> bool:
@@ -91,7 +95,8 @@ def run_job(
     for fileno, on_readable in watched.items():
         supervisor.watch(fileno, on_readable)
     commands = [_command(plan, process, shown=output.shown) for process in plan.processes]
-    status = supervisor.run([*commands, *helpers])
+    with closing(resources):
+        status = supervisor.run([*commands, *helpers])
     if not status and (warning := joining.warning()):
         print(f"echelon: warning: {warning}", file=sys.stderr, flush=True)
     return status

@@ -32,6 +32,7 @@ def summary(state: RunState, store: str, options: dict[str, Any], exit_status: i
         "samples_per_s": round(state.samples / state.seconds, 3) if state.seconds else 0.0,
         "seconds": round(state.seconds, 3),
         "samples": state.samples,
+        "utilisation": state.utilisation(options.get("devices", ())),
         "exit_status": exit_status,
         "validations": [
             {name: event[name] for name in ("seconds", "epoch", "accuracy", "loss")} for event in state.validations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -88,6 +89,23 @@ def test_notes_and_errors_go_to_standard_error(tmp_path: Path, capsys: pytest.Ca
     assert (out, err) == ("", f"echelon: {tmp_path}/other: No such file or directory; give the path of a log file\n")
     assert main(["report", "parse-logs", "x"]) == 2
     assert "did you mean 'parse-log'" in capsys.readouterr().err
+
+
+def test_standard_input_is_read(log: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.dup(0)
+    try:
+        with open(log) as file:
+            os.dup2(file.fileno(), 0)
+        assert main(["report", "parse-log", "-", "--format", "none"]) == 0
+        assert capsys.readouterr().out.splitlines()[1].startswith(" 1\t0.538261\t")
+        assert main(["report", "parse-log", "-"]) == 2  # at its end
+        assert capsys.readouterr().err.startswith("echelon: standard input is empty; a log of a training has lines")
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["report", "parse-log", "-"]) == 2
+    assert capsys.readouterr().err == "echelon: standard input is closed; give the path of a log file\n"
 
 
 def test_a_log_with_speeds_only_has_no_rows_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

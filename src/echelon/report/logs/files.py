@@ -22,19 +22,18 @@ _UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # what PowerShell's > writes
 
 def read_lines(path: str) -> Iterator[tuple[int, str, bool]]:
     """Return each line with its number and whether it is complete; only the last one may have no line end."""
-    if path == STDIN:
-        with open(sys.stdin.fileno(), "rb", closefd=False) as stdin:
-            yield from _lines(stdin, "standard input")
-        return
+    name = "standard input" if path == STDIN else path
+    if path == STDIN and sys.stdin is None:  # descriptor 0 may be another file, then
+        raise DataError("standard input is closed; give the path of a log file")
     try:
-        with Path(path).open("rb") as file:
-            yield from _lines(file, path)
+        with open(0, "rb", closefd=False) if path == STDIN else Path(path).open("rb") as file:
+            yield from _lines(file, name)
     except IsADirectoryError:
         has_events = (Path(path) / "events.jsonl").exists()
         instead = f"echelon report tables {path} shows a run folder" if has_events else "give the log files in it"
         raise DataError(f"{path} is a folder, not a log file; {instead}") from None
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; give the path of a log file") from error
+        raise DataError(f"{name}: {error.strerror}; give the path of a log file") from error
 
 
 def _lines(file: io.BufferedReader, name: str) -> Iterator[tuple[int, str, bool]]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from echelon.cluster.messages import Departure
+from echelon.report.state.resources import Resources
 from echelon.report.state.server import ServerState
 from echelon.report.state.time_curve import TimeCurve
 from echelon.report.state.worker import (
@@ -79,6 +80,7 @@ class RunState:
     stores: dict[int, Event] = field(default_factory=dict)  # by number: name, scheme, groups, staleness
     servers: dict[int, ServerState] = field(default_factory=dict)  # that have reported, by rank
     faults: list[Fault] = field(default_factory=list)
+    resources: Resources = field(default_factory=Resources)  # while it trains
 
     def take(self, events: Iterable[Event]) -> None:
         """Update the state with new events."""
@@ -115,6 +117,8 @@ class RunState:
                     self.stores[event["store"]] = event
                 case "server":
                     self.servers.setdefault(event["rank"], ServerState(event["rank"])).take(event)
+                case "resources" if self.has_trained and self.ended is None:
+                    self.resources.take(event)
                 case "warning":
                     self.warnings.append(event["text"])
                     self.news.append(News(event["at"], event["text"]))
@@ -205,6 +209,11 @@ class RunState:
             worker.store = None
         if not event["open"] and not (worker.finished or worker.is_gone):
             worker.phase = Departure.LEFT.value
+
+    def utilisation(self, devices: Sequence[str]) -> float | None:
+        """Return how busy the given devices of one worker are, from 0 to 1; None if it was not measured."""
+        num_gpus = len({device for device in devices if device != "cpu"})
+        return self.resources.utilisation(num_gpus, (self.job or {}).get("machine", {}).get("cores", 1))
 
     @property
     def has_trained(self) -> bool:

@@ -85,7 +85,7 @@ def record_of(name: str, events: Sequence[Event], summary: Mapping[str, Any]) ->
         curve=tuple((event["seconds"], event["accuracy"]) for event in state.validations or _validations(summary)),
         accuracy=summary.get("accuracy", measured.get("accuracy")),
         samples_per_s=summary.get("samples_per_s") or (state.samples / state.seconds if state.seconds else None),
-        utilisation=summary.get("utilisation"),
+        utilisation=state.utilisation(devices),
         target_accuracy=settings.get("target_accuracy"),
         status=_status(state, summary, num_workers),
     )

@@ -88,6 +88,7 @@ def record_of_command(row: Mapping[str, Any]) -> RunRecord:
         curve=tuple((seconds, accuracy) for seconds, accuracy in row.get("curve", ())),
         accuracy=valid[max(valid)] if valid else None,
         samples_per_s=statistics.median(row["speeds"]) * num_workers if row["speeds"] else None,
+        utilisation=row.get("utilisation"),
         target_accuracy=float(flags["--target-accuracy"]) if flags["--target-accuracy"] else None,
         status=f"failed: {row['error']}" if row.get("error") else "",
     )
