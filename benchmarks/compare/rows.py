@@ -129,22 +129,22 @@ ROWS = (
     _train(
         "train-resnet20",
         "ResNet-20",
-        "--model resnet20 --peer lazy --peer ddp --peer ddp_tuned --peer mxnet",
-        150,
+        "--model resnet20 --peer lazy --peer ddp --peer ddp_tuned --peer mxnet --rounds 6",
+        180,
         Target("ddp", 1),
     ),
     _train(
         "train-mlp25m",
         "MLP, 25 million weights",
-        "--model mlp25m --peer lazy --peer gradients --peer ddp --peer ddp_tuned --peer mxnet",
-        180,
+        "--model mlp25m --peer lazy --peer gradients --peer ddp --peer ddp_tuned --peer mxnet --rounds 6",
+        150,
         Target("ddp", 2),
     ),
     _train(
         "train-mlp25m-tcp",
         "MLP, 25 million weights, over TCP",
         "--model mlp25m --transport tcp --peer gradients --peer ddp --rounds 5",
-        100,
+        90,
     ),
     Row(
         "costs",
