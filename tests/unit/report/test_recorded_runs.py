@@ -40,7 +40,9 @@ def test_a_users_program_has_reports_and_no_beginning(tmp_path: Path) -> None:
     [
         pytest.param([begin(0), report(0, 5.0, 3)], None, 8.0, "running", id="still going"),
         pytest.param([begin(0), report(0, 5.0, 3)], None, 900.0, "did not end", id="killed with its launcher"),
-        pytest.param([begin(0), report(0, 5.0, 3)], {"exit_status": 137}, 6.0, "failed (exit status 137)", id="failed"),
+        pytest.param([begin(0), report(0, 5.0, 3)], {"exit_status": 1}, 6.0, "failed (exit status 1)", id="failed"),
+        pytest.param([begin(0)], {"exit_status": 137}, 6.0, "failed (exit status 137, SIGKILL)", id="killed"),
+        pytest.param([begin(0)], {"exit_status": 130}, 6.0, "stopped (exit status 130, SIGINT)", id="stopped"),
         pytest.param([begin(0), report(0, 5.0, 40, "done", seconds=5.0)], None, 900.0, "finished", id="no summary"),
         pytest.param([report(0, 5.0, 3), gone("left")], None, 900.0, "finished", id="a user's program"),
         pytest.param([report(0, 5.0, 3), gone("died")], None, 9.0, "ended; 1 of 1 workers failed", id="died"),

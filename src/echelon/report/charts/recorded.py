@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -103,9 +104,8 @@ class RecordedRun:
 
     def status(self, now: float | None = None) -> str:
         """Return how the run ended, or that it still runs."""
-        if "exit_status" in self.summary:
-            status = self.summary["exit_status"]
-            return "finished" if not status else f"failed (exit status {status})"
+        if isinstance(status := self.summary.get("exit_status"), int):
+            return _exit_text(status)
         if self.state.workers and not self.state.active:
             failed = sum(worker.phase in FAILED for worker in self.state.ranked)
             return f"ended; {failed} of {len(self.state.workers)} workers failed" if failed else "finished"
@@ -155,6 +155,17 @@ def read_run(folder: Path) -> RecordedRun:
         raise DataError(f"{folder / FILE_NAME} contains no event{lines}: the run has not begun, or its log was lost")
     run.summary = _summary(folder / SUMMARY)
     return run
+
+
+def _exit_text(status: int) -> str:
+    """Return what an exit status means. A status above 128 names a signal: of the user, or of what killed a process."""
+    if not status:
+        return "finished"
+    try:
+        name = signal.Signals(status - 128).name
+    except ValueError:
+        return f"failed (exit status {status})"
+    return f"{'stopped' if name in ('SIGINT', 'SIGTERM') else 'failed'} (exit status {status}, {name})"
 
 
 def _short_commit(commit: str) -> str:

@@ -16,6 +16,7 @@ from echelon.report.charts.chart import Axis, Bars, Chart, Lanes, Lines, Stacks
 from echelon.report.colours import BOUND, GREY
 
 INCHES = (6.4, 3.8)
+WIDE_INCHES = (9.6, 3.8)
 ROW_INCHES = 0.3
 FORMATS = ("png", "svg")
 
@@ -43,7 +44,7 @@ def file_name(run: str, chart: Chart) -> str:
 
 def chart_figure(chart: Chart, run: str = "") -> Figure:
     """Return the drawing of a chart."""
-    width, height = INCHES
+    width, height = WIDE_INCHES if isinstance(chart, Lanes) else INCHES
     rows = len(chart.rows) if isinstance(chart, Stacks) else len(chart.lanes) if isinstance(chart, Lanes) else 0
     figure = Figure(figsize=(width, max(2.2, 1.4 + rows * ROW_INCHES) if rows else height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -77,7 +78,14 @@ def _plain(label: str) -> str:
 def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if labels:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False, fontsize=8)
+        figure.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=min(6 if len("".join(labels)) < 60 else 4, len(labels)),
+            frameon=False,
+            fontsize=8,
+        )
 
 
 def _set_axis(axes: Axes, axis: Axis, which: str) -> None:
