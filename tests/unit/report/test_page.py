@@ -193,6 +193,19 @@ def test_failures_and_rejoins_are_listed_with_their_times_and_reasons(tmp_path: 
     assert text.count('class="moment"') == 4  # two in each of the charts over time
 
 
+def test_servers_and_the_use_of_the_machine_are_shown(tmp_path: Path) -> None:
+    counts = {"pushes": 657, "updates": 600, "held": 0, "sent": 26_800, "received": 58_000, "memory_bytes": 184_000_000}
+    server = event("server", 5.0, "server 0", rank=0, store=0, cpu_s=0.561, decision="held: <b>", workers={}, **counts)
+    busy = event("resources", 6.0, "launcher 0", cpu_percent=150.0, gpus=[])
+    events = [event("job", -1.0, machine={"cores": 2}), begin(0), report(0, 4.0, 9, rounds_ahead={}), server, busy]
+    text = made_page(write_run(tmp_path / "run", events))
+    row = text.partition("<h2>Servers</h2>")[2].partition("<tbody>")[2].partition("</tbody>")[0]
+    cells = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)
+    assert cells == ["0", "657", "600", "184 MB", "561 ms", "26.8 kB", "58 kB", "held: &lt;b&gt;"]
+    assert "<dt>devices busy</dt><dd>75%</dd>" in text
+    assert '<th class="n" scope="col">rounds ahead</th>' not in text  # no worker knows it
+
+
 @pytest.mark.parametrize(("num_workers", "num_reports"), [(1, 2000), (64, 130)])
 def test_the_size_of_a_page_is_limited(tmp_path: Path, num_workers: int, num_reports: int) -> None:
     events = whole_run(num_workers, num_reports)

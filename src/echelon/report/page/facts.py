@@ -27,6 +27,7 @@ def results(run: RecordedRun) -> dict[str, str]:
         "epochs": _epochs(run),
         "samples/s": number(run.samples_per_s),
         "waiting": _waiting(run),
+        "devices busy": _busy(run),
         "updates missed": _mean_max(missed),
         "rounds ahead": _mean_max(ahead),
         "tensor bytes": _bytes(run, "pushed", "pulled"),
@@ -54,6 +55,12 @@ def _waiting(run: RecordedRun) -> str:
     totals = phase_totals(run).values()
     whole = sum(map(sum, totals))
     return f"{sum(one[WAIT] for one in totals) / whole:.0%}" if whole else "–"
+
+
+def _busy(run: RecordedRun) -> str:
+    """Return how busy the cores, or the GPUs, of the launcher's machine were while the run trained."""
+    utilisation = run.state.utilisation(run.settings.get("devices") or ("cpu",))
+    return "–" if utilisation is None else f"{utilisation:.0%}"
 
 
 def _mean_max(histogram: dict[int, int]) -> str:

@@ -16,7 +16,7 @@ from echelon.report.page.drawing import figure
 from echelon.report.page.facts import chosen, configuration, differences, results
 from echelon.report.page.frame import css_colour
 from echelon.report.page.html import Child, Html, element, join
-from echelon.report.page.tables import table
+from echelon.report.page.tables import table, without_unknown
 from echelon.report.state.worker import mean_and_max
 
 MOST_FAULTS = 100
@@ -97,6 +97,7 @@ def run_sections(run: RecordedRun, colour: str, level: int = 2, learning: Html |
         "Bytes": _traffic(run),
         "Faults and rejoins": _faults(run),
         "Workers": _workers(run),
+        "Servers": _servers(run),
         "Configuration": _configuration(run),
     }
     return join(*(section(heading, content, level=level) for heading, content in parts.items()))
@@ -190,7 +191,25 @@ def _workers(run: RecordedRun) -> Html:
             ]
         )
     note = element("p", "Staleness is the mean, and in brackets the maximum, over the steps.", class_="note")
-    return join(table(headings, rows), note) if rows else Html("")
+    return join(table(*without_unknown(headings, rows)), note) if rows else Html("")
+
+
+def _servers(run: RecordedRun) -> Html:
+    headings = ["server", "pushes", "updates", "memory", "CPU time", "sent", "received", "a recent decision"]
+    rows: list[list[Child]] = [
+        [
+            str(server.rank),
+            number(server.pushes, 12),
+            number(server.updates, 12),
+            byte_count(server.memory_bytes),
+            duration(server.cpu_s),
+            byte_count(server.sent),
+            byte_count(server.received),
+            server.decision,
+        ]
+        for _, server in sorted(run.state.servers.items())
+    ]
+    return table(headings, rows) if rows else Html("")
 
 
 def _mean_max(histogram: dict[str, int]) -> str:

@@ -31,5 +31,11 @@ def table(headings: Sequence[Child], rows: Sequence[Sequence[Child]], caption: s
     return element("div", content, class_="scroll", tabindex="0")
 
 
+def without_unknown(headings: Sequence[str], rows: Sequence[Sequence[Child]]) -> tuple[list[str], list[list[Child]]]:
+    """Return a table without the columns in which nothing is known."""
+    known = [column for column in range(len(headings)) if any(row[column] != "–" for row in rows)]
+    return [headings[column] for column in known], [[row[column] for column in known] for row in rows]
+
+
 def _cell(name: str, value: Child, numeric: bool, scope: str | None) -> Html:
     return element(name, value, class_="n" if numeric else None, scope=scope)

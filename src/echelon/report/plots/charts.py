@@ -78,14 +78,8 @@ def _plain(label: str) -> str:
 def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if labels:
-        figure.legend(
-            handles,
-            labels,
-            loc="outside lower center",
-            ncols=min(6 if len("".join(labels)) < 60 else 4, len(labels)),
-            frameon=False,
-            fontsize=8,
-        )
+        columns = min(6 if sum(map(len, labels)) < 60 else 4, len(labels))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
 
 
 def _set_axis(axes: Axes, axis: Axis, which: str) -> None:
