@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import selectors
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from benchmarks.compare.rows import Row, why_not
 from echelon.bench.harness.process import ContenderProcess, ProcessSpec
 
 REPORT_S = 30.0
+STOP_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +93,22 @@ def run_row(row: Row, plan: Plan, say: Callable[[str], None]) -> Outcome:
         status = process.exit_status()
         last_lines = process.last_lines()
     finally:
-        process.close()
+        _stop(process)
     seconds = time.monotonic() - began
     if status == 0:
         return Outcome(row, seconds)
     how = f"status {status}" if status is not None else f"ended by its time limit of {plan.limit_s:g} s"
     return Outcome(row, seconds, error=f"FAILED ({how})\n{last_lines}")
+
+
+def _stop(process: ContenderProcess) -> None:
+    """End a row that still runs: let it remove what it has made, then kill what is left."""
+    try:
+        if process.exit_status() is None:
+            process.send_signal(signal.SIGTERM)
+            _wait(process, time.monotonic() + STOP_S, lambda: None)
+    finally:
+        process.close()
 
 
 def _wait(process: ContenderProcess, deadline: float, report: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def program(name: str, code: str, seconds: float = 1) -> Row:
-    return Row(name, "pushpull", name, "", f"python -c {json.dumps(code)}", seconds)
+    return Row(name, "pushpull", name, "", shlex.join(["python", "-c", code]), seconds)
 
 
 def test_a_quick_row_ends_in_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +53,15 @@ def test_rows_go_on_after_a_failure_and_its_cause_is_shown(tmp_path: Path) -> No
 
 def test_a_terminated_comparison_ends_its_row(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    code = f"import os, signal; print(os.getpid(), file=open({str(tmp_path / 'pipe')!r}, 'w')); signal.pause()"
+    code = f"""
+import os, pathlib, signal, sys
+def end(number, frame):
+    pathlib.Path({str(tmp_path / "removed")!r}).touch()
+    sys.exit(1)
+signal.signal(signal.SIGTERM, end)
+print(os.getpid(), file=open({str(tmp_path / "pipe")!r}, "w"))
+signal.pause()
+"""
     starter = (
         "import sys; from benchmarks.compare import __main__ as compare, rows; "
         f"row = rows.Row('waits', 'pushpull', '', '', {program('waits', code).quick!r}, 1); "
@@ -64,3 +73,4 @@ def test_a_terminated_comparison_ends_its_row(tmp_path: Path) -> None:
         comparison.send_signal(signal.SIGTERM)
         assert comparison.wait(30) == 130
     assert not Path(f"/proc/{row}").exists()
+    assert (tmp_path / "removed").exists()  # it could remove what it had made

@@ -17,6 +17,7 @@ from echelon.bench.pushpull import contenders as pushpull
 from echelon.bench.schemes import cases as schemes
 from echelon.bench.train import contenders as train
 from echelon.bench.train.workloads import WORKLOADS
+from echelon.system import raised_by_sigterm
 
 Benchmarks: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -164,7 +165,8 @@ def _finish(parser: argparse.ArgumentParser, module: str) -> None:
 
     def run(args: argparse.Namespace) -> int:
         start: Callable[[argparse.Namespace], int] = import_module(module).run
-        return start(args)
+        with raised_by_sigterm(KeyboardInterrupt):  # processes and temporary folders must not stay behind
+            return start(args)
 
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     parser.set_defaults(run=run)

@@ -19,7 +19,6 @@ from echelon.bench.schemes.table import finite, make_table, table_facts
 from echelon.errors import UsageError
 from echelon.report.plots.bands import draw_bands
 from echelon.schemes import SCHEMES
-from echelon.system import raised_by_sigterm
 
 SETTINGS = ("target", "seeds", "pace", "lr", "batch_size", "limit_epochs", "slow_link")
 
@@ -33,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"{case}: not run, because {reason}", highlight=False)
     outcomes: list[Outcome] = []
     total = len(cases) * len(SCHEMES) * args.seeds
-    with raised_by_sigterm(KeyboardInterrupt), console.status("") as status:
+    with console.status("") as status:
         for outcome in measure_all(args, cases):
             outcomes.append(outcome)
             shown = f"{outcome.case}, {outcome.store}, seed {outcome.seed}: {outcome.seconds:.2f} s"
