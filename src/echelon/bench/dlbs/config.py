@@ -5,13 +5,14 @@ Flags take precedence over the file, and the file over the defaults.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.bench.dlbs.parameters import NOT_GIVEN, Parameter, defaults, shown
+from echelon.bench.dlbs.parameters import Parameter, defaults, shown
 from echelon.bench.dlbs.source import Document, Setting, parse_flag, read_file
 from echelon.errors import UsageError, unknown_name
 
@@ -143,10 +144,18 @@ def _assignment(flag: str, text: str) -> tuple[str, Setting]:
     name = f"{flag} {key}"
     if not value:
         raise UsageError(f"{name}: there is no value; write for example {example}, or {flag} '{key}=\"\"' for no text")
-    plain = value.replace('"', "").replace("'", "").strip("[] ")
-    quoted = f'"{plain}"' if flag == "-P" else "[" + ",".join(f'"{one.strip()}"' for one in plain.split(",")) + "]"
-    advice = f"a text needs quotes inside those of the shell: {flag} '{key}={quoted}'"
+    advice = f"a text needs quotes inside those of the shell: {flag} '{key}={_as_json(flag, value)}'"
     return key, Setting(parse_flag(value, name, advice).value, name)
+
+
+def _as_json(flag: str, value: str) -> str:
+    """Return what the user of -P or -V may have meant, as JSON."""
+
+    def quoted(word: str) -> str:
+        return word if re.fullmatch(r"-?[0-9.]+|true|false|null", word) else json.dumps(word)
+
+    plain = value.replace('"', "").replace("'", "").strip("[] ")
+    return quoted(plain) if flag == "-P" else f"[{','.join(quoted(word.strip()) for word in plain.split(','))}]"
 
 
 def _values(key: str, setting: Setting) -> Setting:
@@ -154,9 +163,10 @@ def _values(key: str, setting: Setting) -> Setting:
     values = setting.value if isinstance(setting.value, list) else [setting.value]
     if not values:
         raise UsageError(f"{setting.where}: {key} has no values, so the sweep is empty; write for example [32, 64]")
-    repeated = next((one for index, one in enumerate(values) if shown(one) in map(shown, values[:index])), NOT_GIVEN)
-    if repeated is not NOT_GIVEN:
-        raise UsageError(f"{setting.where}: {key} has the value {shown(repeated)} twice; remove one of them")
+    texts = [json.dumps(one) for one in values]
+    repeated = [text for index, text in enumerate(texts) if text in texts[:index]]
+    if repeated:
+        raise UsageError(f"{setting.where}: {key} has the value {repeated[0]} twice; remove one of them")
     return Setting(values, setting.where)
 
 

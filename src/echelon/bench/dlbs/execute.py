@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -193,6 +193,8 @@ def _start(run: Run, folder: Path, output: Output) -> int:
     variables = {**experiment.variables, BATCH_TIMES: str(folder)}
     if run.rendezvous is not None:
         job = node_job(experiment.num_workers, run.num_servers, str(folder))
+        if (transport := experiment.parameters.get("echelon.transport")) not in (None, "auto"):
+            job = replace(job, transport=transport)
         request = Request(job, run.command, variables=variables)
         return run_node(node_plan(request, experiment.parameters["mxnet.rank"], run.rendezvous), run.rendezvous, output)
     job = Job(

@@ -15,7 +15,6 @@ from typing import Any
 
 from echelon.errors import UsageError, nearest_names
 
-NOT_GIVEN: Any = None
 _WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -153,9 +152,9 @@ _CLOSED = ("echelon.",)  # every other key that begins so is an error
 
 def convert(key: str, value: Any, where: str, parameter: Parameter) -> Any:
     """Return an expanded value in the type of its parameter, as DLBS casts it; raises UsageError if it does not fit."""
-    if value is NOT_GIVEN:
-        return None
-    found = _CONVERSIONS[parameter.type](value)
+    if value is None and parameter.default is None:
+        return None  # as if it were not given, for example in a sweep over [null, 3]
+    found = None if value is None else _CONVERSIONS[parameter.type](value)
     if found is None:
         raise UsageError(f"{where}: {key} is {shown(value)}; it must be {_WORDS[parameter.type]}")
     if isinstance(found, int | float) and not isinstance(found, bool) and found < parameter.least:
@@ -163,12 +162,11 @@ def convert(key: str, value: Any, where: str, parameter: Parameter) -> Any:
     if parameter.domain and found not in parameter.domain:
         near = nearest_names(str(found), map(str, parameter.domain))
         meant = f" (did you mean {near[0]!r}?)" if near else ""
-        allowed = ", ".join(map(json.dumps, parameter.domain))
-        raise UsageError(f"{where}: {key} is {shown(value)}{meant}; it must be one of {allowed}")
+        allowed = " or ".join(map(json.dumps, parameter.domain))
+        raise UsageError(f"{where}: {key} is {shown(value)}{meant}; it must be {allowed}")
     if parameter.pattern and not re.fullmatch(parameter.pattern, str(found)):
-        raise UsageError(
-            f"{where}: {key} is {shown(value)}; it must match {parameter.pattern}: {parameter.description}"
-        )
+        expected = parameter.description or f"a text that matches {parameter.pattern}"
+        raise UsageError(f"{where}: {key} is {shown(value)}; expected: {expected}")
     return found
 
 

@@ -40,7 +40,10 @@ def build_plan(config: Config) -> list[Planned]:
     count = math.prod(len(config.variables[key].value) for key in order)
     if count > MAX_EXPERIMENTS:
         sizes = " x ".join(f"{len(config.variables[key].value)} {key}" for key in order)
-        raise UsageError(f"the variables give {count:,} experiments ({sizes}); at most {MAX_EXPERIMENTS:,} are allowed")
+        raise UsageError(
+            f"{config.variables[order[0]].where}: the variables give {count:,} experiments ({sizes}); at most "
+            f"{MAX_EXPERIMENTS:,} are allowed"
+        )
     plan: list[Planned] = []
     for values in itertools.product(*(config.variables[key].value for key in order)):
         chosen = dict(zip(order, values, strict=True))

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -108,9 +108,11 @@ class Sweep:
             if not decision.runs and log is not None:
                 return Outcome(experiment, log["exp.status"], log.get("exp.status_msg", ""), log), decision.reason
             return self._execute(run), ""
-        except EchelonError as error:
-            record_failure(experiment, str(error))
-            return Outcome(experiment, FAILURE, str(error)), ""
+        except (EchelonError, OSError) as error:
+            message = str(error) if isinstance(error, EchelonError) else f"{error.filename}: {error.strerror}"
+            with suppress(EchelonError, OSError):  # the folder of the log may be what cannot be written
+                record_failure(experiment, message)
+            return Outcome(experiment, FAILURE, message), ""
 
     def _execute(self, run: Run) -> Outcome:
         self._active = {"log_file": str(run.experiment.log_file), "start_time": datetime.now().isoformat()}
