@@ -44,6 +44,8 @@ def test_a_sweep_measures_all_workers_and_survives_a_failed_cell(tmp_path: Path)
     assert row["results.throughput"] == pytest.approx(sum(row["results.worker_throughput"]), abs=0.01)
     assert row["results.worker_throughput"][1] <= 4 / 0.06
     assert row["results.use.mem_res"]
+    assert len(row["results.worker_compute_s"]) == 2
+    assert sum(row["results.staleness"].values()) == 2 * 13
     log = records(tmp_path / row["exp.log_file"])
     assert log == {key: row[key] for key in log}
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -7,11 +7,12 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 
 import psutil
 import pytest
 
-from echelon.observe.resources import Gpu, ResourceMonitor, ResourceReader, Sample, as_series
+from echelon.observe.resources import Gpu, GpuReader, ResourceMonitor, ResourceReader, Sample, as_series
 
 BUSY = "import sys\nkept = bytearray(64 << 20)\nprint('ready', flush=True)\nwhile True: pass"
 
@@ -84,3 +85,53 @@ def test_samples_become_one_list_per_field() -> None:
 @pytest.mark.parametrize("series", [as_series([])])
 def test_no_samples_are_empty_lists(series: dict[str, list[object]]) -> None:
     assert series["time"] == []
+
+
+class Driver(types.ModuleType):
+    """A stand-in for nvidia-ml-py, because test machines have no GPU: two GPUs, of which one reports no power."""
+
+    class NVMLError(Exception):
+        """The base class of nvidia-ml-py's errors."""
+
+    def __init__(self, *, found: bool) -> None:
+        super().__init__("pynvml")
+        self.found = found
+
+    def nvmlInit(self) -> None:
+        if not self.found:
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlShutdown(self) -> None:
+        self.found = False
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        if handle == 1:
+            raise self.NVMLError("Not Supported")
+        return 300_500  # milliwatts
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> types.SimpleNamespace:
+        return types.SimpleNamespace(gpu=80)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> types.SimpleNamespace:
+        return types.SimpleNamespace(used=3 << 30)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_gpus_are_read_where_there_is_a_driver(monkeypatch: pytest.MonkeyPatch, found: bool) -> None:
+    driver = Driver(found=found)
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    reader = GpuReader()
+    assert reader.read() == ((Gpu(80.0, 3072.0, 300.5), Gpu(80.0, 3072.0, None)) if found else ())
+    reader.close()
+    assert not driver.found
+
+
+def test_without_the_library_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert GpuReader().read() == ()

@@ -22,6 +22,7 @@ from echelon.bench.dlbs.command import Run
 from echelon.bench.dlbs.experiment import Experiment
 from echelon.bench.dlbs.records import read_records, record_line
 from echelon.bench.dlbs.rerun import FAILURE, OK, RUNNING
+from echelon.bench.dlbs.run_events import RunEvents
 from echelon.bench.dlbs.system_info import check_sources, system_info
 from echelon.bench.dlbs.window import WorkerTimes, results
 from echelon.environment import BATCH_TIMES, Job
@@ -164,18 +165,25 @@ def _run_job(
         last[0] = line.removeprefix("echelon: ")
 
     last = [""]
-    progress = _Progress(folder, run.experiment.num_workers, on_progress)
+    reader, events = EventReader(folder), RunEvents()
+
+    def on_tick() -> None:
+        events.take(reader.poll())
+        on_progress(events.batches)
+
     every_s = float(run.experiment.parameters.get("monitor.frequency") or 0)
     measured: dict[str, Any] = {}
     try:
         with ResourceMonitor(every_s) if every_s else nullcontext() as monitor, _errors_to(on_error):
-            status = _start(run, folder, Output(on_line, progress.poll, shown=True))
+            status = _start(run, folder, Output(on_line, on_tick, shown=True))
         if monitor is not None:
             measured = _use(monitor)
         if status in _SIGNALS:
             return INTERRUPTED, "stopped by a signal", measured
         if status:
             return FAILURE, causes[0] if causes else last[0] or f"exit status {status}", measured
+        on_tick()
+        measured |= events.records()
         times = read_batch_times(folder)
         parameters = run.experiment.parameters
         _check_workers(times, run.experiment.num_workers)
@@ -206,22 +214,6 @@ def _start(run: Run, folder: Path, output: Output) -> int:
     )
     launcher = LocalLauncher()
     return launcher.run(protect(launcher.plan(Request(job, run.command, variables=variables))), output)
-
-
-class _Progress:
-    """Reads from the events of a run how many batches the slowest worker has done."""
-
-    def __init__(self, folder: Path, num_workers: int, on_progress: Callable[[int], None]) -> None:
-        self._reader = EventReader(folder)
-        self._done = dict.fromkeys(range(num_workers), 0)
-        self._on_progress = on_progress
-
-    def poll(self) -> None:
-        for event in self._reader.poll():
-            if event.get("event") in ("progress", "done") and event.get("rank") in self._done:
-                self._done[event["rank"]] = int(event.get("clock", 0))
-        reported = [clock for clock in self._done.values() if clock]
-        self._on_progress(min(reported) if reported else 0)
 
 
 def read_batch_times(folder: Path) -> list[WorkerTimes]:

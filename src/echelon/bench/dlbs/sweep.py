@@ -10,6 +10,7 @@ import json
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -18,12 +19,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from echelon.atomic_file import AtomicFile
 from echelon.bench.dlbs.command import Run, checked_run
 from echelon.bench.dlbs.execute import INTERRUPTED, Outcome, execute, read_log, record_failure
 from echelon.bench.dlbs.experiment import Experiment
+from echelon.bench.dlbs.remaining import seconds_left, shown_duration
 from echelon.bench.dlbs.rerun import DISABLED, FAILURE, OK, SIMULATED, decide
 from echelon.bench.dlbs.table import result_line
 from echelon.errors import EchelonError
@@ -49,14 +51,15 @@ class Sweep:
             MofNCompleteColumn(),
             TextColumn("batches"),
             TimeElapsedColumn(),
-            TextColumn("left:"),
-            TimeRemainingColumn(),
+            TextColumn("left: {task.fields[left]}"),
             console=console,
             disable=not console.is_terminal,
             transient=True,
         )
-        self._task = self._bar.add_task("", total=sum(map(_batches, experiments)))
+        self._task = self._bar.add_task("", total=sum(map(_batches, experiments)), left=shown_duration(None))
         self._before = 0  # batches of the experiments that have ended
+        self._durations: list[float] = []  # of the experiments that ran
+        self._number, self._start_s = 0, 0.0  # of the current experiment
         self.outcomes: list[Outcome] = []
 
     def run(self) -> int:
@@ -79,11 +82,13 @@ class Sweep:
         return 130 if interrupted else int(any(one.status == FAILURE for one in self.outcomes))
 
     def _run_one(self, number: int, experiment: Experiment) -> Outcome:
+        self._number, self._start_s = number, time.monotonic()
         label = f"[{number}/{len(self._experiments)}] {experiment.title}"
         self._bar.update(self._task, description=label.replace("[", r"\["))
         outcome, how = self._outcome_of(experiment)
         self._before += _batches(experiment)
-        self._show_batches(0)
+        self._durations += [outcome.seconds] if outcome.seconds else []
+        self._bar.update(self._task, completed=self._before)
         took = f" ({outcome.seconds:.1f} s)" if outcome.seconds else f" ({how})" if how else ""
         self._say(f"{label}: {result_line(outcome)}{took}")
         entry = {"log_file": str(experiment.log_file), "exec_status": (how and _EXISTING) or "completed"}
@@ -120,7 +125,10 @@ class Sweep:
         return execute(run, self._show_batches, self._say, self._say if self._verbose else lambda line: None)
 
     def _show_batches(self, done: int) -> None:
-        self._bar.update(self._task, completed=self._before + done)
+        share = done / _batches(self._experiments[self._number - 1])
+        elapsed = time.monotonic() - self._start_s
+        left = seconds_left(self._durations, elapsed, share, len(self._experiments) - self._number)
+        self._bar.update(self._task, completed=self._before + done, left=shown_duration(left))
 
     def _request_stop(self) -> None:
         self._stop.set()
