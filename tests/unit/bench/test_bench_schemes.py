@@ -77,6 +77,13 @@ def test_every_case_runs_by_default_and_a_case_without_root_says_why(monkeypatch
     assert schemes.possible_cases(["slow link", "equal"]) == (["equal", "slow link"], {})
 
 
+def test_a_command_whose_only_case_cannot_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schemes, "why_impossible", lambda: "a network namespace needs root")
+    args = parse("--case", "slow link")
+    with pytest.raises(UsageError, match="case 'slow link' cannot run, because a network namespace needs root"):
+        args.run(args)
+
+
 def test_a_case_changes_only_what_it_names() -> None:
     args = parse("--lr", "0.02")
     equal = options_of(args, CASES["equal"], "dist_gsync", 3)

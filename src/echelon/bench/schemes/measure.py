@@ -69,12 +69,17 @@ def options_of(args: argparse.Namespace, case: Case, store: str, seed: int) -> T
         groups=case.groups if kind.takes_groups else None,
         batch_size=args.batch_size,
         num_epochs=args.limit_epochs,
-        lr=args.lr * case.lr_factor,
+        lr=lr_of(args, case),
         seed=seed,
         eval_every=2,
         target_accuracy=args.target,
         pace=replace(case.pace, seconds=args.pace, seed=seed),
     )
+
+
+def lr_of(args: argparse.Namespace, case: Case) -> float:
+    """Return the learning rate of a case."""
+    return round(float(args.lr * case.lr_factor), 10)
 
 
 def run_job(job: Job, command: list[str], link: SlowLink | None, lines: list[str]) -> int:

@@ -14,7 +14,7 @@ from echelon.bench.harness.checks import check_numbers
 from echelon.bench.harness.results import write_result
 from echelon.bench.schemes.cases import CASES
 from echelon.bench.schemes.link import SlowLink, slow_link, why_impossible
-from echelon.bench.schemes.measure import Outcome, measure
+from echelon.bench.schemes.measure import Outcome, lr_of, measure
 from echelon.bench.schemes.table import finite, make_table, table_facts
 from echelon.errors import UsageError
 from echelon.report.plots.bands import draw_bands
@@ -28,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     console = Console()
     cases, not_run = possible_cases(args.case or list(CASES))
+    if not cases:
+        raise UsageError("; ".join(f"case {case!r} cannot run, because {reason}" for case, reason in not_run.items()))
     for case, reason in not_run.items():
         console.print(f"{case}: not run, because {reason}", highlight=False)
     outcomes: list[Outcome] = []
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(make_table(facts, args.target))
     if args.json is not None:
         settings = {name: getattr(args, name) for name in SETTINGS}
-        runs = [asdict(outcome) | {"seconds": finite(outcome.seconds)} for outcome in outcomes]
+        runs = [asdict(one) | {"seconds": finite(one.seconds), "lr": lr_of(args, CASES[one.case])} for one in outcomes]
         write_result(args.json, {"settings": settings, "not_run": not_run, "table": facts, "runs": runs})
     if args.plot is not None:
         draw(outcomes, args.target, args.plot)

@@ -120,7 +120,7 @@ def _record_of_scheme(run: Mapping[str, Any], body: Mapping[str, Any]) -> RunRec
         model="digits-cnn",
         data="digits",
         batch_size=settings["batch_size"],
-        lr=settings["lr"],
+        lr=run.get("lr", settings["lr"]),
         store=run["store"],
         variant=run["case"],
         seed=run["seed"],
