@@ -9,8 +9,10 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from echelon.errors import EchelonError
 from echelon.report.logs.epochs import read_logs
 from echelon.report.logs.lines import EpochFigure, SpeedFigure, figures_of
+from echelon.report.logs.text import FORMATS, columns, rows_of
 from echelon.train import log_lines
 
 PREFIXES = (
@@ -85,3 +87,32 @@ def test_any_interleaving_of_workers_gives_the_same_figures(
         for epoch in together.epochs.values()
         for worker, lines in epoch.speeds.items()
     }
+
+
+NUMBERS = st.sampled_from(["0", "3", "9" * 5000, "-1", "0.5", "-5.00", "nan", "inf", "-inf", "1e999", "1.2.3", "", "٣"])
+PIECES = st.sampled_from(
+    ["Epoch[0] ", "Iter[1] ", "Batch [0-20]\t", "Node[2] ", "[worker 1] ", "\n", "\r", "\x00", "é"]
+)
+LINES = st.one_of(
+    st.builds("Epoch[{}] Train-accuracy={}{}".format, NUMBERS, NUMBERS, PIECES),
+    st.builds("Epoch[{}] Batch [{}]\tSpeed: {} samples/sec\ta={}".format, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
+    st.builds("[worker {}] Epoch[0] Time cost={}".format, NUMBERS, NUMBERS),
+    PIECES,
+)
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=40) | st.lists(LINES, max_size=6).map(lambda lines: "\n".join(lines).encode()))
+def test_any_file_is_read_or_is_an_error_of_one_line(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "log").write_bytes(content)
+        text = ""
+        try:
+            training = read_logs([str(Path(folder) / "log")])
+        except EchelonError as error:
+            text = str(error)
+        else:
+            shown = columns(training, [], "workers")
+            for write in FORMATS.values():
+                write(rows_of(training, shown), shown)
+    assert "\n" not in text

@@ -62,6 +62,10 @@ def test_a_line_of_an_epoch(line: str, figure: EpochFigure) -> None:
             SpeedFigure(1, 0, 20, 1910.41, (("accuracy", math.nan),)),
         ),
         ("INFO:root:Iter[0] Batch [20]\tSpeed: inf samples/sec", SpeedFigure(0, None, 20, math.inf)),
+        (  # no table shows the metrics of a speed line, so one that cannot be read is not an error
+            "Epoch[1] Batch [0-20]\tSpeed: 2.00 samples/sec\tlr=auto\taccuracy=0.500000",
+            SpeedFigure(1, 0, 20, 2.0, (("accuracy", 0.5),)),
+        ),
         (  # tabs that a terminal has replaced
             "Epoch[1] Batch [0-20]   Speed: 2.00 samples/sec   accuracy=0.5   top-1=0.25",
             SpeedFigure(1, 0, 20, 2.0, (("accuracy", 0.5), ("top-1", 0.25))),
@@ -135,6 +139,7 @@ def test_the_speed_of_a_worker_is_its_samples_divided_by_its_time() -> None:
     training = workers_of("[worker 0] Epoch[0] Batch [0-20]\tSpeed: 100.00 samples/sec\n" * 1)
     training.add(SpeedFigure(0, 20, 40, 300.0, worker=0))
     training.add(SpeedFigure(0, 40, 60, math.inf, worker=0))  # a clock that did not advance is not a measurement
+    training.add(SpeedFigure(0, 60, 80, -5.0, worker=0))  # nor is one that went back
     assert training.epochs[0].worker_speed("worker 0") == pytest.approx(150)
 
 

@@ -162,6 +162,14 @@ def test_runs_below_a_folder_are_found_once(tmp_path: Path) -> None:
     assert read_run(tmp_path / "runs" / "latest").name == "two"
 
 
+def test_an_experiment_of_the_harness_is_found_by_its_log(tmp_path: Path) -> None:
+    write_run(tmp_path / "logs" / "2-16.run", events())
+    (tmp_path / "logs" / "2-16.log").write_text('__exp.model__="mlp"\n')
+    assert find_runs(tmp_path) == [tmp_path / "logs" / "2-16.run"]  # another log, without the status file
+    (tmp_path / "logs" / "2-16.status.json").write_text("{}")
+    assert find_runs(tmp_path) == [tmp_path / "logs" / "2-16.log"]
+
+
 def test_a_row_of_the_gpu_benchmark_is_a_record() -> None:
     record = record_of_command(GPU_ROW)
     assert (record.infrastructure, record.num_workers, record.num_devices, record.num_gpus) == ("NVIDIA H200", 5, 10, 1)

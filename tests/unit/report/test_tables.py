@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from inspect import signature
 
 import pytest
 
 from echelon.errors import UsageError
+from echelon.models import registry
 from echelon.report.state.epochs import EpochRow
 from echelon.report.tables.choose import make_tables
 from echelon.report.tables.published import batch_text
-from echelon.report.tables.record import RunRecord, model_name
+from echelon.report.tables.record import LAYERED, RunRecord, model_name
 from echelon.report.tables.table import FORMATS, as_csv, as_json, as_markdown
 
 SINGLE = RunRecord(
@@ -51,7 +53,7 @@ def text(name: str, *records: RunRecord) -> str:
 
 
 def test_epoch_times_in_the_columns_of_2015() -> None:
-    assert text("performance", SINGLE, CLUSTER, SHARED) == (
+    assert text("performance", SINGLE, CLUSTER, SHARED, ON_CPU) == (
         "### System performance\n\n"
         "#### inception-bn-28-small on cifar10\n\n"
         "| cluster | # machines | # GPUs | batch size / GPU | kvstore | epoch time (sec) |\n"
@@ -213,6 +215,11 @@ def test_csv_and_json_hold_values_and_the_status() -> None:
     assert set(FORMATS) == {"markdown", "csv", "json"}
 
 
+def test_the_networks_with_layers_are_those_of_the_registry() -> None:
+    accept = [name for name in registry.names() if "num_layers" in signature(registry._find_function(name)).parameters]
+    assert sorted(LAYERED) == sorted(accept)
+
+
 def test_a_cell_cannot_break_the_table() -> None:
     named = replace(SINGLE, infrastructure="a|b\nc")
     assert "| a\\|b c | 1 | 1 |" in text("performance", named)
@@ -221,7 +228,8 @@ def test_a_cell_cannot_break_the_table() -> None:
 def test_names_and_batches_are_written_as_in_published_tables() -> None:
     assert model_name("resnet", 50) == "resnet50"
     assert model_name("resnet-v1", 50) == "resnet-v1-50"
-    assert model_name("mlp", None) == "mlp"
+    assert model_name("mlp", 110) == "mlp"  # it has no such option, but the script has a default
+    assert model_name("vgg", 16, "float16") == "vgg16 float16"
     assert (
         batch_text(replace(CLUSTER, num_workers=1, num_devices=8, num_gpus=8, batch_size=1024)) == "128x8=1024 (lr=0.4)"
     )

@@ -39,8 +39,11 @@ class Epoch:
         return reduce(add, counted, 0.0) / len(counted) if values else None  # added in order, as MXNet adds them
 
     def worker_speed(self, worker: Worker) -> float | None:
-        """Return the samples per second of one worker over the batches of its lines."""
-        found = [line.samples_per_s for line in self._counted(worker) if math.isfinite(line.samples_per_s)]
+        """Return the samples per second of one worker over the batches of its lines.
+
+        MXNet's clock can stand still or go back, which gives speeds that are infinite or negative.
+        """
+        found = [line.samples_per_s for line in self._counted(worker) if 0 < line.samples_per_s < math.inf]
         return statistics.harmonic_mean(found) if found else None
 
     def speed(self) -> float | None:

@@ -23,16 +23,16 @@ from echelon.errors import DataError
 Kind = Literal["train", "validation", "time"]
 
 _WORKER = re.compile(
-    r"""\[worker\ (\d+)\]                 # Echelon's launchers
-      | \bNode\[(\d+)\]                   # MXNet 0.7
-      | ^\[\d+,(\d+)\]<std(?:out|err)>:   # mpirun --tag-output
-      | ^\s*(\d+):\                       # srun --label
+    r"""\[worker\ ([0-9]{1,9})\]                        # Echelon's launchers
+      | \bNode\[([0-9]{1,9})\]                          # MXNet 0.7
+      | ^\[[0-9]+,([0-9]{1,9})\]<std(?:out|err)>:       # mpirun --tag-output
+      | ^\s*([0-9]{1,9}):\                              # srun --label
     """,
     re.VERBOSE,
 )
 _LINE = re.compile(
-    r"""(?:Epoch|Iter)\[(?P<epoch>\d+)\]
-        (?:\ Batch\ ?\[(?:(?P<first>\d+)-)?(?P<last>\d+)\])?
+    r"""(?:Epoch|Iter)\[(?P<epoch>[0-9]{1,9})\]
+        (?:\ Batch\ ?\[(?:(?P<first>[0-9]{1,9})-)?(?P<last>[0-9]{1,9})\])?
         \s+
         (?:
             (?P<kind>Train|Validation)-(?P<name>(?:(?!Epoch\[)[^=\n])+)=(?P<value>(?:(?!Epoch\[)\S)*)
@@ -62,7 +62,7 @@ class EpochFigure:
 
 @dataclass(frozen=True, slots=True)
 class SpeedFigure:
-    """The speed of one worker until the batch `last` of an epoch, and the metrics of the same line."""
+    """The speed of one worker until the batch `last` of an epoch, and the readable metrics of the same line."""
 
     epoch: int
     first: int | None
@@ -102,7 +102,7 @@ def _epoch_figure(match: re.Match[str], worker: int | None) -> EpochFigure:
 
 def _speed(match: re.Match[str], rest: str, worker: int | None) -> SpeedFigure:
     epoch = int(match["epoch"])
-    found = list(_METRIC.finditer(rest))
+    found = [metric for metric in _METRIC.finditer(rest) if _NUMBER.match(metric["value"])]
     return SpeedFigure(
         epoch,
         None if match["first"] is None else int(match["first"]),

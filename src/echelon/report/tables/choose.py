@@ -47,7 +47,7 @@ def _make(name: str, records: Sequence[RunRecord], target: float | None, every: 
 
 
 _WHY_EMPTY = {
-    "performance": "there is no run",
+    "performance": "no run has completed an epoch",
     "throughput": "there is no run",
     "accuracy": "no run has completed an epoch",
     "weak": "no two runs have the same model, store and batch size per device, but different numbers of devices",

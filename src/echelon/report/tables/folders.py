@@ -23,11 +23,16 @@ _SIGNALS = {130: "SIGINT", 143: "SIGTERM"}
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the run folders at or below a folder, by name; each once, whatever links lead to it."""
-    found = {path.parent.resolve(): path.parent for name in (FILE_NAME, SUMMARY) for path in folder.rglob(name)}
+    """Return the run folders at or below a folder, and logs of `echelon bench run`, each once and by name.
+
+    An experiment of `echelon bench run` has a log, a status file and a run folder; its log tells warm-up from the rest.
+    """
     if (folder / FILE_NAME).exists() or (folder / SUMMARY).exists():
         return [folder]
-    return sorted(path for path in found.values() if not path.is_symlink())
+    logs = {path for path in folder.rglob("*.log") if path.with_suffix(".status.json").exists()}
+    found = {path.parent for name in (FILE_NAME, SUMMARY) for path in folder.rglob(name)}
+    runs = {path for path in found if not path.is_symlink() and path.with_suffix(".log") not in logs}
+    return sorted(logs | runs)
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -72,7 +77,7 @@ def record_of(name: str, events: Sequence[Event], summary: Mapping[str, Any]) ->
         num_workers=num_workers,
         num_devices=num_workers * len(devices),
         num_gpus=(len(set(devices)) if shares_gpus else num_workers * len(set(devices))) if uses_gpu else 0,
-        model=model_name(settings.get("network", ""), settings.get("num_layers")),
+        model=model_name(settings.get("network", ""), settings.get("num_layers"), settings.get("dtype")),
         data="synthetic" if settings.get("benchmark") else settings.get("data", ""),
         batch_size=settings.get("batch_size", 0),
         lr=settings.get("lr"),

@@ -22,7 +22,8 @@ def performance_table(records: Sequence[RunRecord]) -> Table:
         Column("epoch time (sec)", "{:.1f}".format),
     )
     sections = []
-    for task, group in _grouped(records, _task).items():
+    measured = [one for one in records if one.epoch_s is not None or one.status]
+    for task, group in _grouped(measured, _task).items():
         rows, previous = [], None
         for record in group:
             cluster = Shown(record.infrastructure, "-") if record.infrastructure == previous else record.infrastructure
@@ -103,7 +104,7 @@ def _throughput_cells(record: RunRecord) -> tuple[Cell, ...]:
         Shown(record.total_batch, batch_text(record)),
         gpus(record),
         record.accuracy,
-        record.num_epochs,
+        record.num_epochs or None,
         record.epoch_s,
         throughput(record),
     )

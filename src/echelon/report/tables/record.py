@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from echelon.report.state.epochs import EpochRow
 
+LAYERED = ("resnet", "resnet-v1", "resnetv1", "resnext", "vgg")  # the networks that have --num-layers
+
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
@@ -67,8 +69,8 @@ class RunRecord:
         return next((seconds for seconds, reached in self.curve if reached >= accuracy), None)
 
 
-def model_name(network: str, num_layers: int | None) -> str:
-    """Return the name as published tables write it: resnet with 50 layers is resnet50."""
-    if num_layers is None:
-        return network
-    return f"{network}-{num_layers}" if network[-1:].isdigit() else f"{network}{num_layers}"
+def model_name(network: str, num_layers: int | None = None, dtype: str | None = None) -> str:
+    """Return the name as published tables write it: resnet with 50 layers is resnet50. A chosen precision follows."""
+    layers = num_layers if network in LAYERED else None  # scripts have a default for all networks
+    name = network + ("" if layers is None else f"-{layers}" if network[-1:].isdigit() else str(layers))
+    return name if dtype in (None, "auto") else f"{name} {dtype}"

@@ -20,10 +20,11 @@ _FLAGS = {  # of the training scripts: other names, and values if a command does
     "--network": ((), ""),
     "--num-layers": ((), None),
     "--batch-size": ((), "128"),
-    "--lr": ((), "0.05"),
+    "--lr": ((), None),
     "--kv-store": ((), "device"),
     "--num-epochs": ((), "0"),
-    "--num-examples": ((), None),
+    "--dtype": ((), None),
+    "--benchmark": ((), "0"),
     "--staleness": ((), None),
     "--groups": ((), None),
     "--slow": ((), None),
@@ -31,7 +32,11 @@ _FLAGS = {  # of the training scripts: other names, and values if a command does
     "--target-accuracy": ((), None),
     "-n": (("--num-workers",), "1"),
 }
-_DATA = {"train_cifar10.py": "cifar10", "train_mnist.py": "mnist", "train_imagenet.py": "imagenet"}
+_SCRIPTS = {  # the data and the default learning rate of the training scripts
+    "train_cifar10.py": ("cifar10", 0.05),
+    "train_mnist.py": ("mnist", 0.05),
+    "train_imagenet.py": ("imagenet", 0.1),
+}
 
 
 def read_results(path: Path) -> list[RunRecord]:
@@ -63,6 +68,8 @@ def record_of_command(row: Mapping[str, Any]) -> RunRecord:
     flags = _flags(shlex.split(row["command"]))
     devices = [word for word in (flags["--gpus"] or "").split(",") if word]
     num_workers = int(flags["-n"] or 1)
+    data, lr = next((known for script, known in _SCRIPTS.items() if script in row["command"]), ("", None))
+    num_layers = int(flags["--num-layers"]) if flags["--num-layers"] else None
     train, valid, seconds = ({int(key): value for key, value in row[name].items()} for name in _BY_EPOCH)
     store = flags["--kv-store"] or ""
     others = f" (shared by {row['jobs']} jobs)" if row.get("jobs", 1) > 1 else ""
@@ -72,10 +79,10 @@ def record_of_command(row: Mapping[str, Any]) -> RunRecord:
         num_workers=num_workers,
         num_devices=num_workers * max(1, len(devices)),
         num_gpus=len(set(devices)),
-        model=model_name(flags["--network"] or "", int(flags["--num-layers"]) if flags["--num-layers"] else None),
-        data=next((data for script, data in _DATA.items() if script in row["command"]), ""),
+        model=model_name(flags["--network"] or "", num_layers, flags["--dtype"]),
+        data="synthetic" if flags["--benchmark"] == "1" else data,
         batch_size=int(flags["--batch-size"] or 0),
-        lr=float(flags["--lr"] or 0),
+        lr=float(flags["--lr"]) if flags["--lr"] else lr,
         store=store,
         scheme=store_kind(store).scheme if num_workers > 1 else "",
         variant=", ".join(f"{name[2:]} {flags[name]}" for name in _VARIANTS if flags[name] is not None),
@@ -161,7 +168,9 @@ def record_of_experiment(values: Mapping[str, Any]) -> RunRecord:
 
 
 def _hardware(values: Mapping[str, Any]) -> str:
-    return str(values.get("hw.cpu") or values.get("exp.device_type") or "unknown")
+    if "hw.cpu" in values and not values.get("exp.num_gpus"):
+        return f"{values['hw.cpu']} ({values.get('hw.cores')} cores)"
+    return str(values.get("exp.device_type") or "unknown")
 
 
 def _utilisation(series: Any) -> float | None:
