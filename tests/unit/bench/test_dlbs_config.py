@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from echelon.bench.dlbs.config import load_config
 from echelon.bench.dlbs.experiment import Experiment, build_experiments, notes
+from echelon.bench.dlbs.parameters import PARAMETERS
 from echelon.bench.dlbs.source import Step, parse
 from echelon.errors import UsageError
 
@@ -142,6 +143,36 @@ def test_an_error_of_a_flag_names_the_flag(build: Build, flags: dict[str, Any], 
     assert message in str(caught.value)
 
 
+VALUES = JSON | st.sampled_from(
+    ["0,1", "1:3", "${exp.model}", "${", "${a}", "$(1)$", 10**30, 1e30, {"val": 3, "type": "int"}, {"val": []}, [[1]]]
+)
+KEYS = st.sampled_from([*PARAMETERS, "my.own", "runtime.env.A", "exp.num_batchs"])
+SETTINGS = st.dictionaries(KEYS, VALUES, max_size=3)
+EXTENSION = st.fixed_dictionaries(
+    {"condition": SETTINGS, "parameters": SETTINGS, "cases": st.lists(SETTINGS, max_size=2)}
+)
+CONFIG = st.fixed_dictionaries(
+    {"parameters": SETTINGS, "variables": st.dictionaries(KEYS, st.lists(VALUES, max_size=2), max_size=2)},
+    optional={"extensions": st.lists(EXTENSION, max_size=2)},
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example writes the file again
+@given(CONFIG | JSON)
+def test_any_configuration_is_built_or_refused(build: Build, config: Any) -> None:
+    """Nothing but a UsageError may be raised. References to `a` are unknown, unless the example has such a key."""
+    try:
+        experiments = build(json.dumps(config))
+    except UsageError:
+        return
+    assert experiments
+    for one in experiments:
+        assert (
+            one.parameters["exp.effective_batch"]
+            == one.parameters["exp.replica_batch"] * (one.parameters["exp.num_replicas"])
+        )
+
+
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"absent.json cannot be read: No such file"):
         load_config(tmp_path / "absent.json")
@@ -218,6 +249,13 @@ def test_an_effective_batch_is_divided_among_the_replicas(build: Build) -> None:
         build(parameters=["exp.effective_batch=96", "echelon.num_workers=5"])
     with pytest.raises(UsageError, match=r"exp\.effective_batch is 96, but exp\.replica_batch 8 "):
         build(parameters=["exp.effective_batch=96", "exp.replica_batch=8"])
+
+
+def test_what_follows_from_other_parameters_cannot_be_claimed(build: Build) -> None:
+    (one,) = build(parameters=["exp.num_replicas=2", "echelon.num_workers=2", "exp.device_type=null"])
+    assert (one.parameters["exp.num_replicas"], one.parameters["exp.device_type"]) == (2, "cpu")
+    with pytest.raises(UsageError, match=r"-P exp.num_gpus: exp.num_gpus is 8, but .* make it 0; remove it"):
+        build(parameters=["exp.num_gpus=8"])
 
 
 def test_extensions_change_what_matches(build: Build) -> None:

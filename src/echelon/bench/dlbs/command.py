@@ -213,7 +213,7 @@ def _with_keys(message: str, experiment: Experiment) -> str:
     """Return an error about flags as one about parameters, beginning with where one of them was written."""
     if message.startswith(tuple(experiment.where.values())):
         return message
-    text = _FLAG.sub(lambda found: _KEYS.get(found[0], found[0]), message)
+    text = _FLAG.sub(lambda found: _KEYS.get(found[0], found[0]), message).replace("\n", "\\n")
     keys = [_KEYS[flag] for flag in _FLAG.findall(message) if flag in _KEYS]
     if str(experiment.parameters["mxnet.kv_store"]) in message:
         keys.append("mxnet.kv_store")

@@ -12,7 +12,7 @@ from typing import Any
 
 import echelon
 from echelon.bench.dlbs.config import DEFAULT, Config
-from echelon.bench.dlbs.expand import Expander, Get, references
+from echelon.bench.dlbs.expand import Expander, Get, is_constant, references
 from echelon.bench.dlbs.parameters import ENVIRONMENT, PARAMETERS, Parameter, check_key, convert, shown, without_effect
 from echelon.bench.dlbs.plan import Planned, build_plan
 from echelon.bench.dlbs.source import Setting
@@ -20,6 +20,10 @@ from echelon.errors import UsageError
 
 _NOT_IN_ID = ("exp.id", "exp.log_file", "exp.rerun", "exp.status", "mxnet.rank", "mxnet.scheduler", "monitor.")
 _BENCH_ROOT = "BENCH_ROOT"  # DLBS's scripts set this variable to the folder of the configuration
+_FACTS = (  # they follow from other parameters, whatever a configuration says
+    *("exp.num_local_gpus", "exp.num_gpus", "exp.num_local_replicas", "exp.num_replicas"),
+    *("exp.device_type", "exp.data"),
+)
 _BATCH, _EFFECTIVE = "exp.replica_batch", "exp.effective_batch"
 
 
@@ -82,7 +86,8 @@ def notes(config: Config) -> list[str]:
 
 
 def _expand(config: Config, planned: Planned, environment: Callable[[str], str | None]) -> Experiment:
-    settings = dict(planned.settings)
+    claimed = {key: one for key, one in planned.settings.items() if key in _FACTS}
+    settings = {key: one for key, one in planned.settings.items() if key not in _FACTS and not _is_unset(key, one)}
     computed = dict(_COMPUTED)
     computed["exp.id"] = lambda get: _digest(planned.settings)
     if _EFFECTIVE in settings and settings.get(_BATCH, Setting(0, DEFAULT)).where == DEFAULT:
@@ -102,8 +107,24 @@ def _expand(config: Config, planned: Planned, environment: Callable[[str], str |
     parameters = {key: value for key in keys if (value := expander.get(key)) is not None}
     where = {key: setting.where for key, setting in settings.items()}
     _check_batches(parameters, where)
+    _check_claims(claimed, parameters)
     varied = {key: parameters.get(key, value) for key, value in planned.varied.items()}
     return Experiment(parameters, varied, where)
+
+
+def _is_unset(key: str, setting: Setting) -> bool:
+    """Return whether a parameter that would be computed is given as null."""
+    return setting.value is None and key in PARAMETERS and PARAMETERS[key].computed
+
+
+def _check_claims(claimed: Mapping[str, Setting], parameters: Mapping[str, Any]) -> None:
+    """Raise UsageError if a given number of replicas or the like is not what other parameters make it."""
+    for key, (value, where) in claimed.items():
+        if value is not None and is_constant(value) and convert(key, value, where, PARAMETERS[key]) != parameters[key]:
+            raise UsageError(
+                f"{where}: {key} is {shown(value)}, but exp.gpus, exp.num_nodes, echelon.num_workers and exp.data_dir "
+                f"make it {shown(parameters[key])}; remove it"
+            )
 
 
 def _replica_batch(get: Get, where: str) -> int:
