@@ -86,6 +86,11 @@ def _hosts(name: str, title: str, rate: str, flags: str) -> Row:
     return Row(name, "hosts", title, command, "", 60, standard=False)
 
 
+def _one_rate(name: str, title: str, flags: str, seconds: float) -> Row:
+    command = f"python -m benchmarks.one_rate {flags}"
+    return Row(name, "one-rate", title, command, "", seconds, standard=False)
+
+
 ROWS = (
     _pushpull(
         "pushpull-shm",
@@ -186,6 +191,17 @@ ROWS = (
         "training ResNet-20 over 1 Gbit/s, TLS",
         "1gbit",
         "train --model resnet20 --peer ddp --rounds 4 --steps 8",
+    ),
+    _one_rate(
+        "one-rate-cifar10-digits",
+        "",
+        "--only 'cifar10 resnet-20' digits --jobs 3 --data-dir data --extra 'cifar10=--gpus 0 --engine graph'",
+        1200,
+    ),
+    _one_rate("one-rate-mnist", "", "--only 'mnist mlp' 'mnist dist_sync_mlp.py' --jobs 4 --data-dir data", 1200),
+    _one_rate("one-rate-digits-lr-0.025", "`--lr 0.025`", "--only digits --workers 8 --extra 'digits=--lr 0.025'", 90),
+    _one_rate(
+        "one-rate-digits-lr-0.0125", "`--lr 0.0125`", "--only digits --workers 8 --extra 'digits=--lr 0.0125'", 90
     ),
 )
 BLOCKS = tuple(dict.fromkeys(row.block for row in ROWS))

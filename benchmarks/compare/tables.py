@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.compare.one_rate_table import one_rate_table
 from benchmarks.compare.results import Result, short_commit
 from benchmarks.compare.rows import Row
 from benchmarks.compare.run import Outcome
@@ -158,6 +159,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "train": lambda results: times_table(results, lambda result: SAMPLES),
     "costs": costs_table,
     "schemes": schemes_table,
+    "one-rate": one_rate_table,
     "hosts": lambda results: times_table(
         results, lambda result: SAMPLES if "samples_per_s" in result.body else GIGABYTES
     ),

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from benchmarks.compare import __main__ as compare
+from benchmarks.compare.one_rate_table import one_rate_table
 from benchmarks.compare.picture import Bar, bars_of, comparison_figure
 from benchmarks.compare.results import Result, read_result, read_results, short_commit, shown_command
 from benchmarks.compare.rows import BLOCKS, ROWS, Row, Target, choose, why_not
@@ -102,6 +103,16 @@ def test_the_schemes_have_a_verdict_per_case_and_the_cases_that_did_not_run() ->
     assert "- **one worker behind a slow link: not run, because a network namespace needs root**." in text
 
 
+def test_accuracies_of_several_files_are_one_table() -> None:
+    def cells(accuracy: float | None) -> dict[str, Any]:
+        return {"cells": [{"command": "digits", "scheme": "dist_async", "workers": 8, "accuracy": accuracy}]}
+
+    plain, low = (Row(name, "one-rate", title, "", "", 1) for name, title in (("a", ""), ("b", "`--lr 0.025`")))
+    lines = one_rate_table([result(low, cells(0.96394)), result(plain, cells(None))]).splitlines()
+    assert lines[2] == "| digits | 8 | – | failed | – | – |"
+    assert lines[3] == "| digits, `--lr 0.025` | 8 | – | 0.9639 | – | – |"
+
+
 def test_the_picture_compares_with_other_systems_only() -> None:
     assert bars_of([result(ROW, TIMES)]) == [Bar("push-pull dist_sync", "mxnet", 9.5, 8.25, 11.0)]
     drawn = comparison_figure([Bar("a", "mxnet", 9.5, 8.0, 11.0), Bar("a", "ddp", 0.9, 0.7, 1.2)])
@@ -114,7 +125,7 @@ def test_the_commands_of_all_rows_are_valid_and_the_document_has_all_blocks() ->
 
     for row in ROWS:
         for words in (row.words(quick=False), row.words(quick=True)):
-            bench = words[words.index("echelon") + 1 :] if words else []
+            bench = words[words.index("echelon") + 1 :] if "echelon" in words else []
             if bench:
                 make_parser(bench).parse_args(bench)
     assert set(BLOCKS) == set(TABLES)
