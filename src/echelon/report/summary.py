@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -71,3 +72,15 @@ def write_summary(directory: Path, values: dict[str, Any]) -> Path:
     with AtomicFile(path) as file:
         file.stream.write(msgspec.json.format(msgspec.json.encode(values), indent=2) + b"\n")
     return path
+
+
+def exit_words(status: int) -> tuple[str, str]:
+    """Return whether an exit status means `finished`, `stopped` or `failed`, and the name of its signal.
+
+    A status above 128 names a signal: that of the user, or the one that killed a process.
+    """
+    if not status:
+        return "finished", ""
+    number = status - 128
+    name = signal.Signals(number).name if number in signal.valid_signals() else ""
+    return "stopped" if name in ("SIGINT", "SIGTERM") else "failed", name

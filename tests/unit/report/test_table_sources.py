@@ -11,6 +11,7 @@ import pytest
 from echelon.cli.main import main
 from echelon.errors import DataError
 from echelon.report.state.epochs import EpochRow
+from echelon.report.state.run import RunState
 from echelon.report.tables.folders import find_runs, read_run, record_of
 from echelon.report.tables.results import read_results, record_of_command, record_of_experiment
 
@@ -90,6 +91,12 @@ def events(*, finished: bool = True) -> list[dict[str, Any]]:
     return found
 
 
+def state_of(found: list[dict[str, Any]]) -> RunState:
+    state = RunState()
+    state.take(found)
+    return state
+
+
 def write_run(folder: Path, found: list[dict[str, Any]], summary: dict[str, Any] | None = None) -> Path:
     folder.mkdir(parents=True)
     (folder / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in found))
@@ -113,7 +120,7 @@ def test_a_run_folder_says_what_ran_and_where(tmp_path: Path) -> None:
 def test_several_machines_are_counted_by_their_addresses() -> None:
     found = events()
     found.append(event("registered", "worker 1 (pid 8 on 10.0.0.2)"))
-    record = record_of("run", found, {})
+    record = record_of("run", state_of(found), {})
     assert (record.num_machines, record.num_gpus) == (2, 2)
 
 
@@ -124,17 +131,18 @@ def test_several_machines_are_counted_by_their_addresses() -> None:
         (False, {}, "not finished after 1.0 of 2 epochs"),
         (False, {"exit_status": 130}, "stopped by SIGINT after 1.0 of 2 epochs"),
         (False, {"exit_status": 1}, "failed: exit status 1 after 1.0 of 2 epochs"),
+        (False, {"exit_status": 137}, "failed: exit status 137, SIGKILL after 1.0 of 2 epochs"),
         (False, {"exit_status": 0}, ""),  # for example because it reached its target
     ],
 )
 def test_a_run_that_did_not_end_as_planned_is_marked(finished: bool, summary: dict[str, Any], status: str) -> None:
-    assert record_of("run", events(finished=finished), summary).status == status
+    assert record_of("run", state_of(events(finished=finished)), summary).status == status
 
 
 def test_a_run_that_lost_a_worker_is_marked() -> None:
     found = events(finished=False)
     found.append(event("view", "scheduler 0", workers=[0], reason="worker 1 died", departure="died", number=2))
-    assert record_of("run", found, {"exit_status": 0}).status == "1 of 2 workers left early"
+    assert record_of("run", state_of(found), {"exit_status": 0}).status == "1 of 2 workers left early"
 
 
 def test_an_old_folder_without_its_events_shows_its_summary(tmp_path: Path) -> None:
@@ -238,7 +246,7 @@ def test_errors_of_the_command_name_the_path(tmp_path: Path, capsys: pytest.Capt
         "empty": "has no run: neither events.jsonl nor summary.json lies in it or below it",
         "train.log": "is not a log of `echelon bench run`",
         "damaged": "the file is damaged",
-        "strange": "is not a run folder of this version of Echelon",
+        "strange": "contains no event of a run",
     }.items():
         assert main(["report", "tables", str(tmp_path / name)]) == 2
         out, err = capsys.readouterr()

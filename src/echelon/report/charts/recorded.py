@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from echelon.report.charts.history import History
 from echelon.report.charts.verdicts import Verdicts
 from echelon.report.runs import ROOT
 from echelon.report.state.run import RunState
+from echelon.report.summary import exit_words
 
 SUMMARY = "summary.json"
 FAILED = (Departure.FAILED.value, Departure.DIED.value)
@@ -158,14 +158,8 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def _exit_text(status: int) -> str:
-    """Return what an exit status means. A status above 128 names a signal: of the user, or of what killed a process."""
-    if not status:
-        return "finished"
-    try:
-        name = signal.Signals(status - 128).name
-    except ValueError:
-        return f"failed (exit status {status})"
-    return f"{'stopped' if name in ('SIGINT', 'SIGTERM') else 'failed'} (exit status {status}, {name})"
+    word, name = exit_words(status)
+    return f"{word} (exit status {status}{name and f', {name}'})" if status else word
 
 
 def _short_commit(commit: str) -> str:

@@ -80,6 +80,7 @@ class RunState:
     stores: dict[int, Event] = field(default_factory=dict)  # by number: name, scheme, groups, staleness
     servers: dict[int, ServerState] = field(default_factory=dict)  # that have reported, by rank
     faults: list[Fault] = field(default_factory=list)
+    worker_addresses: set[str] = field(default_factory=set)
     resources: Resources = field(default_factory=Resources)  # while it trains
 
     def take(self, events: Iterable[Event]) -> None:
@@ -91,6 +92,8 @@ class RunState:
                 case "registered":
                     if name := re.match(r"(worker|server) \d+", event["who"]):
                         self.processes[name.group()] = REGISTERED
+                    if found := re.match(r"worker \d+ \(pid \d+ on (\S+)\)", event["who"]):
+                        self.worker_addresses.add(found[1])
                 case "begin":
                     self._begin(event)
                 case "progress" | "done":
@@ -214,6 +217,12 @@ class RunState:
         """Return how busy the given devices of one worker are, from 0 to 1; None if it was not measured."""
         num_gpus = len({device for device in devices if device != "cpu"})
         return self.resources.utilisation(num_gpus, (self.job or {}).get("machine", {}).get("cores", 1))
+
+    @property
+    def num_machines(self) -> int:
+        """The machines of the workers: those that the launcher named, or the addresses from which workers joined."""
+        named: int = (self.job or {}).get("num_machines", 1)
+        return max(len(self.worker_addresses), named)
 
     @property
     def has_trained(self) -> bool:

@@ -5,21 +5,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from echelon.errors import DataError
-from echelon.observe.events import FILE_NAME, EventReader
+from echelon.observe.events import FILE_NAME
+from echelon.report.follow import RunFollower
 from echelon.report.state.epochs import EpochRow, epoch_rows
 from echelon.report.state.run import Event, RunState
+from echelon.report.summary import FILE_NAME as SUMMARY
+from echelon.report.summary import exit_words
 from echelon.report.tables.record import RunRecord, model_name
-
-SUMMARY = "summary.json"
-_SIGNALS = {130: "SIGINT", 143: "SIGTERM"}
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -37,11 +36,13 @@ def find_runs(folder: Path) -> list[Path]:
 
 def read_run(folder: Path) -> RunRecord:
     """Return the record of a run folder."""
-    reader = EventReader(folder)
+    follower = RunFollower(folder)
     try:
-        events = reader.poll()
+        follower.read_all()
         summary = _read_summary(folder / SUMMARY)
-        return record_of(folder.name if folder.name != "latest" else folder.resolve().name, events, summary)
+        if follower.files.last_event is None and not summary:
+            raise DataError(f"{folder / FILE_NAME} contains no event of a run")
+        return record_of(folder.resolve().name, follower.state, summary)
     except OSError as error:
         raise DataError(f"{error.filename or folder}: {error.strerror}; give a run folder that you may read") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -53,19 +54,17 @@ def _read_summary(path: Path) -> dict[str, Any]:
         return {}
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: {error}; the file is damaged, delete it to use only the events") from error
 
 
-def record_of(name: str, events: Sequence[Event], summary: Mapping[str, Any]) -> RunRecord:
-    """Return the record of a run from its events and its summary, of which one may be missing."""
-    state = RunState()
-    state.take(events)
+def record_of(name: str, state: RunState, summary: Mapping[str, Any]) -> RunRecord:
+    """Return the record of a run from what its events say and from its summary, of which one may be empty."""
     settings = summary.get("settings") or state.settings or {}
     workers = state.ranked
     num_workers = max(len(workers), len(summary.get("workers", ())), (state.job or {}).get("num_workers", 0), 1)
     devices: list[str] = list(settings.get("devices") or ["cpu"])
-    num_machines = max(len(_addresses(events)), (state.job or {}).get("num_machines", 1))
+    num_machines = state.num_machines
     uses_gpu = devices[0].startswith("cuda")
     shares_gpus = num_machines == 1 and uses_gpu
     store = state.stores.get(0, {})
@@ -94,12 +93,6 @@ def record_of(name: str, events: Sequence[Event], summary: Mapping[str, Any]) ->
         target_accuracy=settings.get("target_accuracy"),
         status=_status(state, summary, num_workers),
     )
-
-
-def _addresses(events: Iterable[Event]) -> set[str]:
-    """Return the addresses of the workers' machines."""
-    names = (event["who"] for event in events if event["event"] == "registered")
-    return {found[1] for name in names if (found := re.match(r"worker \d+ \(pid \d+ on (\S+)\)", name))}
 
 
 def _infrastructure(state: RunState, uses_gpu: bool) -> str:
@@ -135,10 +128,10 @@ def _status(state: RunState, summary: Mapping[str, Any], num_workers: int) -> st
     """Return how a run ended, if not as planned."""
     exit_status = summary.get("exit_status")
     gone = [worker for worker in state.ranked if worker.is_gone]
-    if exit_status in _SIGNALS:
-        return f"stopped by {_SIGNALS[exit_status]}{_progress(state)}"
     if exit_status:
-        return f"failed: exit status {exit_status}{_progress(state)}"
+        word, name = exit_words(exit_status)
+        cause = f" by {name}" if word == "stopped" else f": exit status {exit_status}{name and f', {name}'}"
+        return f"{word}{cause}{_progress(state)}"
     if gone:
         return f"{len(gone)} of {num_workers} workers left early"
     if exit_status is None and not (state.has_trained and all(worker.finished for worker in state.ranked)):

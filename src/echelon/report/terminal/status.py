@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from typing import NamedTuple
 
 from echelon.report.follow import PIECE_BYTES, RunFiles
 from echelon.report.state.job import job_info_of
 from echelon.report.state.run import RunState
 from echelon.report.state.worker import FINISHED, STOPPED, TRAINING
+from echelon.report.summary import exit_words
 from echelon.report.terminal import lines
 
 SILENT_S = 15.0  # workers and servers report every second
@@ -61,11 +61,10 @@ def run_status(state: RunState, files: RunFiles, now: float) -> Status:
 
 
 def _end(exit_status: int) -> Status:
-    if not exit_status:
+    word, name = exit_words(exit_status)
+    if word == FINISHED:
         return Status(FINISHED, DONE)
-    number = exit_status - 128
-    if number in (signal.SIGINT, signal.SIGTERM):
-        return Status(STOPPED, WARN, f"{signal.Signals(number).name} stopped the run.")
-    by_signal = number in signal.valid_signals()
-    why = f": {signal.Signals(number).name} ended one of its processes" if by_signal else ""
+    if word == STOPPED:
+        return Status(STOPPED, WARN, f"{name} stopped the run.")
+    why = f": {name} ended one of its processes" if name else ""
     return Status("failed", BAD, f"The run failed with exit status {exit_status}{why}.")
