@@ -9,11 +9,10 @@ from benchmarks.document import Cells, table, yes
 from benchmarks.gpu.markdown import Records, has_figures
 from benchmarks.gpu.published import CLUSTER_EPOCH_S, cluster_runs
 from benchmarks.gpu.results import Record
-from benchmarks.gpu.rows import SLOW_CASES, TARGET, UNPADDED, Row
+from benchmarks.gpu.rows import TARGET, Row
 
 PUBLISHED_FOR = "dist_sync"  # the cluster of 2015 ran BSP
 NAMES = {"dist_sync": "BSP", "dist_async": "Async", "dist_ssync": "SSP, staleness 3", "dist_gsync": "GSP, two groups"}
-CASES = {"equal": "four equal workers", "slow": "one of four workers threefold slower"}
 
 INTRODUCTION = """\
 The cluster of 2015 had five machines with two GTX 980 each. Here five workers with two devices each share one GPU: ten
@@ -21,8 +20,9 @@ processes on one machine (`--gpus 0,0`), with two servers. `batch_size` is that 
 the effective batch is five times as large, as on the cluster. A run is one command, and gives all four lines:
 """
 TO_TARGET = """\
-Four workers share one GPU. Every step lasts at least as long as `--pace` says, on the slow worker three times as long.
-Seconds are from the first step until a validation by rank 0, every half epoch, reaches the accuracy.
+Four workers share one GPU, one of them threefold slower. Every step lasts at least as long as `--pace` says, on the
+slow worker three times as long. Seconds are from the first step until a validation by rank 0, every half epoch of its
+own, reaches the accuracy; the runs differ in their seeds.
 """
 
 
@@ -44,32 +44,26 @@ def cluster_tables(rows: Sequence[Row], records: Records) -> str:
 
 
 def performance_table(rows: Sequence[Row], records: Records) -> str:
-    """Return the table of epoch times, in the columns of 2015."""
-    published = [
+    """Return the table of epoch times, in the columns of 2015. Runs that differ in their learning rate are one line."""
+    cells: list[Cells] = [
         ("GTX980", "5", "10", str(batch // 2), f"`{PUBLISHED_FOR}`", str(seconds), "1")
         for batch, seconds in CLUSTER_EPOCH_S.items()
     ]
-    cells = [
-        (
-            records[row.name].origin.gpu,
-            "5 workers",
-            "10 processes on 1 GPU",
-            str(_setting(row)[0] // 2),
-            f"`{row.store}`",
-            f"{statistics.median(records[row.name].epoch_s.values()):.1f}",
-            str(records[row.name].jobs),
-        )
-        for row in rows
-        if records[row.name].epoch_s
-    ]
+    runs: dict[tuple[str, ...], list[float]] = {}
+    for row in rows:
+        record = records[row.name]
+        batch = str(_setting(row)[0] // 2)
+        line = (record.origin.gpu, "5 workers", "10 processes, 1 GPU", batch, f"`{row.store}`", str(record.jobs))
+        runs.setdefault(line, []).extend(record.epoch_s.values())
+    cells += [(*line[:-1], f"{statistics.median(seconds):.1f}", line[-1]) for line, seconds in runs.items() if seconds]
     heads = ("cluster", "# machines", "# GPUs", "batch size / GPU", "kvstore", "epoch time (sec)", "jobs at a time")
-    return table(heads, "lllrlrr", [*published, *cells])
+    return table(heads, "lllrlrr", cells)
 
 
 def accuracies(row: Row, record: Record) -> str:
     """Return the accuracies of one run after the published numbers of epochs, in the format of 2015."""
     batch, lr = _setting(row)
-    cells = [
+    cells: list[Cells] = [
         (
             str(cell.epochs),
             f"{record.train_accuracy.get(cell.epochs - 1, float('nan')):.6f}",
@@ -91,25 +85,21 @@ def accuracies(row: Row, record: Record) -> str:
         "met" if row.store == PUBLISHED_FOR else "reaches BSP's",
     )
     rate = f"{lr:g}".lstrip("0")
-    added = f", with `{UNPADDED}`, as the script of 2015" if UNPADDED in row.arguments else ""
-    return f"- `batch_size = {batch}`, `learning_rate = {rate}`{added}\n\n{table(heads, 'rrrrrl', cells)}"
+    return f"- `batch_size = {batch}`, `learning_rate = {rate}`\n\n{table(heads, 'rrrrrl', cells)}"
 
 
 def scheme_table(rows: Sequence[Row], records: Records) -> str:
     """Return the seconds to the target accuracy under the four schemes, as medians over the seeds that ran."""
     ours = [row for row in rows if row.kind == "schemes" and has_figures(row, records)]
+    lock_step = _seconds(ours, PUBLISHED_FOR, records)
     cells: list[Cells] = []
-    for case in SLOW_CASES:
-        of_case = [row for row in ours if row.case == case]
-        lock_step = _seconds(of_case, PUBLISHED_FOR, records)
-        for store in dict.fromkeys(row.store for row in of_case):
-            seconds = _seconds(of_case, store, records)
-            median = statistics.median(seconds)
-            ratio = f"{statistics.median(lock_step) / median:.2f}" if lock_step else ""
-            spread = f"{min(seconds):.1f} – {max(seconds):.1f}" if len(seconds) > 1 else ""
-            cells.append((CASES[case], f"`{store}`", f"**{median:.1f}**", spread, str(len(seconds)), ratio))
-    heads = ("case", "store", "median s", "spread", "runs", "× BSP")
-    shown = table(heads, "llrrrr", cells)
+    for store in dict.fromkeys(row.store for row in ours):
+        seconds = _seconds(ours, store, records)
+        median = statistics.median(seconds)
+        ratio = f"{statistics.median(lock_step) / median:.2f}" if lock_step else ""
+        each = ", ".join(f"{one:.1f}" for one in seconds)
+        cells.append((f"`{store}`", NAMES[store], f"**{median:.1f}**", each, ratio))
+    shown = table(("store", "scheme", "median s", "each run", "× BSP"), "llrrr", cells)
     if not shown:
         return ""
     introduction = _with_command(TO_TARGET, ours[0], records)
@@ -128,8 +118,8 @@ def _seconds(rows: Sequence[Row], store: str, records: Records) -> list[float]:
 
 
 def _setting(row: Row) -> tuple[int, float]:
-    batch, _, lr = row.case.partition("-")
-    return int(batch), float(lr)
+    assert row.setting is not None  # every cluster row has one
+    return row.setting
 
 
 def _count(rows: Sequence[Row], records: Records) -> str:

@@ -11,7 +11,7 @@ The workers of cluster and scheme rows share one GPU, and so do the two devices 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.gpu.published import EPOCHS_2017, Cell, best_cells, cluster_runs, fastest_single, inception_runs
@@ -22,10 +22,8 @@ KINDS: tuple[Kind, ...] = ("speed", "accuracy", "cluster", "schemes")
 STEPS_OF_IMAGENET = 1200  # of about 10,000 in an epoch; gives eleven speed lines of 100 batches
 ENGINE = "--engine compile"  # what the full command switches to
 INCEPTION = "--network inception-bn-28-small"
-UNPADDED = "--pad-size 0"
 TARGET = 0.85  # the validation accuracy that scheme rows run to
-SLOW_CASES = {"equal": "", "slow": " --slow 3:3"}  # of four workers, by the name of the case
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class Row:
     published: str = ""
     bars: tuple[Bar, ...] = ()
     to_accuracy: float | None = None  # of a scheme row, whose time until then is measured
-    case: str = ""  # of a cluster row, its batch size and learning rate; of a scheme row, which worker is slow
+    setting: tuple[int, float] | None = None  # of a cluster row: the batch size of a worker, and the learning rate
     store: str = ""  # of a cluster or scheme row
 
     @property
@@ -150,10 +148,9 @@ def cluster_rows(num_epochs: int | None = None) -> list[Row]:
     """Return one run per scheme and setting of the cluster of 2015: five workers with two devices each.
 
     The figures are published for BSP (`dist_sync`); the same are shown beside the other schemes. `num_epochs`: as many
-    instead of the published ones, and without targets, to find out how long an epoch takes. One setting of BSP also
-    runs as the script of 2015 did, which cropped 28x28 pixels without padding the images first.
+    instead of the published ones, and without targets, to find out how long an epoch takes.
     """
-    rows = [
+    return [
         Row(
             f"{'probe' if num_epochs else 'cluster'}-{store}-{batch}-{lr:g}",
             "cluster",
@@ -162,35 +159,31 @@ def cluster_rows(num_epochs: int | None = None) -> list[Row]:
             f"{flags} --disp-batches 1000",
             launch="-n 5 -s 2",
             bars=() if num_epochs else tuple(Bar(cell.epochs, cell.accuracy, "10 × GTX 980") for cell in cells),
-            case=f"{batch}-{lr:g}",
+            setting=(batch, lr),
             store=store,
         )
         for store, flags in _stores("0,1,2/3,4").items()
         for (batch, lr), cells in cluster_runs().items()
     ]
-    unpadded = replace(rows[0], name=f"{rows[0].name}-pad0", arguments=f"{rows[0].arguments} {UNPADDED}")
-    return [*rows, unpadded]
 
 
 def scheme_rows() -> list[Row]:
-    """Return runs of four workers to one accuracy under the four schemes, with equal workers and with a slow one.
+    """Return runs to one accuracy under the four schemes. One of four workers is threefold slower.
 
     `--pace` gives all steps one duration, whatever other processes do on the GPU at the same time.
     """
     return [
         Row(
-            f"{case}-{store}-{seed}",
+            f"slow-{store}-{seed}",
             "schemes",
             "train_cifar10.py",
-            f"--gpus 0 {INCEPTION} --batch-size 128 --lr 0.1 --num-epochs 40 {flags} --pace 0.1{slow} "
+            f"--gpus 0 {INCEPTION} --batch-size 128 --lr 0.1 --num-epochs 40 {flags} --pace 0.1 --slow 3:3 "
             f"--target-accuracy {TARGET} --eval-every 49 --seed {seed} --disp-batches 1000",
             launch="-n 4 -s 2",
             to_accuracy=TARGET,
-            case=case,
             store=store,
         )
         for seed in SEEDS
-        for case, slow in reversed(SLOW_CASES.items())
         for store, flags in _stores("0,1,2/3").items()
     ]
 
