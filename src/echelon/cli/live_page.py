@@ -34,9 +34,10 @@ def listener_from(given: str | None) -> Listener | None:
     if given == _USUAL:
         return listen()
     try:
-        return listen(*read_address(given))
+        address = read_address(given)
     except UsageError as error:
-        raise UsageError(f"--dash {given}: {error}") from error
+        raise UsageError(f"--dash {given}: {error}; --dash without a port stands before another flag") from error
+    return listen(*address)
 
 
 @contextmanager

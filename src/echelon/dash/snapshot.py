@@ -17,7 +17,7 @@ from echelon.report.state.slowness import Slow, own_times, slow_workers
 from echelon.report.state.worker import FINISHED, STOPPED, TRAINING, WorkerState, mean_and_max
 from echelon.report.terminal import lines
 from echelon.report.terminal.screen import VALIDATION_SHOWN_S
-from echelon.report.terminal.status import BAD, BUSY, DONE, FINISHING, GOOD, LIVE, SILENT_S, WARN, run_status
+from echelon.report.terminal.status import BAD, BUSY, DONE, FINISHING, GOOD, SILENT_S, WARN, Status, run_status
 
 MOST_FAULTS = 12
 PHASES = ("compute", "push", "wait", "pull", "other")  # other: validation and checkpoints
@@ -151,15 +151,16 @@ def snapshot(state: RunState, files: RunFiles, now: float) -> Snapshot:
     """Return what the page shows at the time `now`."""
     began = state.began or now
     validations = [*state.validations, *([state.final] if state.final else [])]
-    run, slow = _run(state, files, now), slow_workers(state)
-    is_live = run.status in LIVE
+    status = run_status(state, files, now)
+    slow = slow_workers(state) if status.is_live else []
+    reports_due_at = files.last_event if not files.exists else None if status.has_ended else now
     return Snapshot(
         at=now,
-        run=run,
-        workers=_workers(state, {one.rank: one for one in slow}, now if is_live else None),
-        servers=[_server(server, now if is_live else None) for _, server in sorted(state.servers.items())],
+        run=_run(state, files, status, now),
+        workers=_workers(state, {one.rank: one for one in slow}, reports_due_at),
+        servers=[_server(server, reports_due_at) for _, server in sorted(state.servers.items())],
         stores=[_store(number, event, state) for number, event in sorted(state.stores.items())],
-        slow=slow if is_live else [],
+        slow=slow,
         faults=[_fault(fault, began) for fault in state.faults[: -MOST_FAULTS - 1 : -1]],
         fault_counts=dict(Counter(fault.kind for fault in state.faults)),
         training=_curve([(p["seconds"], p["loss"], p["accuracy"]) for p in state.training.points()]),
@@ -179,8 +180,8 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _run(state: RunState, files: RunFiles, now: float) -> Run:
-    status, info = run_status(state, files, now), job_info_of(state)
+def _run(state: RunState, files: RunFiles, status: Status, now: float) -> Run:
+    info = job_info_of(state)
     mean_rate = state.samples / state.seconds if state.seconds else 0.0
     return Run(
         name=files.folder.name,
@@ -223,7 +224,7 @@ def _workers(state: RunState, slow: dict[int, Slow], now: float | None) -> list[
                 group=state.group_of(rank),
                 own_s=times.get(rank),
                 late_s=late.get(rank),
-                slowness=slow[rank].factor if rank in slow and now is not None else None,
+                slowness=slow[rank].factor if rank in slow else None,
             )
         )
     return shown
@@ -231,17 +232,18 @@ def _workers(state: RunState, slow: dict[int, Slow], now: float | None) -> list[
 
 def _worker(worker: WorkerState, now: float | None) -> Worker:
     silent_s = 0.0 if now is None else now - worker.reported_at
-    is_silent = worker.phase == TRAINING and silent_s > SILENT_S
     is_active = not (worker.finished or worker.is_gone)
+    is_silent = is_active and silent_s > SILENT_S
+    phase = STOPPED if is_active and now is None else worker.phase
     return Worker(
         rank=worker.rank,
-        state=worker.phase,
-        tone=WARN if is_silent else _TONES.get(worker.phase, BUSY),
+        state=phase,
+        tone=WARN if is_silent else _TONES.get(phase, BUSY),
         note=f"no report for {lines.duration(silent_s)}" if is_silent else "",
         epochs_done=worker.epochs_done,
         clock=worker.clock,
         samples=worker.samples,
-        samples_per_s=worker.rate if is_active and now is not None else None,
+        samples_per_s=worker.rate if is_active and now is not None and not is_silent else None,
         seconds=(seconds := {phase: getattr(worker, f"{phase}_s") for phase in PHASES}),
         recent=_recent(worker) if is_active and worker.steps else seconds,
         missed=_mean(worker.staleness),

@@ -25,6 +25,7 @@ FLUSH_S = 0.2
 SUMMARY_S = 10.0
 MAX_QUEUED = 100_000
 FILE_NAME = "events.jsonl"
+_DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
 class _Counter:
@@ -170,7 +171,7 @@ class EventReader:
         events = []
         for line in data[:end].splitlines():
             try:
-                events.append(msgspec.json.decode(line, type=dict[str, Any]))
+                events.append(_DECODER.decode(line))
             except (msgspec.DecodeError, UnicodeDecodeError):
                 self.torn += 1
         return events

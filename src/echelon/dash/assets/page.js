@@ -109,6 +109,8 @@ async function keepCurrent() {
   setTimeout(keepCurrent, INTERVAL_MS);
 }
 
+document.documentElement.classList.add("scripts"); // the curves replace the open table
+document.getElementById("values").open = false;
 charts.push(new Chart("accuracy", 4), new Chart("loss", 4));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach((chart) => chart.draw()));
 document.addEventListener("visibilitychange", () => document.hidden || update());

@@ -134,7 +134,7 @@ def bytes_text(number: float) -> str:
     power = 0
     while number >= 999.5 and power < len(_BYTE_UNITS) - 1:
         number, power = number / 1000, power + 1
-    return f"{number:.{1 if power and number < 99.5 else 0}f} {_BYTE_UNITS[power]}"
+    return f"{number:.{1 if power and number < 9.95 else 0}f} {_BYTE_UNITS[power]}"
 
 
 def ranges(numbers: Iterable[int]) -> str:
