@@ -153,6 +153,7 @@ def _add_own_arguments(own: Add, defaults: TrainOptions) -> None:
     own("--resume", choices=("auto", "no"), default="no", help="auto: resume from the newest valid checkpoint")
     own("--save-batches", type=int, default=0, help="also save a checkpoint every N batches; 0: only after epochs")
     own("--tensorboard", metavar="DIR", help="write curves for TensorBoard")
+    own("--wandb", metavar="DIR", help="write an offline run of Weights & Biases, without any network")
     own("--eval-every", type=int, default=0, help="also validate every N steps of rank 0; 0: only after epochs")
     own(
         "--num-val-examples",

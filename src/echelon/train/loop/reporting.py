@@ -1,4 +1,4 @@
-"""What one process of a run reports: MXNet's log lines, TensorBoard curves and a progress bar.
+"""What one process of a run reports: MXNet's log lines, curves for experiment trackers and a progress bar.
 
 On a terminal the bar is below the log: epoch, batches, remaining time. The log lines are not changed by a single byte:
 they are printed through the same console, above the bar. Without a terminal there is no bar.
@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.segment import Segment, Segments
 
-from echelon.errors import UsageError
 from echelon.train import log_lines
+from echelon.train.loop.trackers import Trackers
 from echelon.train.recipe.options import TrainOptions
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Reporter:
         self._num_epochs = options.num_epochs
         self._progress = progress
         self._logs = logs
-        self._curves = ScalarWriter(options.tensorboard if is_rank_0 else None)
+        self._curves = Trackers(options if is_rank_0 else None)
         self._validation_line_s = 0.0
 
     def info(self, line: str) -> None:
@@ -80,37 +80,6 @@ class Reporter:
     def close(self) -> None:
         """Flush the curves."""
         self._curves.close()
-
-
-class ScalarWriter:
-    """Writes scalar curves to a TensorBoard event file; does nothing if no directory was given."""
-
-    def __init__(self, directory: str | None) -> None:
-        self._writer = None
-        if not directory:
-            return
-        try:
-            from torch.utils.tensorboard import SummaryWriter  # optional, and imported only if used
-        except ImportError as error:
-            raise UsageError(
-                f"--tensorboard {directory} needs a package that is not installed ({error}); "
-                "pip install 'echelon[tensorboard]'"
-            ) from error
-        try:
-            self._writer = SummaryWriter(directory)
-        except OSError as error:
-            raise UsageError(f"--tensorboard {directory}: {error.strerror}; give a writable directory") from error
-
-    def write(self, name: str, value: float, step: int) -> None:
-        """Add one point to one curve."""
-        if self._writer is not None:
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Flush the file and stop the writer's thread. Later points are dropped."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
 
 
 class TrainingProgress:

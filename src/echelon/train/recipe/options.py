@@ -79,6 +79,7 @@ class TrainOptions:
     metrics: str = ""
     monitor: int = 0
     tensorboard: str | None = None
+    wandb: str | None = None
     model_prefix: str | None = None
     save_period: int = 1
     save_batches: int = 0
