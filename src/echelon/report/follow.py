@@ -15,6 +15,7 @@ from echelon.errors import UsageError
 from echelon.observe.events import EventReader
 from echelon.report.runs import ROOT
 from echelon.report.state.run import RunState
+from echelon.report.state.schema import check_event
 from echelon.report.summary import FILE_NAME as SUMMARY
 
 PIECE_BYTES = 1 << 20  # of the log, between two looks at a request or a key
@@ -65,9 +66,10 @@ class RunFollower:
         before = self._reader.offset
         for event in self._reader.poll(most_bytes):
             try:
+                check_event(event)
                 self.state.take([event])
                 self._last_event = max(self._last_event or 0.0, event["at"])
-            except (KeyError, TypeError, ValueError, AttributeError):  # written by another version, or by hand
+            except (KeyError, TypeError, ValueError):  # written by another version, or by hand
                 self._not_understood += 1
         return self._reader.offset > before and self._reader.offset < self._reader.size
 

@@ -12,19 +12,19 @@ from echelon.report.plots.bands import band, bands_figure, draw_bands, median_ti
 from echelon.schemes import SCHEMES
 
 SLOW = [(1.0, 0.2), (5.0, 0.6)]
-MIDDLE = [(1.0, 0.4), (3.0, 0.8), (5.0, 0.8)]
+MIDDLE = [(1.0, 0.3), (3.0, 0.7), (5.0, 0.7)]
 FAST = [(2.0, 0.9), (3.0, 1.0)]
 
 
 def test_a_band_is_the_median_between_the_lowest_and_the_highest_curve() -> None:
     seconds, low, middle, high = band([SLOW, MIDDLE, FAST])
     assert (seconds[0], seconds[-1]) == (2.0, 5.0)  # from the last start to the last end
-    np.testing.assert_allclose([low[0], middle[0], high[0]], [0.3, 0.6, 0.9])
-    np.testing.assert_allclose([low[-1], middle[-1], high[-1]], [0.6, 0.8, 1.0])  # a curve that ended keeps its value
+    np.testing.assert_allclose([low[0], middle[0], high[0]], [0.3, 0.5, 0.9])
+    np.testing.assert_allclose([low[-1], middle[-1], high[-1]], [0.6, 0.7, 1.0])  # a curve that ended keeps its value
 
 
 def test_a_run_that_misses_the_target_counts_as_infinite() -> None:
-    assert median_time([SLOW, MIDDLE, FAST], 0.8) == 3.0
+    assert median_time([SLOW, MIDDLE, FAST], 0.7) == 3.0
     assert median_time([SLOW, SLOW, FAST], 0.8) == math.inf
 
 

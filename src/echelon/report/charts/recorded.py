@@ -18,6 +18,7 @@ from echelon.report.charts.history import History
 from echelon.report.charts.verdicts import Verdicts
 from echelon.report.runs import ROOT
 from echelon.report.state.run import RunState
+from echelon.report.state.schema import check_event
 from echelon.report.summary import exit_words
 
 SUMMARY = "summary.json"
@@ -168,16 +169,15 @@ def _short_commit(commit: str) -> str:
 
 
 def _take(run: RecordedRun, event: dict[str, Any]) -> None:
-    """Take one event. One that lacks a field is counted, because another program may have written to the file."""
+    """Take one event. One that this version cannot read is counted."""
     try:
-        at = float(event["at"])
-        if not isinstance(event.get("rank", 0), int):
-            raise TypeError("a rank is a number")
+        check_event(event)
         run.state.take([event])
         _remember(run, event)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError):
         run.unreadable += 1
         return
+    at = event["at"]
     run.num_events += 1
     run.first_at = min(run.first_at or at, at)
     run.last_at = max(run.last_at, at)
