@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.gpu.results import Origin, Record
+from benchmarks.gpu.rows import gpu_rows
+from benchmarks.gpu.run import shown_command
 from echelon.cli.main import main
 from echelon.errors import DataError
 from echelon.report.state.epochs import EpochRow
@@ -187,6 +191,18 @@ def test_a_row_of_the_gpu_benchmark_is_a_record() -> None:
     assert (record.accuracy, record.throughput, record.seconds_to(0.5)) == (0.55, 1000.0, 17.0)
     shared = record_of_command(GPU_ROW | {"jobs": 5, "error": "exit status 1"})
     assert (shared.infrastructure, shared.status) == ("NVIDIA H200 (shared by 5 jobs)", "failed: exit status 1")
+
+
+def test_every_row_of_the_gpu_benchmark_can_be_in_a_table() -> None:
+    origin = Origin("abc", "NVIDIA H200", "2.11.0", "made up")
+    for row in gpu_rows():
+        measured = Record(row.name, row.kind, shown_command(row, ""), "2026-01-01", origin, 1, 2.0)
+        record = record_of_command(asdict(measured))
+        assert f"--batch-size {record.batch_size} " in f"{measured.command} "
+        assert record.model
+        assert record.num_workers == (int(row.launch.split()[1]) if row.launch else 1)
+        assert (record.num_gpus, record.num_devices % record.num_workers) == (1, 0)
+        assert record.target_accuracy == row.to_accuracy
 
 
 def test_an_experiment_of_dlbs_is_a_record() -> None:

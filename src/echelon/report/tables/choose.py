@@ -33,7 +33,9 @@ def make_tables(
     if not names:
         return [table for table in tables if not table.is_empty]
     if TARGET in names and None in found:
-        raise UsageError("--table time-to-accuracy needs --target, because the runs have no target accuracy in common")
+        raise UsageError(
+            "--table time-to-accuracy needs --target, because the runs have no target accuracy, or different ones"
+        )
     for table in tables:
         if table.is_empty:
             raise UsageError(f"--table {table.name}: {_WHY_EMPTY[table.name]}")

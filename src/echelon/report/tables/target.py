@@ -29,12 +29,12 @@ _COLUMNS = (
 
 
 def target_of(records: Sequence[RunRecord], given: float | None) -> float | None:
-    """Return the accuracy to reach: the one that is given, or the one that all runs had as their target."""
+    """Return the accuracy to reach: the one that is given, or the target of the runs, if they had the same."""
     if given is not None:
         if not 0 < given <= 1:
             raise UsageError(f"--target must be above 0 and at most 1, not {given:g}")
         return given
-    targets = {record.target_accuracy for record in records}
+    targets = {record.target_accuracy for record in records if record.target_accuracy is not None}
     return targets.pop() if len(targets) == 1 else None
 
 
