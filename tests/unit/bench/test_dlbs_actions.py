@@ -109,6 +109,10 @@ def test_a_plan_is_written_and_run_as_it_is(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err.count("-m echelon.train") == 2
     assert main(["bench", "run", "--plan", "plan.json", *MLP]) == 2
     assert "omit --config, -P, -V and -E" in capsys.readouterr().err
+    plan[1]["exp.num_batches"] = "many"
+    Path("plan.json").write_text(json.dumps(plan, indent=0))
+    assert main(["bench", "run", "--plan", "plan.json"]) == 2
+    assert 'exp.num_batches is "many"; it must be a whole number' in capsys.readouterr().err
     Path("plan.json").write_text("[\n{}]")
     assert main(["bench", "run", "--plan", "plan.json"]) == 2
     assert "plan.json, line 2: the experiment has no exp.log_file" in capsys.readouterr().err

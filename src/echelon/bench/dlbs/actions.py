@@ -6,15 +6,16 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from echelon.atomic_file import AtomicFile
-from echelon.bench.dlbs.config import Config, load_config
-from echelon.bench.dlbs.experiment import Experiment, build_experiments, notes
+from echelon.bench.dlbs.config import Config, load_config, single_config
+from echelon.bench.dlbs.experiment import Experiment, build_experiments, check_log_files, notes
 from echelon.bench.dlbs.parameters import PARAMETERS, described, shown
 from echelon.bench.dlbs.records import benchmark_data
-from echelon.bench.dlbs.source import read_file
+from echelon.bench.dlbs.source import Setting, read_file
 from echelon.environment import variable
 from echelon.errors import EchelonError, UsageError
 
@@ -138,18 +139,19 @@ def _planned(path: Path) -> list[Experiment]:
         raise UsageError(f"{path}: a plan is a list of experiments, as 'echelon bench build --plan {path}' writes it")
     if not document.value:
         raise UsageError(f"{path}: the plan has no experiments")
-    for index, one in enumerate(document.value):
-        if missing := [key for key in ("exp.log_file", "exp.model", "exp.status") if key not in one]:
-            raise UsageError(f"{document.where(index)}: the experiment has no {missing[0]}; write the plan by 'build'")
     plan = document.value
-    varied = [key for key in plan[0] if key in PARAMETERS and len({shown(one.get(key)) for one in plan}) > 1]
-    varied = [key for key in varied if not PARAMETERS[key].computed]
-    return [
-        Experiment(
-            one, {key: one.get(key) for key in varied}, {key: document.where(index, key) for key in (*PARAMETERS, *one)}
-        )
-        for index, one in enumerate(plan)
-    ]
+    for index, one in enumerate(plan):
+        if "exp.log_file" not in one:
+            raise UsageError(f"{document.where(index)}: the experiment has no exp.log_file; write the plan by 'build'")
+    found = [key for key in plan[0] if len({shown(one.get(key)) for one in plan}) > 1]
+    varied = [key for key in found if key in PARAMETERS and not PARAMETERS[key].computed]
+    experiments = []
+    for index, one in enumerate(plan):
+        settings = {key: Setting(value, document.where(index, key)) for key, value in one.items()}
+        (experiment,) = build_experiments(single_config(settings), variable)
+        experiments.append(replace(experiment, varied={key: one.get(key) for key in varied}))
+    check_log_files(experiments)
+    return experiments
 
 
 def _check_all(experiments: Sequence[Experiment]) -> None:

@@ -83,6 +83,12 @@ def load_config(
     )
 
 
+def single_config(given: Mapping[str, Setting]) -> Config:
+    """Return the configuration of one experiment with these parameters."""
+    base = {key: Setting(value, DEFAULT) for key, value in defaults().items()}
+    return Config({**base, **given}, {}, (), {}, Path.cwd())
+
+
 def _sections(document: Document) -> dict[str, Any]:
     content = document.value
     example = '{"parameters": {"exp.num_batches": 100}, "variables": {"exp.replica_batch": [32, 64]}}'

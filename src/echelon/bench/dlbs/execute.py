@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
 
-from echelon.atomic_file import AtomicFile
 from echelon.bench.dlbs.command import Run
 from echelon.bench.dlbs.experiment import Experiment
-from echelon.bench.dlbs.records import read_records, record_line
+from echelon.bench.dlbs.files import prepared_folder, time_now, write_records, write_status
 from echelon.bench.dlbs.rerun import FAILURE, OK, RUNNING
 from echelon.bench.dlbs.run_events import RunEvents
 from echelon.bench.dlbs.system_info import check_sources, system_info
 from echelon.bench.dlbs.window import WorkerTimes, results
 from echelon.environment import BATCH_TIMES, Job
-from echelon.errors import DataError, EchelonError, UsageError
+from echelon.errors import DataError, EchelonError
 from echelon.launch.interface import Output
 from echelon.launch.local.launcher import LocalLauncher
 from echelon.launch.node import node_job, node_plan, run_node
 from echelon.launch.plan import Request
 from echelon.launch.run import protect
-from echelon.observe.events import FILE_NAME, EventReader
+from echelon.observe.events import EventReader
 from echelon.observe.machine import commit
 from echelon.observe.resources import ResourceMonitor, as_series
 
@@ -74,72 +70,21 @@ class Outcome:
 def execute(run: Run, on_progress: Callable[[int], None], show: Show, show_line: Show) -> Outcome:
     """Run an experiment to its end. `on_progress` gets the batches that the slowest worker has done."""
     experiment, start = run.experiment, time.monotonic()
-    folder = _prepared_folder(experiment.log_file)
+    folder = prepared_folder(experiment.log_file)
     with experiment.log_file.open("w", encoding="utf-8", buffering=1) as log:
         header = {**experiment.parameters, "exp.status": RUNNING, "exp.framework_commit": commit(), **_own_system(run)}
-        header |= {"results.start_time": _now(), "results.proc_pid": os.getpid()}
-        _write_records(log, header)
+        header |= {"results.start_time": time_now(), "results.proc_pid": os.getpid()}
+        write_records(log, header)
         write_status(experiment, RUNNING)
         status, message, measured = _run_job(run, folder, log, on_progress, show, show_line)
         seconds = time.monotonic() - start
         if status == INTERRUPTED:  # the log keeps "running", so that the next run repeats the experiment
             write_status(experiment, INTERRUPTED, message, seconds)
             return Outcome(experiment, status, message, {}, seconds)
-        measured |= {"results.end_time": _now(), "results.status": status, "exp.status": status}
-        _write_records(log, {**measured, "exp.status_msg": message})
+        measured |= {"results.end_time": time_now(), "results.status": status, "exp.status": status}
+        write_records(log, {**measured, "exp.status_msg": message})
     write_status(experiment, status, message, seconds)
     return Outcome(experiment, status, message, {**header, **measured, "exp.status_msg": message}, seconds)
-
-
-def record_failure(experiment: Experiment, message: str) -> None:
-    """Write the log and the status of an experiment that could not start, unless its log has a result."""
-    log = read_log(experiment.log_file)
-    if log is not None and log.get("exp.status") == OK:
-        return
-    _prepared_folder(experiment.log_file)
-    with experiment.log_file.open("w", encoding="utf-8") as file:
-        _write_records(file, {**experiment.parameters, "exp.status": FAILURE, "exp.status_msg": message})
-    write_status(experiment, FAILURE, message)
-
-
-def read_log(path: Path) -> dict[str, Any] | None:
-    """Return the records of a log, or None if there is none."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return read_records(file)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UsageError(f"the log {path} cannot be read: {error.strerror}") from error
-
-
-def write_status(experiment: Experiment, status: str, message: str = "", seconds: float | None = None) -> None:
-    """Write the status file of this machine's rank, beside the log."""
-    path = experiment.log_file.with_suffix(".status.json")
-    body = {
-        "status": status,
-        "message": message,
-        "rank": experiment.parameters["mxnet.rank"],
-        "num_nodes": experiment.parameters["exp.num_nodes"],
-        "pid": os.getpid(),
-        "seconds": seconds,
-        "time": _now(),
-    }
-    with AtomicFile(path) as file:
-        file.stream.write((json.dumps(body, indent=2) + "\n").encode())
-
-
-def _prepared_folder(log_file: Path) -> Path:
-    """Create the folder of the log, and an empty one beside the log for the events of the run."""
-    folder = log_file.with_suffix(".run")
-    try:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        if (folder / FILE_NAME).exists():  # of an earlier run of this experiment
-            shutil.rmtree(folder)
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"exp.log_file: {error.filename} cannot be created: {error.strerror}") from error
-    return folder.absolute()
 
 
 def _own_system(run: Run) -> dict[str, Any]:
@@ -147,25 +92,37 @@ def _own_system(run: Run) -> dict[str, Any]:
     return system_info(check_sources(parameters.get("exp.sys_info") or "", where.get("exp.sys_info", "")))
 
 
+class _Lines:
+    """The lines of a job: all of them go to the log, and the first error is kept as the cause of a failure."""
+
+    def __init__(self, log: TextIO, show: Show, show_line: Show) -> None:
+        self._log = log
+        self._show = show
+        self._show_line = show_line
+        self._error = ""  # the first of a process
+        self._ended = ""  # the last line of the launcher
+
+    def of_process(self, name: str, text: str) -> None:
+        line = f"[{name}] {text}"  # begins with the name, so that it is not a record
+        self._log.write(f"{line}\n")
+        self._show_line(line)
+        if not self._error and (found := _ERROR.match(text)) is not None:
+            self._error = found[1]
+
+    def of_launcher(self, line: str) -> None:
+        self._log.write(f"{line}\n")
+        self._ended = line.removeprefix("echelon: ")
+        (self._show_line if self._ended.startswith("worker") else self._show)(line)  # the result line has the cause
+
+    def cause(self, status: int) -> str:
+        return self._error or self._ended or f"exit status {status}"
+
+
 def _run_job(
     run: Run, folder: Path, log: TextIO, on_progress: Callable[[int], None], show: Show, show_line: Show
 ) -> tuple[str, str, dict[str, Any]]:
     """Return the status, the message and the results of the job."""
-    causes: list[str] = []
-
-    def on_line(name: str, text: str) -> None:
-        log.write(f"[{name}] {text}\n")
-        show_line(f"[{name}] {text}")
-        if (found := _ERROR.match(text)) is not None:
-            causes.append(found[1])
-
-    def on_error(line: str) -> None:  # of the launcher
-        log.write(f"{line}\n")
-        (show_line if line.startswith("echelon: worker") else show)(line)
-        last[0] = line.removeprefix("echelon: ")
-
-    last = [""]
-    reader, events = EventReader(folder), RunEvents()
+    lines, reader, events = _Lines(log, show, show_line), EventReader(folder), RunEvents()
 
     def on_tick() -> None:
         events.take(reader.poll())
@@ -174,26 +131,32 @@ def _run_job(
     every_s = float(run.experiment.parameters.get("monitor.frequency") or 0)
     measured: dict[str, Any] = {}
     try:
-        with ResourceMonitor(every_s) if every_s else nullcontext() as monitor, _errors_to(on_error):
-            status = _start(run, folder, Output(on_line, on_tick, shown=True))
-        if monitor is not None:
-            measured = _use(monitor)
+        with ResourceMonitor(every_s) if every_s else nullcontext() as monitor, _errors_to(lines.of_launcher):
+            status = _start(run, folder, Output(lines.of_process, on_tick, shown=True))
+        on_tick()
+        measured = {**events.records(), **(_use(monitor) if monitor else {})}
         if status in _SIGNALS:
             return INTERRUPTED, "stopped by a signal", measured
         if status:
-            return FAILURE, causes[0] if causes else last[0] or f"exit status {status}", measured
-        on_tick()
-        measured |= events.records()
-        times = read_batch_times(folder)
-        parameters = run.experiment.parameters
-        _check_workers(times, run.experiment.num_workers)
-        measured |= results(times, parameters["exp.num_warmup_batches"], parameters["exp.num_batches"])
+            return FAILURE, lines.cause(status), measured
+        measured |= _measure(run, folder)
     except EchelonError as error:
         log.write(f"echelon: {error}\n")
         return FAILURE, str(error), measured
     finally:
         _remove_checkpoint(folder)
     return OK, "", measured
+
+
+def _measure(run: Run, folder: Path) -> dict[str, object]:
+    """Return the times and rates of a job that has ended."""
+    times, parameters = read_batch_times(folder), run.experiment.parameters
+    alive = sum(one.device == 0 for one in times)
+    if alive < run.experiment.num_workers:
+        raise DataError(
+            f"{alive} of {run.experiment.num_workers} workers reached the end; the log has why the others did not"
+        )
+    return results(times, parameters["exp.num_warmup_batches"], parameters["exp.num_batches"])
 
 
 def _start(run: Run, folder: Path, output: Output) -> int:
@@ -225,12 +188,6 @@ def read_batch_times(folder: Path) -> list[WorkerTimes]:
     return [WorkerTimes(one["rank"], one["batch_size"], tuple(one["ends"]), one["device"]) for one in found]
 
 
-def _check_workers(times: list[WorkerTimes], num_workers: int) -> None:
-    alive = sum(one.device == 0 for one in times)
-    if alive < num_workers:
-        raise DataError(f"{alive} of {num_workers} workers reached the end; the log has why the others did not")
-
-
 def _use(monitor: ResourceMonitor) -> dict[str, Any]:
     series = as_series(monitor.samples)
     return {f"results.use.{name}": series[source] for name, source in _USE.items() if source in series}
@@ -255,14 +212,3 @@ def _errors_to(on_line: Show) -> Iterator[None]:
 
     with redirect_stderr(Lines()):
         yield
-
-
-def _write_records(log: TextIO, records: Mapping[str, Any]) -> None:
-    for key, value in records.items():
-        log.write(f"{record_line(key, value)}\n")
-
-
-def _now() -> str:
-    """Return the time in the format of DLBS."""
-    now = datetime.now()
-    return f"{now:%Y-%m-%d:%H:%M:%S}:{now.microsecond // 1000:03d}"

@@ -73,7 +73,7 @@ def build_experiments(config: Config, environment: Callable[[str], str | None]) 
         for key, setting in planned.settings.items():
             check_key(key, setting.where, referenced=key in referenced or key in config.own)
     experiments = [_expand(config, planned, environment) for planned in plan]
-    _check_log_files(experiments)
+    check_log_files(experiments)
     return experiments
 
 
@@ -146,7 +146,7 @@ def _check_batches(parameters: Mapping[str, Any], where: Mapping[str, str]) -> N
         )
 
 
-def _check_log_files(experiments: Sequence[Experiment]) -> None:
+def check_log_files(experiments: Sequence[Experiment]) -> None:
     """Raise UsageError if two experiments would write the same log, so that one result would be lost."""
     seen: dict[str, Experiment] = {}
     for one in experiments:

@@ -23,8 +23,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from echelon.atomic_file import AtomicFile
 from echelon.bench.dlbs.command import Run, checked_run
-from echelon.bench.dlbs.execute import INTERRUPTED, Outcome, execute, read_log, record_failure
+from echelon.bench.dlbs.execute import INTERRUPTED, Outcome, execute
 from echelon.bench.dlbs.experiment import Experiment
+from echelon.bench.dlbs.files import read_log, record_failure
 from echelon.bench.dlbs.remaining import seconds_left, shown_duration
 from echelon.bench.dlbs.rerun import DISABLED, FAILURE, OK, SIMULATED, decide
 from echelon.bench.dlbs.table import result_line
