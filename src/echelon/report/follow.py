@@ -6,6 +6,7 @@ folder may be a link such as `runs/latest`: when the link names another run, the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import msgspec
 from echelon.errors import UsageError
 from echelon.observe.events import EventReader
 from echelon.report.runs import ROOT
-from echelon.report.state.run import RunState
+from echelon.report.state.run import Event, RunState
 from echelon.report.state.schema import check_event
 from echelon.report.summary import FILE_NAME as SUMMARY
 
@@ -44,10 +45,11 @@ class _Summary(msgspec.Struct):
 
 
 class RunFollower:
-    """Reads the events of a run as they are written."""
+    """Reads the events of a run as they are written. `on_event` receives the state and each event that it has taken."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, on_event: Callable[[RunState, Event], None] | None = None) -> None:
         self._given = folder
+        self._on_event = on_event
         self._start(folder.resolve())
 
     def _start(self, folder: Path) -> None:
@@ -68,6 +70,8 @@ class RunFollower:
             try:
                 check_event(event)
                 self.state.take([event])
+                if self._on_event is not None:
+                    self._on_event(self.state, event)
                 self._last_event = max(self._last_event or 0.0, event["at"])
             except (KeyError, TypeError, ValueError):  # written by another version, or by hand
                 self._not_understood += 1

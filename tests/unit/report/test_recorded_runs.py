@@ -11,6 +11,7 @@ from made_runs import START, begin, event, report, whole_run, write_run
 
 from echelon.errors import EchelonError
 from echelon.report.charts.recorded import RecordedRun, find_run, read_run, read_runs
+from echelon.report.follow import RunFollower
 
 
 def gone(departure: str) -> dict[str, Any]:
@@ -133,12 +134,16 @@ def test_equal_workers_are_not_called_slow(tmp_path: Path) -> None:
     assert verdicts.seconds > 15
 
 
-def test_a_long_log_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_log_is_read_in_parts(tmp_path: Path) -> None:
     """No line at the border of two parts is lost, and a part without an event does not end the reading."""
-    monkeypatch.setattr("echelon.report.charts.recorded.PART_BYTES", 1000)
     lines = [json.dumps(event("warning", i, text="x" * (i % 90))) for i in range(500)]
     lines[100:100] = ["no event"] * 1000
     folder = write_run(tmp_path / "run", [])
     (folder / "events.jsonl").write_text("\n".join([*lines, '{"half":']))
-    run = read_run(folder)
-    assert (run.num_events, run.unreadable) == (500, 1000)
+    taken: list[float] = []
+    follower = RunFollower(folder, lambda state, one: taken.append(one["at"] - START))
+    parts = 1
+    while follower.read(1000):
+        parts += 1
+    assert parts > 20
+    assert (taken, follower.files.unreadable) == ([float(i) for i in range(500)], 1000)

@@ -13,17 +13,16 @@ import msgspec
 
 from echelon.cluster.messages import Departure
 from echelon.errors import DataError, UsageError
-from echelon.observe.events import FILE_NAME, EventReader
+from echelon.observe.events import FILE_NAME
 from echelon.report.charts.history import History
 from echelon.report.charts.verdicts import Verdicts
+from echelon.report.follow import RunFollower
 from echelon.report.runs import ROOT
-from echelon.report.state.run import RunState
-from echelon.report.state.schema import check_event
+from echelon.report.state.run import Event, RunState
 from echelon.report.summary import exit_words
 
 SUMMARY = "summary.json"
 FAILED = (Departure.FAILED.value, Departure.DIED.value)
-PART_BYTES = 8 << 20  # of a log that are read at once, so that a long log need not fit into memory
 STILL_RUNS_S = 15.0  # workers and servers write events more often than that
 
 
@@ -98,6 +97,23 @@ class RecordedRun:
         """The samples of all workers per second of the run."""
         return self.state.samples / self.seconds if self.seconds else 0.0
 
+    def remember(self, state: RunState, event: Event) -> None:
+        """Add an event, which the state has taken, to the history."""
+        match event["event"]:
+            case "begin":
+                self.history.begin(event["rank"], event["at"])
+            case "progress" | "done":
+                worker = state.workers[event["rank"]]
+                is_last = event["event"] == "done" or not worker.finished
+                if is_last and worker.store == event.get("store", 0):
+                    self.history.report(event)
+            case "training":
+                self.history.measure(event)
+        self.verdicts.judge(state, event["at"])
+        self.num_events += 1
+        self.first_at = min(self.first_at or event["at"], event["at"])
+        self.last_at = max(self.last_at, event["at"])
+
     def worker_label(self, rank: int) -> str:
         """Return the name of a worker, and how it left if that was before its end."""
         worker = self.state.workers.get(rank)
@@ -144,13 +160,10 @@ def find_run(path: str) -> Path:
 def read_run(folder: Path) -> RecordedRun:
     """Read the events of a run, and its summary if it has one."""
     run = RecordedRun(folder.resolve().name, folder)
-    reader = EventReader(folder)
-    read = -1
-    while reader.offset > read:  # a line that is cut off at the end is never read
-        read = reader.offset
-        for event in reader.poll(PART_BYTES):
-            _take(run, event)
-    run.unreadable += reader.torn
+    follower = RunFollower(folder.resolve(), run.remember)
+    run.state = follower.state
+    follower.read_all()
+    run.unreadable = follower.files.unreadable
     if not run.num_events:
         lines = f"; {run.unreadable} lines are not events" if run.unreadable else ""
         raise DataError(f"{folder / FILE_NAME} contains no event{lines}: the run has not begun, or its log was lost")
@@ -166,35 +179,6 @@ def _exit_text(status: int) -> str:
 def _short_commit(commit: str) -> str:
     name, _, state = commit.partition("-")
     return f"{name[:12]}-{state}" if state else name[:12]
-
-
-def _take(run: RecordedRun, event: dict[str, Any]) -> None:
-    """Take one event. One that this version cannot read is counted."""
-    try:
-        check_event(event)
-        run.state.take([event])
-        _remember(run, event)
-    except (KeyError, TypeError, ValueError):
-        run.unreadable += 1
-        return
-    at = event["at"]
-    run.num_events += 1
-    run.first_at = min(run.first_at or at, at)
-    run.last_at = max(run.last_at, at)
-
-
-def _remember(run: RecordedRun, event: dict[str, Any]) -> None:
-    match event["event"]:
-        case "begin":
-            run.history.begin(event["rank"], event["at"])
-        case "progress" | "done":
-            worker = run.state.workers[event["rank"]]
-            is_last = event["event"] == "done" or not worker.finished
-            if is_last and worker.store == event.get("store", 0):
-                run.history.report(event)
-        case "training":
-            run.history.measure(event)
-    run.verdicts.judge(run.state, event["at"])
 
 
 def _summary(path: Path) -> dict[str, Any]:
