@@ -118,6 +118,11 @@ def test_a_plan_is_written_and_run_as_it_is(capsys: pytest.CaptureFixture[str]) 
     assert "plan.json, line 2: the experiment has no exp.log_file" in capsys.readouterr().err
 
 
+def test_nothing_to_run_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "run"]) == 2
+    assert "nothing to run: give --config FILE" in capsys.readouterr().err
+
+
 def test_print_config_shows_defaults_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "print-config", "-P", "exp.num_batches=3", "-V", "exp.replica_batch=[1]"]) == 0
     found = json.loads(capsys.readouterr().out)

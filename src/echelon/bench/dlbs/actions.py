@@ -124,6 +124,8 @@ def _experiments(args: argparse.Namespace) -> list[Experiment]:
         if args.config or args.parameters or args.variables or args.extensions:
             raise UsageError("run --plan runs the experiments of the file as they are: omit --config, -P, -V and -E")
         return _planned(args.plan)
+    if args.action == "run" and not (args.config or args.parameters or args.variables or args.extensions):
+        raise UsageError("""nothing to run: give --config FILE, or parameters such as -P 'exp.model="lenet"'""")
     config = _config(args)
     experiments = build_experiments(config, variable)
     if args.log_level in ("info", "debug"):

@@ -7,6 +7,7 @@ experiments whose log has a result are not repeated (`exp.rerun`).
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 import threading
@@ -105,7 +106,7 @@ class Sweep:
         try:
             run = checked_run(experiment)
             if wanted == "simulate":
-                self._say(f"  {' '.join(run.command)}")
+                self._say(f"  {shlex.join(run.command)}")
                 return Outcome(experiment, SIMULATED), "exp.status is simulate"
             log = read_log(experiment.log_file)
             decision = decide(experiment.parameters, log)
