@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.compare.results import Result
-from benchmarks.document import table
+from benchmarks.document import table, yes
 from echelon.bench.schemes.cases import BASELINE, CASES, STALENESS
 from echelon.bench.schemes.table import finite
 
-HEADS = ("case", "store", "median s", "lowest – highest", "reached", "samples/s", f"× `{BASELINE}`")
+HEADS = ("case", "store", "median s", "lowest – highest", "reached", "samples/s", f"× `{BASELINE}`", "target")
+TARGETS = {("one slow", "dist_gsync"): 1.8, ("stalls", "dist_ssync"): 1.2}  # by case and store, × lock-step
 EQUAL = ("equal", "high rate")  # the same workers at two learning rates
 Facts = Mapping[str, Any]
 
@@ -30,7 +31,7 @@ def _one(body: Mapping[str, Any]) -> str:
         both = [by_case[case] for case in EQUAL]
         conclusions.append(f"- equal workers, each scheme at the better of the two learning rates: {best_of(both)}.")
     missing = [f"- **{title(case)}: not run, because {why}**." for case, why in body.get("not_run", {}).items()]
-    return "\n\n".join([table(HEADS, "llrrrrr", cells), "\n".join([*conclusions, *missing])])
+    return "\n\n".join([table(HEADS, "llrrrrrl", cells), "\n".join([*conclusions, *missing])])
 
 
 def title(case: str) -> str:
@@ -53,9 +54,16 @@ def _cells(case: str, rows: Sequence[Facts]) -> list[tuple[str, ...]]:
                 f"{row['reached']} of {row['runs']}" if "reached" in row else "",
                 f"{row['samples_per_s']:,.0f}",
                 "" if speedup is None else f"{speedup:.2f}",
+                _target(case, row),
             )
         )
     return lines
+
+
+def _target(case: str, row: Facts) -> str:
+    if (target := TARGETS.get((case, row["store"]))) is None:
+        return ""
+    return f"{target:g} ×: {yes((row['speedup_over_bsp'] or 0) >= target)}"
 
 
 def best_of(cases: Sequence[Sequence[Facts]]) -> str:

@@ -94,11 +94,14 @@ def test_the_schemes_have_a_verdict_per_case_and_the_cases_that_did_not_run() ->
         facts("dist_async", 1.9, 2.0, 2.5),
         facts("dist_sync", 1.5, 1.6, 1.8, "high rate"),
         facts("dist_async", None, None, None, "high rate"),
+        facts("dist_sync", 6.0, 6.5, 7.0, "one slow"),
+        facts("dist_gsync", 2.0, 3.0, 3.5, "one slow") | {"speedup_over_bsp": 2.17},
     ]
     text = schemes_table([result(ROW, {"table": table, "not_run": {"slow link": "a network namespace needs root"}})])
-    assert "| equal workers | `dist_sync` | 2.90 | 2.80 – 3.20 | 5 of 5 | 900 | 1.00 |" in text
+    assert "| equal workers | `dist_sync` | 2.90 | 2.80 – 3.20 | 5 of 5 | 900 | 1.00 |  |" in text
     assert "|  | `dist_async` | **2.00** | 1.90 – 2.50 |" in text
     assert "|  | `dist_async` | never | never – never |" in text
+    assert "| 900 | 2.17 | 1.8 ×: yes |" in text
     assert "better of the two learning rates: `dist_sync` 1.60 s, `dist_async` 2.00 s." in text
     assert "- **one worker behind a slow link: not run, because a network namespace needs root**." in text
 
