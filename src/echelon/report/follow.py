@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from echelon.errors import UsageError
+from echelon.observe.events import FILE_NAME as EVENTS
 from echelon.observe.events import EventReader
 from echelon.report.runs import ROOT
 from echelon.report.state.run import Event, RunState
@@ -107,19 +108,24 @@ class RunFollower:
 
 
 def run_folder(given: str | None) -> Path:
-    """Return the folder of the run to watch, by default that of the newest run. Raises UsageError if there is none."""
-    folder = Path(given) if given is not None else ROOT / "latest"
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise UsageError(f"{folder} is not a folder; give the folder of a run, which has an events.jsonl")
+    """Return the folder of the run to watch, by default that of the newest run. Raises UsageError if there is none.
+
+    As for `echelon report`, a run may be given as its folder, as a file in it, or by its name under `runs/`.
+    """
     if given is None:
+        if (ROOT / "latest").is_dir():
+            return ROOT / "latest"
         raise UsageError(
             f"there is no run in {ROOT.absolute()}; start one with echelon train, or name the folder of another run"
         )
-    named = ROOT / given
-    hint = f"did you mean {named}?" if named.is_dir() else _existing_runs()
-    raise UsageError(f"there is no folder {folder}; {hint}")
+    for folder in (Path(given), ROOT / given):
+        if folder.is_dir():
+            return folder
+        if folder.name in (EVENTS, SUMMARY) and folder.is_file():
+            return folder.parent
+    if Path(given).exists():
+        raise UsageError(f"{given} is not a folder; give the folder of a run, which has an {EVENTS}")
+    raise UsageError(f"there is no folder {given}; {_existing_runs()}")
 
 
 def _existing_runs() -> str:

@@ -102,11 +102,10 @@ def test_a_missing_run_is_an_error_that_names_others(tmp_path: Path, monkeypatch
     with pytest.raises(UsageError, match=r"there is no run in /.*/runs; start one with echelon train"):
         run_folder(None)
     (tmp_path / "runs" / "mine").mkdir(parents=True)
-    with pytest.raises(UsageError, match=r"there is no folder mine; did you mean runs/mine\?"):
-        run_folder("mine")
+    (tmp_path / "runs" / "mine" / FILE_NAME).touch()
+    assert run_folder("mine") == run_folder("runs/mine") == run_folder(f"runs/mine/{FILE_NAME}") == Path("runs/mine")
     with pytest.raises(UsageError, match=r"there is no folder nosuch; the newest runs here are runs/mine"):
         run_folder("nosuch")
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="file is not a folder"):
         run_folder("file")
-    assert run_folder("runs/mine") == Path("runs/mine")
