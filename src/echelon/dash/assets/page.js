@@ -5,6 +5,7 @@
 const INTERVAL_MS = 1000;
 const CHART_HEIGHT = 200;
 const MOST_DOTS = 40; // of a curve whose points are marked
+const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 43200, 86400]; // seconds
 const charts = [];
 
 function colour(name) {
@@ -38,7 +39,7 @@ class Chart {
       {
         ...this.size(),
         scales: { x: { time: false } },
-        axes: [{ ...axis, size: 34, values: (plot, ticks) => ticks.map(duration) }, { ...axis, size: 52 }],
+        axes: [{ ...axis, size: 34, incrs: TIME_STEPS, values: (plot, ticks) => ticks.map(duration) }, { ...axis, size: 52 }],
         series: [
           { label: "time", value: (plot, seconds) => (seconds == null ? "–" : duration(seconds)) },
           line("training", "quiet", false),

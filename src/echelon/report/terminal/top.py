@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 
 from rich.console import Console, Group, RenderableType
@@ -30,14 +31,12 @@ def top_screen(state: RunState, files: RunFiles, now: float, width: int, height:
     shown: list[RenderableType] = [head]
     if status.message:
         shown.append(line(status.message, _STYLES[status.tone]))
-    slow = [
-        line(f"worker {one.rank} is {one.factor:.1f}x slower: {one.why}", "yellow")
-        for one in (slow_workers(state) if status.is_live else ())
-    ]
-    below: list[RenderableType] = [*slow, *map(line, decision_lines(state))]
+    slow = slow_lines(state) if status.is_live else []
+    below: list[RenderableType] = [line(text, "yellow") for one in slow for text in textwrap.wrap(one, width)]
+    below += [line(text) for one in decision_lines(state) for text in textwrap.wrap(one, width)]
+    used = len(shown) + len(below) + (len(state.servers) + 1 if state.servers else 0)
     if state.servers:
         below.append(_servers(state))
-    used = len(shown) + len(slow) + len(state.stores) + (len(state.servers) + 1 if state.servers else 0)
     if status.is_live:
         shown.append(screen(info, state, now, (state.job or {}).get("at", now), width, height - used))
     elif state.has_trained:
@@ -45,6 +44,11 @@ def top_screen(state: RunState, files: RunFiles, now: float, width: int, height:
         shown += [line(info.title, "bold"), *map(line, lines.metric_lines(state, width))]
         shown += [render_table(table_cells(state, info, width, at_end=True)), *news]
     return Group(*shown, *below)
+
+
+def slow_lines(state: RunState) -> list[str]:
+    """Return which workers are slow, and why."""
+    return [f"worker {one.rank} is {one.factor:.1f}x slower: {one.why}" for one in slow_workers(state)]
 
 
 def decision_lines(state: RunState) -> list[str]:
