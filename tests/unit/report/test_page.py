@@ -185,7 +185,9 @@ def test_failures_and_rejoins_are_listed_with_their_times_and_reasons(tmp_path: 
     events = [begin(0), begin(1), report(0, 2.0, 4), report(1, 2.0, 4), died, begin(1, 6.0), report(1, 9.0, 3)]
     text = made_page(write_run(tmp_path / "run", [*events, report(0, 9.0, 30)]))
     table = text.partition("Faults and rejoins")[2].partition("</table>")[0]
-    assert re.findall(r'<th class="n" scope="row">(.*?)</th><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>', table) == [
+    assert re.findall(
+        r'<th class="n" scope="row">(.*?)</th><td>(.*?)</td><td>(.*?)</td><td[^>]*>(.*?)</td>', table
+    ) == [
         ("3 s", "worker 1", "died", "worker 1 died: no pulse"),
         ("6 s", "worker 1", "joined again", ""),
     ]

@@ -9,7 +9,7 @@ from echelon.report.state.slowness import Slow, own_times, slow_workers
 
 FIRST_INTERVAL_S = 0.5
 SHARE = 1 / 200  # of the time since the beginning: the interval grows with the run, so that the cost stays small
-LEAST_SHARE = 0.1  # of the time: shorter slowness is noise
+LEAST_SHARE = 0.25  # of the time: any worker is slow now and then
 
 
 @dataclass(slots=True)

@@ -107,7 +107,7 @@ def _findings(run: RecordedRun) -> Html:
     """Return who was slow and why, who failed, and the warnings, as sentences."""
     sentences = run.verdicts.sentences()
     if not sentences and run.verdicts.seconds:
-        sentences = ["No worker was slow for a tenth of the time or more."]
+        sentences = ["No worker was slow for a quarter of the time or more."]
     failures = [fault for fault in run.state.faults if fault.kind in FAILED]
     for fault in failures[:MOST_FINDINGS]:
         sentences.append(f"After {duration(max(0.0, fault.at - run.start))}: {fault.text}.")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from echelon.report.page.html import Child, Html, element
 
+LONG_TEXT = 24  # letters; such a cell may wrap, but not into a column of single words
 _NUMBER = re.compile(r"[−–-]?[\d.,]*(\s?(%|×|s|ms|min|h|B|kB|MB|GB|TB|e-?\d+)(/s)?)?(\s?\(\d+\))?|NaN|∞")
 
 
@@ -38,4 +39,5 @@ def without_unknown(headings: Sequence[str], rows: Sequence[Sequence[Child]]) ->
 
 
 def _cell(name: str, value: Child, numeric: bool, scope: str | None) -> Html:
-    return element(name, value, class_="n" if numeric else None, scope=scope)
+    is_long = len(str(value or "")) > LONG_TEXT and not isinstance(value, Html)
+    return element(name, value, class_="n" if numeric else "long" if is_long else None, scope=scope)
