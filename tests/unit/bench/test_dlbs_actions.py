@@ -65,7 +65,9 @@ def test_stores_without_servers_get_none() -> None:
 
 def test_a_sweep_over_stores_gives_each_store_what_it_takes() -> None:
     swept = ('mxnet.kv_store=["dist_sync"]',)
-    assert checked_run(experiment("echelon.staleness=3", variables=swept)).options.staleness is None
+    one = experiment("echelon.staleness=3", variables=swept)
+    assert "echelon.staleness" not in one.parameters  # nor in the results
+    assert checked_run(one).options.staleness is None
     with pytest.raises(UsageError, match=r"-P echelon.staleness: echelon.staleness 3 has no meaning for"):
         checked_run(experiment("echelon.staleness=3", 'mxnet.kv_store="dist_sync"'))
 

@@ -123,7 +123,7 @@ def training_words(experiment: Experiment) -> list[str]:
     words += ["--disp-batches", str(min(DISPLAYED_BATCHES, experiment.parameters["exp.num_batches"]))]
     words += ["--data-train", _records(experiment)] if get("exp.data") == "real" else ["--benchmark", "1"]
     for key, flag in _FLAGS.items():
-        if get(key) not in (None, "") and key not in _only_for_other_stores(experiment):
+        if get(key) not in (None, ""):
             words.append(f"{flag}={get(key)}")
     return words
 
@@ -135,15 +135,6 @@ def _records(experiment: Experiment) -> str:
     if not path.is_file():
         raise UsageError(f"{experiment.where[key]}: {key}: {path} does not exist; 'echelon data' makes record files")
     return str(path)
-
-
-def _only_for_other_stores(experiment: Experiment) -> set[str]:
-    """Return the settings that the store of this experiment does not take, but others of the same sweep may."""
-    if "mxnet.kv_store" not in experiment.varied:
-        return set()
-    kind = store_kind(experiment.parameters["mxnet.kv_store"])
-    taken = {"echelon.staleness": kind.takes_staleness, "echelon.groups": kind.takes_groups}
-    return {key for key, takes in taken.items() if not takes and key not in experiment.varied}
 
 
 def _network(experiment: Experiment) -> Network:

@@ -17,6 +17,7 @@ from echelon.bench.dlbs.parameters import ENVIRONMENT, PARAMETERS, Parameter, ch
 from echelon.bench.dlbs.plan import Planned, build_plan
 from echelon.bench.dlbs.source import Setting
 from echelon.errors import UsageError
+from echelon.schemes.stores import STORES, SYNONYMS
 
 _NOT_IN_ID = ("exp.id", "exp.log_file", "exp.rerun", "exp.status", "mxnet.rank", "mxnet.scheduler", "monitor.")
 _BENCH_ROOT = "BENCH_ROOT"  # DLBS's scripts set this variable to the folder of the configuration
@@ -24,6 +25,7 @@ _FACTS = (  # they follow from other parameters, whatever a configuration says
     *("exp.num_local_gpus", "exp.num_gpus", "exp.num_local_replicas", "exp.num_replicas"),
     *("exp.device_type", "exp.data"),
 )
+_STORE = "mxnet.kv_store"
 _BATCH, _EFFECTIVE = "exp.replica_batch", "exp.effective_batch"
 
 
@@ -105,11 +107,23 @@ def _expand(config: Config, planned: Planned, environment: Callable[[str], str |
     expander = Expander(settings, computed, find_variable, typed)
     keys = [*settings, *(key for key in computed if key not in settings)]
     parameters = {key: value for key in keys if (value := expander.get(key)) is not None}
+    for key in _only_for_other_stores(parameters.get(_STORE), planned.varied):
+        parameters.pop(key, None)
     where = {key: setting.where for key, setting in settings.items()}
     _check_batches(parameters, where)
     _check_claims(claimed, parameters)
     varied = {key: parameters.get(key, value) for key, value in planned.varied.items()}
     return Experiment(parameters, varied, where)
+
+
+def _only_for_other_stores(store: str | None, varied: Mapping[str, Any]) -> list[str]:
+    """Return the settings that this store does not take, but others of the same sweep may. They have no effect here."""
+    known = SYNONYMS.get(str(store).lower(), str(store).lower())
+    if _STORE not in varied or known not in STORES:
+        return []
+    kind = STORES[known]
+    taken = {"echelon.staleness": kind.takes_staleness, "echelon.groups": kind.takes_groups}
+    return [key for key, takes in taken.items() if not takes and key not in varied]
 
 
 def _is_unset(key: str, setting: Setting) -> bool:
