@@ -85,7 +85,10 @@ async def _reading(follower: RunFollower) -> AsyncIterator[None]:
 
     async def read() -> None:
         while True:
-            await asyncio.sleep(0 if follower.read() else READ_S)
+            more = False
+            with suppress(OSError):  # of a network disk, for a while
+                more = follower.read()
+            await asyncio.sleep(0 if more else READ_S)
 
     task = asyncio.create_task(read())
     try:

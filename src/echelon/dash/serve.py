@@ -129,7 +129,9 @@ def _server(folder: Path, listener: Listener) -> uvicorn.Server:
     from echelon.dash.app import make_app
     from echelon.report.follow import RunFollower
 
-    app = make_app(RunFollower(folder), token=listener.token, port=listener.port)
+    follower = RunFollower(folder)
+    follower.read()  # a log that may not be read is an error here
+    app = make_app(follower, token=listener.token, port=listener.port)
     # No access log: it would show the token.
     return uvicorn.Server(
         uvicorn.Config(

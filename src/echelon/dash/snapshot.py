@@ -162,7 +162,7 @@ def snapshot(state: RunState, files: RunFiles, now: float) -> Snapshot:
         stores=[_store(number, event, state) for number, event in sorted(state.stores.items())],
         slow=slow,
         faults=[_fault(fault, began) for fault in state.faults[: -MOST_FAULTS - 1 : -1]],
-        fault_counts=dict(Counter(fault.kind for fault in state.faults)),
+        fault_counts=dict(Counter(str(fault.kind) for fault in state.faults)),
         training=_curve([(p["seconds"], p["loss"], p["accuracy"]) for p in state.training.points()]),
         validation=_curve([(v.get("seconds", v["at"] - began), v["loss"], v["accuracy"]) for v in validations]),
         epochs=[event.get("epoch") for event in validations],
@@ -276,7 +276,8 @@ def _server(server: ServerState, now: float | None) -> Server:
 
 
 def _store(number: int, event: Event, state: RunState) -> Store:
-    return Store(number, event["name"], event["scheme"], event["staleness"], state.newest_decision(number))
+    name, scheme, staleness = event.get("name", ""), event.get("scheme", ""), event.get("staleness")
+    return Store(number, name, scheme, staleness, state.newest_decision(number))
 
 
 def _fault(fault: RunFault, began: float) -> Fault:

@@ -118,3 +118,9 @@ def test_a_run_of_an_older_version_has_no_phases_and_no_servers() -> None:
     assert shown.workers[0].bytes == {}
     assert [len(shown.servers), len(shown.stores), len(shown.slow)] == [0, 0, 0]
     assert shown.run.title == ""
+
+
+def test_events_without_their_usual_fields_do_not_stop_the_page() -> None:
+    shown = taken(*trained(0), event("store", store=0), event("view", 2.0, workers=[], departure=None, reason="gone"))
+    assert (shown.stores[0].name, shown.stores[0].staleness) == ("", None)
+    assert list(shown.fault_counts) == ["None"]

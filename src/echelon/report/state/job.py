@@ -24,7 +24,10 @@ def job_info_of(state: RunState) -> JobInfo:
     job, store = state.job or {}, (state.stores or {0: {}})[min(state.stores, default=0)]
     num_workers = job.get("num_workers") or max(_ranks(state, "worker"), default=-1) + 1
     num_servers = job.get("num_servers", max(_ranks(state, "server"), default=-1) + 1)
-    if state.settings is not None:
+    if (
+        state.settings is not None
+        and {"kv_store", "staleness", "benchmark", "data", "network"} <= state.settings.keys()
+    ):
         title = job_title(state.settings, num_workers, num_servers)
     else:
         title = ", ".join(filter(None, [store.get("name"), job.get("command")]))

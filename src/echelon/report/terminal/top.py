@@ -56,7 +56,7 @@ def decision_lines(state: RunState) -> list[str]:
     found = []
     for number, store in sorted(state.stores.items()):
         newest = state.newest_decision(number)
-        found.append(f"{store['name']} ({store['scheme']}): {newest or 'no decision yet'}")
+        found.append(f"{store.get('name')} ({store.get('scheme')}): {newest or 'no decision yet'}")
     return found
 
 
