@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 from benchmarks.document import Cells, table, yes
 from benchmarks.gpu.cluster_tables import cluster_tables, scheme_table
@@ -12,6 +13,9 @@ from benchmarks.gpu.markdown import Records, has_figures
 from benchmarks.gpu.results import Record
 from benchmarks.gpu.rows import Bar, Row
 from benchmarks.gpu.run import shown_command
+from echelon.report.tables.published import throughput_table
+from echelon.report.tables.results import record_of_command
+from echelon.report.tables.table import as_markdown
 
 BLOCK = "gpu"  # of the document
 
@@ -19,7 +23,7 @@ BLOCK = "gpu"  # of the document
 def markdown(rows: Sequence[Row], records: Records) -> str:
     """Return all tables, followed by the rows that failed or did not run."""
     ours = [records[row.name] for row in rows if row.name in records]
-    parts = [origins(ours), speed_table(rows, records), accuracy_table(rows, records)]
+    parts = [origins(ours), speed_table(rows, records), accuracy_table(rows, records), table_of_2017(rows, records)]
     parts += [cluster_tables(rows, records), scheme_table(rows, records), gaps(rows, records)]
     return "\n\n".join(part for part in parts if part)
 
@@ -89,6 +93,15 @@ def _reached(record: Record, bar: Bar) -> tuple[str, str, str, str]:
     best = max(value for epoch, value in record.validation_accuracy.items() if epoch < bar.epochs)
     middle = f"{statistics.median_low(record.epoch_s.values()):.1f}" if record.epoch_s else ""
     return f"**{last:.4f}**", yes(last >= bar.accuracy), f"{best:.4f}", middle
+
+
+def table_of_2017(rows: Sequence[Row], records: Records) -> str:
+    """Return the runs on CIFAR-10 in the columns of the table that was published in 2017."""
+    ours = [records[row.name] for row in rows if row.name.startswith("resnet") and has_figures(row, records)]
+    if not ours:
+        return ""
+    runs = throughput_table([record_of_command(asdict(record)) for record in ours])
+    return as_markdown([replace(runs, title="ResNets on CIFAR-10, in the columns of the table of 2017")])
 
 
 def gaps(rows: Sequence[Row], records: Records) -> str:
