@@ -178,6 +178,16 @@ def test_a_log_of_another_experiment_is_kept_and_the_cell_fails(capsys: pytest.C
     assert Path("fixed.log").read_bytes() == before
 
 
+@pytest.mark.parametrize("more", [[], ["-P", 'exp.rerun="always"'], ["--no-validation", "-P", 'echelon.slow="x"']])
+def test_a_file_that_is_not_a_log_is_never_overwritten(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("notes.txt").write_text("my notes\n")
+    main(["bench", "run", *MLP, "-P", 'exp.log_file="notes.txt"', *more])
+    assert Path("notes.txt").read_text() == "my notes\n"
+    assert not Path("notes.run").exists()
+    if "--no-validation" not in more:
+        assert "notes.txt exists and is not the log of an experiment" in capsys.readouterr().out
+
+
 def test_a_failed_cell_has_a_log_a_status_and_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     disabled = '{"condition": {"mxnet.kv_store": "dist_async"}, "parameters": {"exp.status": "disabled"}}'
     words = [

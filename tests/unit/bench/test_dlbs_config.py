@@ -63,13 +63,23 @@ def test_every_key_and_element_has_its_line(value: Any) -> None:
     ("text", "message"),
     [
         ('{"parameters": {\n "exp.num_nodes": 2,\n}}', "config.json, line 3, column 1: not valid JSON"),
-        ('{"parameters": {\n "exp.num_batches": NaN}}', "config.json, line 2: NaN is not a JSON value"),
+        ('{"parameters": {\n "exp.num_batches": NaN}}', "config.json, line 2: NaN is not a finite JSON number"),
+        ('{"parameters": {"x.NaN": 1,\n "echelon.lr": NaN}}', "config.json, line 2: NaN is not a finite JSON number"),
+        ('{"parameters": {\n "my.value": 1e999}}', "config.json, line 2: 1e999 is not a finite JSON number"),
+        (f'{{"parameters": {{\n "exp.num_batches": {"9" * 5000}}}}}', "config.json, line 2: 99999999999999999999 is"),
+        ('{"parameters": {\n "exp.proj": "\\ud800"}}', r"config.json, line 2: \ud800 is not allowed in a text"),
+        ('{"parameters": {\n "exp.log_file": "a\\u0000b"}}', r"config.json, line 2: \u0000 is not allowed in a text"),
+        ('{"parameters": {\n "x\\u0000": 1}}', r"config.json, line 2: \u0000 is not allowed in a text"),
+        (
+            f'{{"parameters": {{\n "exp.model": {"[" * 500}{"]" * 500}}}}}',
+            "config.json, line 2: the JSON has more than 32 objects and lists in each other",
+        ),
         ('{"parameters": {\n"a.b": 1,\n"a.b": 2}}', "config.json, line 3: the key 'a.b' is already on line 2"),
         ('{\n"parameter": {}}', "config.json, line 2: unknown section 'parameter'; did you mean 'parameters'"),
         ('{\n"parameters": []}', "config.json, line 2: parameters must be an object, not []"),
         ('{"parameters": {\n"exp.model": null}}', "line 2: exp.model is null; it must be text"),
         ("[1]", "config.json: a configuration is an object such as"),
-        ("[" * 100_000, "config.json: the JSON is nested too deeply"),
+        ("[" * 100_000, "config.json: the JSON has more than 32 objects and lists in each other"),
         ("", "config.json, line 1, column 1: not valid JSON"),
         ('{"parameters": {\n"exp.num_batches": "ten"}}', 'line 2: exp.num_batches is "ten"; it must be a whole number'),
         ('{"parameters": {\n"exp.num_batches": 0}}', "line 2: exp.num_batches is 0; it must be 1 or more"),
@@ -215,6 +225,18 @@ def test_a_huge_sweep_is_refused_at_once(build: Build) -> None:
         UsageError, match=r"-V exp.num_batches: the variables give 1,000,000 experiments .* at most 10,000 are allowed"
     ):
         build(variables=[f"exp.num_batches={many}", f"exp.replica_batch={many}"])
+
+
+@pytest.mark.parametrize("text", ["x${LOOP}", "${exp.framework}${LOOP}"])
+def test_an_environment_variable_that_names_itself_is_an_error(text: str) -> None:
+    config = load_config(None, [f'exp.proj="{text}"'])
+    with pytest.raises(UsageError, match=r"-P exp.proj: exp.proj has no end: \$\{LOOP\} leads to itself"):
+        build_experiments(config, {"LOOP": "${LOOP}"}.get)
+
+
+def test_a_configuration_may_be_a_device_without_a_size() -> None:
+    with pytest.raises(UsageError, match="/dev/zero is larger than 16 MB"):
+        load_config(Path("/dev/zero"))
 
 
 def test_references_are_nested_and_keep_their_type(build: Build) -> None:

@@ -14,6 +14,7 @@ from echelon.errors import UsageError, nearest_names
 
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 _MAX_LENGTH = 1 << 16  # of a text: references that double it again and again would fill the memory
+_MAX_REFERENCES = 10_000  # in one text
 
 Get = Callable[[str], Any]
 Convert = Callable[[str, Any, str], Any]
@@ -70,7 +71,11 @@ class Expander:
                 f"{where}: {key} has $(…)$, which DLBS evaluates as Python. Echelon evaluates no code of a "
                 "configuration: write the value, or list the values as a variable"
             )
+        budget = _MAX_REFERENCES
         while (match := _REFERENCE.search(text)) is not None:
+            budget -= 1
+            if not budget:  # the value of an environment variable may name the variable itself
+                raise UsageError(f"{where}: {key} has no end: ${{{match[1]}}} leads to itself")
             value = self._referenced(key, match[1], where)
             if match.span() == (0, len(text)):
                 return value  # alone, it keeps its type

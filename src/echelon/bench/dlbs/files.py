@@ -28,10 +28,16 @@ def beside_log(log_file: Path, suffix: str) -> Path:
 
 
 def read_log(path: Path) -> dict[str, Any] | None:
-    """Return the records of a log, or None if there is none."""
+    """Return the records of a log, or None if there is none. Raises UsageError for a file that is not a log.
+
+    An experiment overwrites its log, and must not overwrite any other file that `exp.log_file` names by mistake.
+    """
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            return read_records(file)
+            found = read_records(file)
+        if not found and path.stat().st_size:
+            raise UsageError(f"exp.log_file: {path} exists and is not the log of an experiment; give another name")
+        return found or None
     except FileNotFoundError:
         return None
     except OSError as error:

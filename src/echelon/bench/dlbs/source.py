@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from echelon.errors import UsageError
 
 Step = str | int  # a key of an object, or an index of an array
 _SPACE = " \t\r\n"
 _MAX_BYTES = 16 << 20
+_MAX_DEPTH = 32  # of objects and lists in each other; what reads them is recursive
 
 
 class Setting(NamedTuple):
@@ -40,10 +43,11 @@ class Document:
 def read_file(path: Path) -> Document:
     """Read a JSON file. Raises UsageError with the line for text that is not JSON, and for a repeated key."""
     try:
-        data = path.read_bytes() if path.stat().st_size <= _MAX_BYTES else None
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)  # a pipe or a device does not say its size
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    if data is None:
+    if len(data) > _MAX_BYTES:
         raise UsageError(f"{path} is larger than {_MAX_BYTES >> 20} MB; a configuration is a small JSON file")
     try:
         text = data.decode("utf-8-sig")
@@ -70,15 +74,19 @@ def parse_flag(text: str, name: str, advice: str) -> Document:
 
 
 def _parse(text: str, name: str) -> tuple[Any, dict[tuple[Step, ...], int]]:
-    def reject(word: str) -> NoReturn:
-        line = text[: text.find(word)].count("\n") + 1
-        raise UsageError(f"{name}, line {line}: {word} is not a JSON value; write a number")
-
     try:
-        value = json.loads(text, parse_constant=reject)
-        return value, _Locator(text, name).lines
+        value = json.loads(text, parse_constant=lambda word: None, parse_int=_small_int)
     except RecursionError:
-        raise UsageError(f"{name}: the JSON is nested too deeply") from None
+        raise UsageError(f"{name}: {_TOO_DEEP}") from None
+    return value, _Locator(text, name).lines
+
+
+_TOO_DEEP = f"the JSON has more than {_MAX_DEPTH} objects and lists in each other"
+
+
+def _small_int(digits: str) -> int | float:
+    """Return a whole number; Python refuses to read one of thousands of digits, and no parameter is so large."""
+    return int(digits) if len(digits) <= 400 else float("inf")
 
 
 class _Locator:
@@ -87,7 +95,7 @@ class _Locator:
     def __init__(self, text: str, name: str) -> None:
         self._text = text
         self._name = name
-        self._decoder = json.JSONDecoder()
+        self._decoder = json.JSONDecoder(parse_int=_small_int)
         self._line, self._counted = 1, 0
         self.lines: dict[tuple[Step, ...], int] = {}
         self._walk(self._skip(0), ())
@@ -96,7 +104,9 @@ class _Locator:
         """Record what is inside the value at a position; returns where it ends."""
         closing = {"{": "}", "[": "]"}.get(self._text[position])
         if closing is None:
-            return self._decoder.raw_decode(self._text, position)[1]
+            return self._scalar(position)
+        if len(path) == _MAX_DEPTH:
+            raise UsageError(f"{self._name}, line {self._line_at(position)}: {_TOO_DEEP}")
         seen: dict[str, int] = {}
         index = 0
         position = self._skip(position + 1)
@@ -112,9 +122,30 @@ class _Locator:
             index += 1
         return position + 1
 
+    def _scalar(self, position: int) -> int:
+        """Check a value that is neither an object nor a list; returns where it ends."""
+        value, end = self._decoder.raw_decode(self._text, position)
+        if isinstance(value, str):
+            self._check_text(value, position)
+        if isinstance(value, float) and not math.isfinite(value):
+            word = self._text[position : min(end, position + 20)]
+            raise UsageError(
+                f"{self._name}, line {self._line_at(position)}: {word} is not a finite JSON number; write a number"
+            )
+        return end
+
+    def _check_text(self, text: str, position: int) -> None:
+        """Reject what neither a file name nor an environment variable nor a log can hold."""
+        if bad := re.search("[\0\ud800-\udfff]", text):
+            code = f"\\u{ord(bad[0]):04x}"
+            raise UsageError(
+                f"{self._name}, line {self._line_at(position)}: {code} is not allowed in a text; remove it"
+            )
+
     def _key(self, position: int, line: int, seen: dict[str, int]) -> tuple[str, int]:
         """Return a key and where its value begins."""
         key, end = self._decoder.raw_decode(self._text, position)
+        self._check_text(key, position)
         if key in seen:
             raise UsageError(
                 f"{self._name}, line {line}: the key {key!r} is already on line {seen[key]}; remove one of them"
