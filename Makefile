@@ -38,8 +38,8 @@ test-cpus: $(VENV)/.installed  ## the numeric tests again, with other instructio
 DROPINS := .peers/dropins
 $(DROPINS)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv --clear $(DROPINS)
-	@echo "installing Lightning, Transformers and Accelerate into $(DROPINS) …"
-	@$(DROPINS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,lightning,transformers]"
+	@echo "installing Lightning, Transformers, Accelerate and wandb into $(DROPINS) …"
+	@$(DROPINS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,lightning,transformers,wandb]"
 	@touch $@
 
 test-dropins: $(DROPINS)/.installed  ## the drop-ins, with Lightning, Hugging Face's Trainer and Accelerate

@@ -91,7 +91,6 @@ class Server(msgspec.Struct, frozen=True):
     rank: int
     state: str
     tone: str
-    store: int = 0
     pushes: int = 0
     updates: int = 0
     held: int = 0
@@ -265,7 +264,7 @@ def _mean(histogram: dict[str, int]) -> Mean:
 
 def _server(server: ServerState, now: float | None) -> Server:
     is_silent = now is not None and now - server.reported_at > SILENT_S
-    names = ("rank", "store", "pushes", "updates", "held", "sent", "received", "memory_bytes", "cpu_s")
+    names = ("rank", "pushes", "updates", "held", "sent", "received", "memory_bytes", "cpu_s")
     return Server(
         **{name: getattr(server, name) for name in names},
         state="silent" if is_silent else "",

@@ -83,3 +83,17 @@ def test_workers_that_finished_or_left_are_not_judged() -> None:
     assert [(fault.kind, fault.who, fault.text) for fault in state.faults] == [
         ("died", "worker 2", "worker 2 was killed")
     ]
+
+
+def test_the_stores_of_a_server_do_not_hide_each_other() -> None:
+    state = began(2)
+    first = server(0, {0: 0.02, 1: 0.08}) | {"updates": 10, "pushes": 20, "decision": "of the first"}
+    second = server(0, {0: 0.5, 1: 0.5}) | {"store": 1, "updates": 5, "pushes": 7, "decision": "of the second"}
+    state.take([first, second])
+    state.take([first | {"at": 1001.0, "updates": 30}, second | {"at": 1001.001, "updates": 6}])
+    (only,) = state.servers.values()
+    assert (only.pushes, only.updates) == (27, 36)
+    assert only.updates_per_s == pytest.approx(20 + 1 / 1.001)
+    assert state.newest_decision(0) == "server 0: of the first"
+    assert state.newest_decision(1) == "server 0: of the second"
+    assert [slow.rank for slow in slow_workers(state)] == [1]

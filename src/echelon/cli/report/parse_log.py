@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from echelon.cli.main import run_command
 from echelon.report.logs.epochs import read_logs
@@ -18,7 +18,12 @@ from echelon.train.flags.parser import Parser
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str) -> None:
     """Add `parse-log`."""
-    parser = commands.add_parser(name, help="print the figures of training logs by epoch", description=__doc__)
+    parser = commands.add_parser(
+        name,
+        help="print the figures of training logs by epoch",
+        description=__doc__,
+        usage="echelon report parse-log [flags] LOG…",
+    )
     parser.add_argument("logs", nargs="+", metavar="LOG", help="a log file; - reads standard input")
     _add_metric_names(parser, [], "default: all metrics of the log")
     _add_format(parser, FORMATS)
@@ -26,7 +31,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], na
         "--speed",
         choices=SPEEDS,
         default="none",
-        help="add the samples per second of all workers (total), or of every worker as well (workers)",
+        metavar="WHOSE",
+        help="none, or add the samples per second of all workers (total), or of every worker as well (workers)",
     )
     parser.set_defaults(run=_run, sorts=True)
 
@@ -41,9 +47,9 @@ def _add_metric_names(parser: argparse.ArgumentParser, default: list[str], unset
     )
 
 
-def _add_format(parser: argparse.ArgumentParser, formats: Iterable[str]) -> None:
-    about = "format of the output; none: columns separated by tabs"
-    parser.add_argument("--format", choices=list(formats), default="markdown", help=about)
+def _add_format(parser: argparse.ArgumentParser, formats: Collection[str]) -> None:
+    about = f"format of the output: {', '.join(formats)}; none has columns separated by tabs"
+    parser.add_argument("--format", choices=list(formats), default="markdown", metavar="FORMAT", help=about)
 
 
 def _run(options: argparse.Namespace) -> int:

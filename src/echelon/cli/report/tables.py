@@ -22,16 +22,20 @@ from echelon.report.tables.table import FORMATS
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str) -> None:
     """Add `tables`."""
-    parser = commands.add_parser(name, help="print result tables of runs", description=__doc__)
+    parser = commands.add_parser(
+        name, help="print result tables of runs", description=__doc__, usage="echelon report tables [flags] RUN…"
+    )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="a run folder, a folder of several, a log or a JSON file"
     )
-    parser.add_argument("--format", choices=list(FORMATS), default="markdown", help="format of the output")
+    about = f"format of the output: {', '.join(FORMATS)}"
+    parser.add_argument("--format", choices=list(FORMATS), default="markdown", metavar="FORMAT", help=about)
     parser.add_argument(
         "--table",
         action="append",
         choices=NAMES,
         default=[],
+        metavar="NAME",
         help=f"print only this table: {', '.join(NAMES)}; may be repeated (default: all that have rows)",
     )
     parser.add_argument(

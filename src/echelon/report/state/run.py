@@ -238,9 +238,9 @@ class RunState:
 
     def newest_decision(self, store: int) -> str:
         """Return the last decision of a store's scheme that a server has reported, with its reason."""
-        reports = [server for server in self.servers.values() if server.store == store and server.decision]
-        newest = max(reports, key=lambda server: server.reported_at, default=None)
-        return f"server {newest.rank}: {newest.decision}" if newest is not None else ""
+        found = [server.stores[store] for server in self.servers.values() if store in server.stores]
+        newest = max((one for one in found if one["decision"]), key=lambda one: one["at"], default=None)
+        return f"server {newest['rank']}: {newest['decision']}" if newest is not None else ""
 
     @property
     def active(self) -> list[WorkerState]:

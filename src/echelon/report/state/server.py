@@ -8,35 +8,56 @@ from typing import Any
 
 @dataclass(slots=True)
 class ServerState:
-    """What a server has done for one store, and what it uses."""
+    """What a server has done for all stores, and what it uses."""
 
     rank: int
     reported_at: float = 0.0
-    store: int = 0
-    pushes: int = 0
-    updates: int = 0
-    held: int = 0  # requests without an answer
+    stores: dict[int, dict[str, Any]] = field(default_factory=dict)  # the last report about each
     sent: int = 0  # bytes over sockets
     received: int = 0
     memory_bytes: int = 0
     cpu_s: float = 0.0
     cpu_load: float = 0.0  # cores in use between the last two reports
     updates_per_s: float = 0.0
-    decision: str = ""  # a recent decision of the scheme, with its reason
-    arrivals: dict[int, Arrival] = field(default_factory=dict)  # by worker
 
     def take(self, event: dict[str, Any]) -> None:
         """Update the state with a report."""
-        elapsed = event["at"] - self.reported_at
-        if self.reported_at and elapsed > 0:
+        before, elapsed = self.stores.get(event["store"]), event["at"] - self.reported_at
+        if self.reported_at and elapsed > 0.1:  # reports about several stores come together
             self.cpu_load = (event["cpu_s"] - self.cpu_s) / elapsed
-            self.updates_per_s = max(0.0, (event["updates"] - self.updates) / elapsed)
+            self.updates_per_s = 0.0
+        if before is not None and event["at"] > before["at"]:
+            self.updates_per_s += max(0, event["updates"] - before["updates"]) / (event["at"] - before["at"])
+        self.stores[event["store"]] = event
         self.reported_at = event["at"]
-        for name in ("store", "pushes", "updates", "held", "sent", "received", "memory_bytes", "cpu_s", "decision"):
+        for name in ("sent", "received", "memory_bytes", "cpu_s"):
             setattr(self, name, event[name])
-        self.arrivals = {
-            int(rank): Arrival(one["clock"], one["own_s"], one["late_s"]) for rank, one in event["workers"].items()
-        }
+
+    @property
+    def pushes(self) -> int:
+        """The pushes so far."""
+        return sum(report["pushes"] for report in self.stores.values())
+
+    @property
+    def updates(self) -> int:
+        """The updates of keys that are pushed together, so far."""
+        return sum(report["updates"] for report in self.stores.values())
+
+    @property
+    def held(self) -> int:
+        """The requests without an answer."""
+        return sum(report["held"] for report in self.stores.values())
+
+    @property
+    def decision(self) -> str:
+        """A recent decision of the scheme of the first store, with its reason."""
+        return str(self.stores[min(self.stores)]["decision"]) if self.stores else ""
+
+    @property
+    def arrivals(self) -> dict[int, Arrival]:
+        """How the pushes of each worker to the first store arrive: the store whose steps a worker's row shows."""
+        workers = self.stores[min(self.stores)]["workers"] if self.stores else {}
+        return {int(rank): Arrival(one["clock"], one["own_s"], one["late_s"]) for rank, one in workers.items()}
 
 
 @dataclass(frozen=True, slots=True)
