@@ -148,6 +148,7 @@ class EventReader:
         self._path = directory / FILE_NAME
         self.offset = 0  # bytes of the file that have been read
         self.torn = 0  # lines that a full disk or a crash cut off
+        self._inode: int | None = None  # of the file that has been read
 
     @property
     def size(self) -> int:
@@ -157,15 +158,26 @@ class EventReader:
         except OSError:
             return 0
 
+    @property
+    def was_replaced(self) -> bool:
+        """Whether the file is another one than before, or was shortened: what has been read is then not in it."""
+        try:
+            now = self._path.stat()
+        except OSError:
+            return False
+        return self._inode is not None and (now.st_ino != self._inode or now.st_size < self.offset)
+
     def poll(self, most_bytes: int | None = None) -> list[dict[str, Any]]:
         """Return the events since the last call; with `most_bytes`, those of about so many bytes of the file."""
-        if not self._path.exists():
+        try:
+            with self._path.open("rb") as file:
+                self._inode = os.fstat(file.fileno()).st_ino
+                file.seek(self.offset)
+                data = file.read(-1 if most_bytes is None else most_bytes)
+                if most_bytes is not None and len(data) == most_bytes:
+                    data += file.readline()  # completes the last line
+        except OSError:  # it does not exist yet, was deleted, or its disk does not respond now
             return []
-        with self._path.open("rb") as file:
-            file.seek(self.offset)
-            data = file.read(-1 if most_bytes is None else most_bytes)
-            if most_bytes is not None and len(data) == most_bytes:
-                data += file.readline()  # completes the last line
         end = data.rfind(b"\n") + 1
         self.offset += end
         events = []

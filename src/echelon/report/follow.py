@@ -66,6 +66,8 @@ class RunFollower:
         folder = self._given.resolve()
         if folder != self._folder and folder.is_dir():
             self._start(folder)
+        elif self._reader.was_replaced:  # the folder was deleted, and a new run has its name
+            self._start(self._folder)
         before = self._reader.offset
         for event in self._reader.poll(most_bytes):
             try:

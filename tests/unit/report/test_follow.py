@@ -13,7 +13,10 @@ from test_state import begin, event, progress
 from echelon.errors import UsageError
 from echelon.observe.events import FILE_NAME
 from echelon.report.follow import RunFollower, run_folder
-from echelon.report.state.run import Event
+from echelon.report.state.job import job_info_of
+from echelon.report.state.run import Event, RunState
+from echelon.report.terminal.lines import phase_of_start
+from echelon.report.terminal.screen import line
 
 
 def write(folder: Path, *events: Event | str) -> None:
@@ -85,6 +88,44 @@ def test_the_last_state_of_a_deleted_run_stays(tmp_path: Path) -> None:
     assert not follower.read()
     assert list(follower.state.workers) == [0]
     assert not follower.files.exists
+
+
+def test_a_new_run_of_the_same_name_replaces_the_old_one(tmp_path: Path) -> None:
+    write(tmp_path / "run", begin(0), begin(1))
+    follower = followed(tmp_path / "run")
+    (tmp_path / "run").rename(tmp_path / "old")  # keeps its inode, which a new file could otherwise get
+    write(tmp_path / "run", *[begin(2)] * 5)
+    follower.read_all()
+    assert list(follower.state.workers) == [2]
+    (tmp_path / "run" / FILE_NAME).write_text(json.dumps(begin(3)) + "\n")
+    follower.read_all()
+    assert list(follower.state.workers) == [3]
+    assert follower.files.unreadable == 0
+
+
+def test_a_log_that_cannot_be_opened_is_read_later(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).mkdir()
+    follower = followed(tmp_path)
+    (tmp_path / FILE_NAME).rmdir()
+    write(tmp_path, begin(0))
+    follower.read_all()
+    assert list(follower.state.workers) == [0]
+
+
+def test_an_impossible_number_of_workers_is_not_taken(tmp_path: Path) -> None:
+    write(tmp_path, event("job", num_workers=10**15), begin(0))
+    follower = followed(tmp_path)
+    assert follower.state.job is None
+    assert follower.files.unreadable == 1
+
+
+def test_a_line_of_the_screen_has_no_control_characters() -> None:
+    assert line("a\x1b[2Jb\u202ec").plain == "a [2Jb c"
+
+
+def test_a_run_without_events_is_starting() -> None:
+    state = RunState()
+    assert phase_of_start(job_info_of(state), state).startswith("starting")
 
 
 def test_the_exit_status_is_read_from_the_summary(tmp_path: Path) -> None:

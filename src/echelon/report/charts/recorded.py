@@ -44,7 +44,8 @@ class RecordedRun:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The options of `echelon train`; empty for a program of the user."""
-        recorded = self.summary.get("settings") or self.state.settings or {}
+        given = self.summary.get("settings")
+        recorded = (given if isinstance(given, dict) else None) or self.state.settings or {}
         return {name: value for name, value in recorded.items() if name not in ("at", "who", "event")}
 
     @property

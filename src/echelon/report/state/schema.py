@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 from echelon.cluster.messages import Departure
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
-Rank = Annotated[int, Meta(ge=0, le=1 << 20)]
+Rank = Annotated[int, Meta(ge=0, le=1 << 16)]  # pages have a row for each rank
 Seconds = Annotated[float, Meta(ge=0, le=1e10)]
 Amount = Annotated[float, Meta(ge=0, le=1e18)]
 Value = Annotated[float, Meta(ge=-1e200, le=1e200)] | None  # JSON has null for NaN and infinity
@@ -103,8 +103,8 @@ class _StoreOf(_Event):
 
 
 class _Job(_Event):
-    num_workers: Count = 0
-    num_servers: Count = 0
+    num_workers: Rank = 0
+    num_servers: Rank = 0
     command: str | None = None
     commit: str | None = None
     machine: dict[str, str | float | None] = {}

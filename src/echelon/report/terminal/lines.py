@@ -29,7 +29,7 @@ def phase_of_start(info: JobInfo, state: RunState) -> str:
     """Return what the job does before its first step: what the last of its processes does."""
     phases = set(_phases(info, state, "worker").values())
     servers = set(_phases(info, state, "server").values())
-    if STARTING in phases | servers:
+    if not phases or STARTING in phases | servers:
         return f"{STARTING} {_count(info.num_processes, 'process', 'es')}"
     return "connecting" if (earliest := min(phases, key=_PHASES.index)) == REGISTERED else earliest
 

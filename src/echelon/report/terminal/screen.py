@@ -71,4 +71,5 @@ def render_table(cells: Cells) -> Table:
 
 def line(text: str, style: str = "") -> Text:
     """Return a line that is cut off with an ellipsis where the terminal ends."""
-    return Text(text, style, no_wrap=True, overflow="ellipsis")
+    shown = "".join(one if one.isprintable() else " " for one in text)  # no control characters of a warning
+    return Text(shown, style, no_wrap=True, overflow="ellipsis")
