@@ -32,7 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser], na
         choices=SPEEDS,
         default="none",
         metavar="WHOSE",
-        help="none, or add the samples per second of all workers (total), or of every worker as well (workers)",
+        help="columns with samples per second: none, total (of all workers), or workers, which adds each one's",
     )
     parser.set_defaults(run=_run, sorts=True)
 
