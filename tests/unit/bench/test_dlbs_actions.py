@@ -58,6 +58,11 @@ def test_parameters_become_the_flags_of_training() -> None:
     assert run.num_servers == 3
 
 
+def test_variables_of_the_environment_are_texts() -> None:
+    one = experiment('mxnet.env="A=1"', "runtime.env.B=true", "runtime.env.C=2.5", 'runtime.env.D="{}"')
+    assert one.variables == {"A": "1", "B": "true", "C": "2.5", "D": "{}"}
+
+
 def test_stores_without_servers_get_none() -> None:
     assert checked_run(experiment('mxnet.kv_store="dist_device_sync"', "echelon.num_workers=2")).num_servers == 0
     assert checked_run(experiment("echelon.num_workers=2", "echelon.num_servers=1")).num_servers == 1
@@ -85,6 +90,10 @@ def test_a_sweep_over_stores_gives_each_store_what_it_takes() -> None:
         (["exp.num_nodes=2", 'mxnet.rendezvous="here"'], "-P mxnet.rendezvous: mxnet.rendezvous is 'here'"),
         (["exp.num_nodes=2", "echelon.num_workers=2"], "-P echelon.num_workers: echelon.num_workers is 2"),
         (['exp.data_dir="/nowhere"'], "-P exp.data_dir: exp.data_dir: /nowhere/train.rec does not exist"),
+        (
+            ["echelon.num_workers=2", 'mxnet.kv_store="dist_gsync"', 'echelon.groups="0,1/9"'],
+            "-P echelon.groups: groups '0,1/9' line 2: worker 9 does not exist",
+        ),
         (['mxnet.env="A"'], "-P mxnet.env: mxnet.env: 'A' is not NAME=VALUE"),
     ],
 )

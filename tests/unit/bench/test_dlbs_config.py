@@ -33,9 +33,10 @@ def build(tmp_path: Path) -> Build:
     return make
 
 
+TEXT = st.characters(codec="utf-8", exclude_characters="\0")  # what a text of a configuration may hold
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | st.text(TEXT),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(TEXT, max_size=5), inner, max_size=3),
     max_leaves=12,
 )
 
@@ -110,6 +111,33 @@ def test_every_key_and_element_has_its_line(value: Any) -> None:
             "line 2: exp.replica_batch has no values, so the sweep is empty",
         ),
         ('{"variables": {\n"exp.replica_batch": [1, 1]}}', "line 2: exp.replica_batch has the value 1 twice"),
+        (
+            '{"variables": {\n"exp.replica_batch": [4, 8, 4.0]}}',
+            "line 2: exp.replica_batch=4 and exp.replica_batch=4.0 give the same experiment",
+        ),
+        (
+            '{"parameters": {"my.x": 4}, "variables": {\n"echelon.num_workers": [1, 2],\n'
+            '"exp.replica_batch": ["${my.x}", 4]}}',
+            'line 3: exp.replica_batch="${my.x}" and exp.replica_batch=4 give the same experiment',
+        ),
+        (
+            '{"extensions": [{"cases": [{"exp.replica_batch": 16},\n{"exp.num_batches": 100}]}]}',
+            "line 2: exp.replica_batch=16 and exp.num_batches=100 give the same experiment",
+        ),
+        (
+            '{"parameters": {\n"sys.plan_builder.var_order": ["exp.replica_bach"]},'
+            '"variables": {"exp.replica_batch": [1, 2]}}',
+            "line 2: sys.plan_builder.var_order: unknown variable 'exp.replica_bach'; did you mean 'exp.replica_batch'",
+        ),
+        (
+            '{"parameters": {\n"sys.plan_builder.var_order": ["exp.model"]}}',
+            "line 2: sys.plan_builder.var_order names exp.model, but the configuration has no variables",
+        ),
+        (
+            '{"parameters": {\n"runtime.env.AB": {"a": 1}}}',
+            'line 2: runtime.env.AB is {"a": 1}; it must be text, a number, true or false',
+        ),
+        ('{"parameters": {\n"runtime.env.AB": [1, 2]}}', "line 2: runtime.env.AB is [1, 2]; it must be text"),
         (
             '{"extensions": [\n{"conditions": {}}]}',
             "line 2: unknown part of an extension 'conditions'; did you mean 'condition'",

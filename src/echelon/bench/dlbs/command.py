@@ -206,11 +206,15 @@ def _with_keys(message: str, experiment: Experiment) -> str:
         return message
     text = _FLAG.sub(lambda found: _KEYS.get(found[0], found[0]), message).replace("\n", "\\n")
     keys = [_KEYS[flag] for flag in _FLAG.findall(message) if flag in _KEYS]
-    if str(experiment.parameters["mxnet.kv_store"]) in message:
-        keys.append("mxnet.kv_store")
+    keys += [key for key in _FLAGS if _is_quoted(experiment.parameters.get(key), message)]
     given = [key for key in keys if experiment.where.get(key, DEFAULT) != DEFAULT]
     if not given:
         return f"{experiment.title}: {text}"
     where = experiment.where[given[0]]
     named = "" if given[0] in f"{where} {text}" else f"{given[0]}: "
     return f"{where}: {named}{text}"
+
+
+def _is_quoted(value: Any, message: str) -> bool:
+    """Return whether an error that names no flag is about this value. Short texts occur in any message."""
+    return isinstance(value, str) and len(value) > 2 and value in message

@@ -13,7 +13,15 @@ from typing import Any
 import echelon
 from echelon.bench.dlbs.config import DEFAULT, Config
 from echelon.bench.dlbs.expand import Expander, Get, is_constant, references
-from echelon.bench.dlbs.parameters import ENVIRONMENT, PARAMETERS, Parameter, check_key, convert, shown, without_effect
+from echelon.bench.dlbs.parameters import (
+    ENVIRONMENT,
+    PARAMETERS,
+    check_key,
+    convert,
+    parameter_of,
+    shown,
+    without_effect,
+)
 from echelon.bench.dlbs.plan import Planned, build_plan
 from echelon.bench.dlbs.source import Setting
 from echelon.errors import UsageError
@@ -59,12 +67,10 @@ class Experiment:
         pairs = [word.partition("=") for word in words]
         if bad := [name for name, equals, _ in pairs if not equals or not name]:
             raise UsageError(f"{self.where['mxnet.env']}: mxnet.env: {bad[0]!r} is not NAME=VALUE")
-        own = {key.removeprefix(ENVIRONMENT): value for key, value in self.parameters.items() if _is_variable(key)}
-        return {name: value for name, _, value in pairs} | {name: str(value) for name, value in own.items()}
-
-
-def _is_variable(key: str) -> bool:
-    return key.startswith(ENVIRONMENT)
+        own = {key: value for key, value in self.parameters.items() if key.startswith(ENVIRONMENT)}
+        return {name: value for name, _, value in pairs} | {
+            key.removeprefix(ENVIRONMENT): value for key, value in own.items()
+        }
 
 
 def build_experiments(config: Config, environment: Callable[[str], str | None]) -> list[Experiment]:
@@ -76,6 +82,7 @@ def build_experiments(config: Config, environment: Callable[[str], str | None]) 
             check_key(key, setting.where, referenced=key in referenced or key in config.own)
     experiments = [_expand(config, planned, environment) for planned in plan]
     check_log_files(experiments)
+    _check_repeated(plan, experiments)
     return experiments
 
 
@@ -101,7 +108,7 @@ def _expand(config: Config, planned: Planned, environment: Callable[[str], str |
         return str(config.folder) if found is None and name == _BENCH_ROOT else found
 
     def typed(key: str, value: Any, where: str) -> Any:
-        parameter: Parameter | None = PARAMETERS.get(key) or config.own.get(key)
+        parameter = parameter_of(key, config.own)
         return value if parameter is None else convert(key, value, where, parameter)
 
     expander = Expander(settings, computed, find_variable, typed)
@@ -158,6 +165,40 @@ def _check_batches(parameters: Mapping[str, Any], where: Mapping[str, str]) -> N
             f"({where.get(_BATCH, DEFAULT)}) of {parameters['exp.num_replicas']} replicas gives {expected}; give only "
             "one of them"
         )
+
+
+def _check_repeated(plan: Sequence[Planned], experiments: Sequence[Experiment]) -> None:
+    """Raise UsageError if values that were written differently, such as 4 and 4.0, give the same experiment twice."""
+    seen: dict[str, Planned] = {}
+    for planned, one in zip(plan, experiments, strict=True):
+        if one.parameters["exp.status"] == "disabled":
+            continue
+        named = [key for key in ("exp.id", "exp.log_file") if key not in planned.varied]
+        same = json.dumps({key: value for key, value in one.parameters.items() if key not in named}, sort_keys=True)
+        earlier = seen.setdefault(same, planned)
+        if earlier is not planned:
+            raise _repeated(earlier, planned)
+
+
+def _repeated(earlier: Planned, planned: Planned) -> UsageError:
+    differing = [
+        {
+            key: value
+            for key, value in one.varied.items()
+            if key not in other.varied or _differ(value, other.varied[key])
+        }
+        for one, other in ((earlier, planned), (planned, earlier))
+    ]
+    first, second = (", ".join(f"{key}={shown(value)}" for key, value in one.items()) for one in differing)
+    places = [
+        one.settings[key].where for one, keys in ((planned, differing[1]), (earlier, differing[0])) for key in keys
+    ]
+    names = f"{first or 'the parameters without it'} and {second or 'the parameters without it'}"
+    return UsageError(f"{places[0]}: {names} give the same experiment; remove one of them")
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return json.dumps(one) != json.dumps(other)
 
 
 def check_log_files(experiments: Sequence[Experiment]) -> None:

@@ -22,6 +22,7 @@ _WORDS = {
     "bool": "true or false",
     "json": "an object",
     "list": "a list",
+    "variable": "text, a number, true or false; write an object or a list as a text",
 }
 
 
@@ -147,7 +148,13 @@ PARAMETERS: dict[str, Parameter] = {
     "sys.plan_builder.var_order": Parameter("list", None, "order of the variables of a sweep; the last varies fastest"),
 }
 ENVIRONMENT = "runtime.env."  # such keys set variables of all processes
+_VARIABLE = Parameter("variable", None, "an environment variable")
 _CLOSED = ("echelon.",)  # every other key that begins so is an error
+
+
+def parameter_of(key: str, own: Mapping[str, Parameter]) -> Parameter | None:
+    """Return the parameter of a key: one of the table, one that the user defines, or None for any value."""
+    return PARAMETERS.get(key) or (_VARIABLE if key.startswith(ENVIRONMENT) else own.get(key))
 
 
 def convert(key: str, value: Any, where: str, parameter: Parameter) -> Any:
@@ -250,6 +257,10 @@ def _to_text(value: Any) -> str | None:
     return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else None
 
 
+def _to_variable(value: Any) -> str | None:
+    return json.dumps(value) if isinstance(value, bool) else _to_text(value)
+
+
 def _to_json(value: Any) -> dict[str, Any] | None:
     if isinstance(value, str):
         try:
@@ -266,4 +277,5 @@ _CONVERSIONS: dict[str, Any] = {
     "str": _to_text,
     "json": _to_json,
     "list": lambda value: value if isinstance(value, list) else None,
+    "variable": _to_variable,
 }

@@ -19,7 +19,7 @@ from echelon.bench.dlbs.config import Config, Extension
 from echelon.bench.dlbs.expand import is_constant
 from echelon.bench.dlbs.parameters import PARAMETERS, shown
 from echelon.bench.dlbs.source import Setting
-from echelon.errors import UsageError
+from echelon.errors import UsageError, unknown_name
 
 MAX_EXPERIMENTS = 10_000
 VAR_ORDER = "sys.plan_builder.var_order"
@@ -60,7 +60,12 @@ def _variable_order(config: Config) -> list[str]:
     order = config.parameters.get(VAR_ORDER, Setting([], ""))
     if not isinstance(order.value, list) or not all(isinstance(key, str) for key in order.value):
         raise UsageError(f"{order.where}: {VAR_ORDER} is {shown(order.value)}; it must be a list of keys")
-    first = [key for key in dict.fromkeys(order.value) if key in config.variables]
+    first = list(dict.fromkeys(order.value))
+    for key in first:
+        if not config.variables:
+            raise UsageError(f"{order.where}: {VAR_ORDER} names {key}, but the configuration has no variables")
+        if key not in config.variables:
+            raise UsageError(f"{order.where}: {VAR_ORDER}: {unknown_name('variable', key, config.variables)}")
     return [*first, *(key for key in config.variables if key not in first)]
 
 
