@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,8 +67,16 @@ class PendingRequest:
 class PendingRequests:
     """The pending requests of all workers. `answer(worker, response, frames)` sends."""
 
-    def __init__(self, engine: Engine, storage: Storage, optimization: Optimization, answer: Answer) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        storage: Storage,
+        optimization: Optimization,
+        answer: Answer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.engine = engine
+        self._clock = clock
         self.lanes = Lanes(engine, self._unite, self._split)
         self._storage = storage
         self._optimization = optimization
@@ -114,7 +122,7 @@ class PendingRequests:
         self._check_room(worker, lanes, clock, size)
         if header.halt:
             self.halt_after(clock)
-        precedence, now = Precedence(priority, keys), time.monotonic()
+        precedence, now = Precedence(priority, keys), self._clock()
         self.num_pushes += 1
         self.arrivals.pushed(worker, clock, now)
         pending = self._add(
@@ -160,7 +168,7 @@ class PendingRequests:
         lanes = self.lanes.resolve(keys, pushed=False)
         size, precedence = _num_bytes(output), Precedence(priority, keys)
         self._check_room(worker, lanes, clock - 1, size)
-        self._add(PendingRequest(worker, request, clock, set(lanes), output, size, precedence, time.monotonic()), lanes)
+        self._add(PendingRequest(worker, request, clock, set(lanes), output, size, precedence, self._clock()), lanes)
         self._carry_out([self.engine.pull(worker, lane, clock) for lane in lanes])
 
     def measure_norm(self, worker: int, request: int, keys: Sequence[int], clock: int, max_norm: float | None) -> None:
@@ -374,7 +382,7 @@ class PendingRequests:
         if not pending.waiting and self._take(pending.worker, pending.id) is not None:
             frames = pending.output.buffers() if isinstance(pending.output, Framed | RowOutput) else ()
             halt = self._halt_clock is not None and self._halt_clock < pending.clock
-            now = time.monotonic()
+            now = self._clock()
             self.arrivals.answered(pending.worker, now)
             done = Done(
                 pending.id,

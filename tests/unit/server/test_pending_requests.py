@@ -36,8 +36,9 @@ class Server:
         self.answers: list[tuple[int, Done]] = []
         self.frames: list[Sequence[memoryview]] = []
         self.precedences: list[Precedence | None] = []
+        self.now = 0.0  # seconds; tests of times move it
         self.requests = PendingRequests(
-            Engine(rules, range(num_workers)), Storage(self.layout, 0), optimization, self.answer
+            Engine(rules, range(num_workers)), Storage(self.layout, 0), optimization, self.answer, lambda: self.now
         )
         for key in range(num_keys):
             self.requests.lanes.add(key)
@@ -94,6 +95,24 @@ def by_worker(answers: list[tuple[int, Done]]) -> dict[int, Done]:
 
 
 # --- when a request is answered
+
+
+def test_an_answer_says_how_long_it_was_held() -> None:
+    server = Server(bsp(), num_workers=2)
+    server.push(0, request=1, clock=0, value=1.0)
+    server.now = 0.75
+    server.push(1, request=1, clock=0, value=2.0)
+    assert [(worker, done.held_s) for worker, done in server.answers] == [(0, 0.75), (1, 0.0)]
+
+
+def test_a_decision_is_described_with_its_reason_and_who_is_missing() -> None:
+    server = Server(bsp(), num_workers=3)
+    server.now = 10.0
+    server.push(1, request=1, clock=0, value=1.0)
+    described = "worker 1, clock 1: held: members of the group have not pushed this clock (worker 0, 2)"
+    assert server.requests.decision == described
+    server.push(0, request=1, clock=0, value=1.0)
+    assert server.requests.decision == described, "a description costs time, so there are few per second"
 
 
 def test_a_push_is_answered_with_the_weights_when_its_round_is_applied() -> None:
