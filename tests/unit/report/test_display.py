@@ -251,6 +251,12 @@ def test_without_a_terminal_there_are_plain_lines(tmp_path: Path) -> None:
     assert "worker  epoch  steps  samples" in out.getvalue()
 
 
+def test_plain_lines_have_no_control_characters() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    PlainLines(console, JobInfo("mine\x1b[2J.py", 1, 0), 0.0).start()
+    assert "mine [2J.py" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def test_plain_lines_are_printed_less_often_in_a_long_run() -> None:
     out = io.StringIO()
     plain = PlainLines(Console(file=out, width=80), SSP, began=1000.0)

@@ -92,6 +92,17 @@ def test_other_lines_say_nothing(line: str) -> None:
     assert of(line) == []
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Epoch[0] Train-accuracy=0.500000\x1b[0m",
+        "\x1b[1;32mEpoch[0]\x1b[0m \x1b[1mTrain-accuracy=\x1b[31m0.500000\x1b[39;49m",
+    ],
+)
+def test_colours_of_a_terminal_are_ignored(line: str) -> None:
+    assert of(line) == [EpochFigure("train", 0, "accuracy", 0.5)]
+
+
 def test_lines_of_two_processes_that_ran_together_are_both_read() -> None:
     torn = "INFO:root:Epoch[0] Train-accuINFO:root:Epoch[0] Train-accuracy=0.500000INFO:root:Epoch[0] Time cost=7.100"
     assert of(torn) == [EpochFigure("train", 0, "accuracy", 0.5), EpochFigure("time", 0, "", 7.1)]

@@ -91,6 +91,23 @@ def test_notes_and_errors_go_to_standard_error(tmp_path: Path, capsys: pytest.Ca
     assert "did you mean 'parse-log'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("speed", ["0.00", "nan", "inf", "-3.00"])
+def test_a_speed_that_cannot_be_is_noted_where_speeds_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], speed: str
+) -> None:
+    path = tmp_path / "log"
+    path.write_text(
+        f"Epoch[0] Batch [0-20]\tSpeed: {speed} samples/sec\taccuracy=0.5\n"
+        "Epoch[0] Batch [20-40]\tSpeed: 50.00 samples/sec\taccuracy=0.5\n"
+        "Epoch[0] Time cost=1.000\n"
+    )
+    assert main(["report", "parse-log", str(path), "--speed", "total"]) == 0
+    note = "echelon: epoch 1: 1 of 2 speeds are nan, inf, negative or 0 and are not in its mean\n"
+    assert capsys.readouterr().err == note
+    assert main(["report", "parse-log", str(path)]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_standard_input_is_read(log: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.dup(0)
     try:

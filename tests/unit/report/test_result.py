@@ -82,6 +82,11 @@ def test_warnings_are_repeated_at_the_end() -> None:
     ]
 
 
+def test_a_warning_cannot_control_the_terminal() -> None:
+    lines = result_lines(result(warnings=["a\x1b[2Jb\x07"]), "runs/name", 80)
+    assert lines[-2] == "warning       a [2Jb"
+
+
 def test_lock_step_has_no_histogram() -> None:
     workers = [{"staleness": {"0": 40}, "rounds_ahead": {"0": 40}}]
     lines = result_lines(result(workers=workers, staleness_bound=None), "runs/name", 80)

@@ -184,6 +184,12 @@ def test_the_target_is_the_runs_own_unless_one_is_given() -> None:
             make_tables(runs, target=wrong)
 
 
+def test_the_table_of_a_given_target_comes_first() -> None:
+    runs = [replace(timed(0, (1.0, 0.9)), target_accuracy=0.9)]
+    assert make_tables(runs)[-1].name == "time-to-accuracy"
+    assert make_tables(runs, target=0.8)[0].name == "time-to-accuracy"
+
+
 def test_without_names_only_tables_with_rows_are_made() -> None:
     assert [table.name for table in make_tables([SINGLE])] == ["performance", "accuracy", "throughput"]
     with pytest.raises(UsageError, match="--table weak: no two runs have the same model"):

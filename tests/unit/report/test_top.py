@@ -104,6 +104,25 @@ def test_a_run_without_events(tmp_path: Path) -> None:
     assert lines == [f"{tmp_path.name}: waiting", "The job has not written any event yet."]
 
 
+def test_lines_without_a_terminal_wait_for_the_first_event_and_know_the_job_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = event("job", num_workers=2, num_servers=1, command="mine.py")
+    ended = [begin(0), progress(0, 1009.0, 40, "done", seconds=9.0)]
+    written = iter([[job], ended])
+    follower = follower_of(tmp_path, [])
+
+    def next_events(_: float) -> None:
+        with (tmp_path / FILE_NAME).open("a") as file:
+            file.writelines(json.dumps(one) + "\n" for one in next(written))
+
+    monkeypatch.setattr("echelon.report.terminal.top.time.sleep", next_events)
+    console = Console(file=io.StringIO(), width=100)
+    Top(follower, console).show()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.startswith("The job has not written any event yet.\nstarting 4 processes\n")
+
+
 def test_without_a_terminal_the_end_is_printed(tmp_path: Path) -> None:
     done = [progress(rank, 1009.0, 40, "done", seconds=9.0) for rank in range(3)]
     console = Console(file=io.StringIO(), width=100)

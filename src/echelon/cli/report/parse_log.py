@@ -58,7 +58,9 @@ def _run(options: argparse.Namespace) -> int:
     epochs = rows_of(training, shown)
     if options.sorts:
         epochs.sort(key=lambda epoch: epoch.number)
-    notes = training.notes if epochs else [*training.notes, "no epoch of the log is complete; --speed total shows more"]
+    notes = training.notes + (training.speed_notes if options.speed != "none" else [])
+    if not epochs:
+        notes.append("no epoch of the log is complete; --speed total shows more")
     print(FORMATS[options.format](epochs, shown))
     for note in notes:
         print(f"echelon: {note}", file=sys.stderr)

@@ -43,13 +43,18 @@ class Epoch:
 
         MXNet's clock can stand still or go back, which gives speeds that are infinite or negative.
         """
-        found = [line.samples_per_s for line in self._counted(worker) if 0 < line.samples_per_s < math.inf]
+        found = [line.samples_per_s for line in self._counted(worker) if _is_speed(line)]
         return statistics.harmonic_mean(found) if found else None
 
     def speed(self) -> float | None:
         """Return the samples per second of all workers together."""
         known = [(worker, speed) for worker in self.speeds if (speed := self.worker_speed(worker)) is not None]
         return sum(speed * self._num_workers(worker) for worker, speed in known) if known else None
+
+    def num_speeds(self) -> tuple[int, int]:
+        """Return how many speeds the lines of all workers have, and how many of them are not in a mean."""
+        lines = [line for worker in self.speeds for line in self._counted(worker)]
+        return len(lines), sum(not _is_speed(line) for line in lines)
 
     def _counted(self, worker: Worker) -> list[SpeedFigure]:
         """Return the speed lines of a worker without those that MXNet repeats for further metrics."""
@@ -68,6 +73,16 @@ class Training:
 
     epochs: dict[int, Epoch] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def speed_notes(self) -> list[str]:
+        """Which speeds are not in the means."""
+        counts = {epoch.number: epoch.num_speeds() for epoch in self.epochs.values()}
+        return [
+            f"epoch {number + 1}: {bad} of {total} speeds are nan, inf, negative or 0 and are not in its mean"
+            for number, (total, bad) in counts.items()
+            if bad
+        ]
 
     @property
     def metrics(self) -> list[str]:
@@ -94,6 +109,10 @@ class Training:
     def choose(self, names: Sequence[str]) -> dict[str, str]:
         """Return the metric for each given name, which may be the beginning of its name; all if none is given."""
         return {name: _metric(name, self.metrics) for name in names or self.metrics}
+
+
+def _is_speed(line: SpeedFigure) -> bool:
+    return 0 < line.samples_per_s < math.inf
 
 
 def _metric(name: str, known: Sequence[str]) -> str:

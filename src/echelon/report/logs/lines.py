@@ -7,7 +7,8 @@ The speed lines of MXNet's versions differ:
     Epoch[0] Batch [0-20]   Speed: 100.00 samples/sec  accuracy=0.5           since 1.4, and Echelon
 
 Without a metric the line begins with `Iter[0]`. Any text may precede a line: the level of the logging module, a time, a
-rank, or the name of a process. Two lines of different processes that run together in one line are both read.
+rank, or the name of a process. Two lines of different processes that run together in one line are both read. Colours of
+a terminal are ignored.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from echelon.errors import DataError
 
 Kind = Literal["train", "validation", "time"]
 
+_ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # a colour or another command of a terminal
 _WORKER = re.compile(
     r"""\[worker\ ([0-9]{1,9})\]                        # Echelon's launchers
       | \bNode\[([0-9]{1,9})\]                          # MXNet 0.7
@@ -78,6 +80,8 @@ Figure = EpochFigure | SpeedFigure
 
 def figures_of(line: str) -> Iterator[Figure]:
     """Return the figures of a line, usually one or none. A number that cannot be read is a DataError."""
+    if "\x1b" in line:
+        line = _ESCAPE.sub("", line)
     if "Epoch[" not in line and "Iter[" not in line:
         return
     matches = list(_LINE.finditer(line))

@@ -28,7 +28,8 @@ def make_tables(
     """Return the tables of these names; without names, all that have rows. Raises if a named one has none."""
     if every is not None and every < 1:
         raise UsageError(f"--every must be 1 or more, not {every}")
-    found = [_make(name, records, target_of(records, target), every) for name in names or NAMES]
+    every_name = NAMES if target is None else (TARGET, *_TABLES)  # first what the user asks about
+    found = [_make(name, records, target_of(records, target), every) for name in names or every_name]
     tables = [table for table in found if table is not None]
     if not names:
         return [table for table in tables if not table.is_empty]

@@ -79,15 +79,15 @@ class PlainLines:
 
     def __init__(self, console: Console, info: JobInfo, began: float) -> None:
         self._console = console
-        self._info = info
+        self.info = info
         self._phase = ""
         self._began = self._last = began
 
     def start(self) -> None:
         """Print which processes are started."""
-        self._print(self._info.title)
-        self._print(lines.start_line(self._info))
-        self._phase = lines.phase_of_start(self._info, RunState())
+        self._print(self.info.title)
+        self._print(lines.start_line(self.info))
+        self._phase = lines.phase_of_start(self.info, RunState())
 
     def update(self, state: RunState, now: float) -> None:
         """Print what is due at the time `now`."""
@@ -95,9 +95,14 @@ class PlainLines:
             if now - self._last >= min(PLAIN_LAST_S, max(PLAIN_FIRST_S, (now - self._began) / 10)):
                 self._last = now
                 self._print(lines.progress_line(state, now))
-        elif (phase := lines.phase_of_start(self._info, state)) != self._phase:
+        else:
+            self.say(lines.phase_of_start(self.info, state))
+
+    def say(self, phase: str) -> None:
+        """Print what the job does before its first step, if that is new."""
+        if phase != self._phase:
             self._phase = phase
             self._print(phase)
 
     def _print(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(lines.printable(text), highlight=False, markup=False, soft_wrap=True)

@@ -29,7 +29,9 @@ def phase_of_start(info: JobInfo, state: RunState) -> str:
     """Return what the job does before its first step: what the last of its processes does."""
     phases = set(_phases(info, state, "worker").values())
     servers = set(_phases(info, state, "server").values())
-    if not phases or STARTING in phases | servers:
+    if not phases:
+        return STARTING  # the numbers of processes are not known yet
+    if STARTING in phases | servers:
         return f"{STARTING} {_count(info.num_processes, 'process', 'es')}"
     return "connecting" if (earliest := min(phases, key=_PHASES.index)) == REGISTERED else earliest
 
@@ -146,6 +148,11 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def printable(text: str) -> str:
+    """Return a text without control characters, which a warning of a user's program may have."""
+    return "".join(one if one.isprintable() else " " for one in text)
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

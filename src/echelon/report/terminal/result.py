@@ -6,6 +6,7 @@ import textwrap
 from typing import Any
 
 from echelon.report.state.worker import sum_histograms
+from echelon.report.terminal.lines import printable
 
 LABEL = 14  # columns of the names at the left
 BAR = 36
@@ -55,7 +56,7 @@ def _staleness(result: dict[str, Any], width: int, block: str) -> list[str]:
 def _entry(label: str, text: str, width: int) -> list[str]:
     """Return a label and its text, which continues below itself if the line is too long."""
     return textwrap.wrap(
-        text,
+        printable(text),
         max(width, 2 * LABEL),
         initial_indent=f"{label:{LABEL}}",
         subsequent_indent=" " * LABEL,

@@ -21,7 +21,7 @@ VALIDATION_SHOWN_S = 1.0  # a validation that is shorter would only make the lin
 
 def screen(info: JobInfo, state: RunState, now: float, began: float, width: int, height: int) -> RenderableType:
     """Return what a terminal of this size shows at the time `now` of a run that was started at `began`."""
-    title = Text(info.title, "bold")
+    title = Text(lines.printable(info.title), "bold")
     news = [line(text, "yellow") for text in lines.news_lines(state, now, lines.NEWS_SHOWN)]
     if not state.has_trained:
         doing = line(f"{lines.phase_of_start(info, state)}… {lines.duration(now - began)}")
@@ -71,5 +71,4 @@ def render_table(cells: Cells) -> Table:
 
 def line(text: str, style: str = "") -> Text:
     """Return a line that is cut off with an ellipsis where the terminal ends."""
-    shown = "".join(one if one.isprintable() else " " for one in text)  # no control characters of a warning
-    return Text(shown, style, no_wrap=True, overflow="ellipsis")
+    return Text(lines.printable(text), style, no_wrap=True, overflow="ellipsis")

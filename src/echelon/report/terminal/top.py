@@ -17,7 +17,7 @@ from echelon.report.terminal import lines
 from echelon.report.terminal.columns import GAP, table_cells
 from echelon.report.terminal.display import PlainLines
 from echelon.report.terminal.screen import line, render_table, screen
-from echelon.report.terminal.status import BAD, BUSY, DONE, GOOD, WARN, run_status
+from echelon.report.terminal.status import BAD, BUSY, DONE, GOOD, WARN, Status, run_status
 
 READ_S = 0.5
 NO_LIMIT = 10_000  # lines
@@ -88,7 +88,7 @@ class Top:
         self._follower.read_all()
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             with Live(self._screen(), console=self._console, refresh_per_second=4, transient=True) as live:
-                while not self._has_ended():
+                while not self._status().has_ended:
                     time.sleep(READ_S)
                     self._follower.read_all()
                     live.update(self._screen())
@@ -98,13 +98,17 @@ class Top:
 
     def _print_lines(self) -> None:
         plain = PlainLines(self._console, job_info_of(self._follower.state), time.time())
-        while not self._has_ended():
-            plain.update(self._follower.state, time.time())
+        while not (status := self._status()).has_ended:
+            if self._follower.files.last_event is None:
+                plain.say(status.message)
+            else:
+                plain.info = job_info_of(self._follower.state)
+                plain.update(self._follower.state, time.time())
             time.sleep(READ_S)
             self._follower.read_all()
 
-    def _has_ended(self) -> bool:
-        return run_status(self._follower.state, self._follower.files, time.time()).has_ended
+    def _status(self) -> Status:
+        return run_status(self._follower.state, self._follower.files, time.time())
 
     def _screen(self, height: int | None = None) -> RenderableType:
         follower, console = self._follower, self._console
