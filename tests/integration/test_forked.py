@@ -210,3 +210,38 @@ def test_forked_processes_have_an_environment_and_a_session_of_their_own() -> No
     lines: list[str] = []
     assert run(Job(num_workers=2), [sys.executable, "-c", program], on_line=lambda _, text: lines.append(text)) == 0
     assert sorted(lines) == [f"{rank} True {os.getpid()}" for rank in range(2)]
+
+
+SLOW_TO_LEAVE = """
+import os, socket, sys
+from echelon.launch.local.forked import Forked
+import msgspec
+requests = socket.socket(fileno=int(sys.argv[1]))
+_, fds, _, _ = socket.recv_fds(requests, 1, 3)
+if os.fork() == 0:
+    released = open({fifo!r}).read()  # waits
+    os.setsid()
+    requests.send(msgspec.msgpack.encode(Forked(0, os.getpid())))
+    os._exit(0)
+while socket.recv_fds(requests, 1, 3)[1]:
+    pass
+"""
+
+
+def test_a_process_that_is_slow_to_start_is_not_killed_with_the_one_that_it_was_forked_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fifo = tmp_path / "released"
+    os.mkfifo(fifo)
+    monkeypatch.setattr("echelon.launch.local.forked._START", SLOW_TO_LEAVE.format(fifo=str(fifo)))
+    with closing(Preloaded({})) as preloaded:
+        process = preloaded.start([], {}, None)
+        preloaded.no_more()
+        os.waitid(os.P_PID, preloaded._process.pid, os.WEXITED | os.WNOWAIT)
+        preloaded.no_more()  # called several times per second, also when only the forked process is left
+        with fifo.open("w") as file:  # nobody would read it if the process were dead
+            file.write("go")
+        select.select([preloaded._requests], [], [], 10)
+        process.exit_code()  # learns its number
+        assert process.pid
+        process.close()

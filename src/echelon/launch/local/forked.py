@@ -175,12 +175,19 @@ class Preloaded:
         """Let the process end when it has forked what was asked for. Called several times per second."""
         self._finished = True
         self._send_waiting()
-        if self._process.exit_code() is not None:
+        self._receive_numbers()
+        # A forked process belongs to the session of this one, which `reap` kills, until it has reported its number.
+        are_all_forked = len(self._pids) == self._count
+        if are_all_forked and self._process.exit_code() is not None:
             self._process.reap()  # otherwise it is a zombie until the job ends
 
     def pid_of(self, number: int) -> int | None:
         """Return the number of the process that was forked for a request, once it is known."""
         self._send_waiting()
+        self._receive_numbers()
+        return self._pids.get(number)
+
+    def _receive_numbers(self) -> None:
         while not self._ended:
             try:
                 data = self._requests.recv(_REPLY_BYTES)
@@ -195,7 +202,6 @@ class Preloaded:
                 self._pids[forked.number] = forked.pid
                 if len(self._pids) == self._count:
                     adopt_orphans(False)  # other orphans are not ours to wait for
-        return self._pids.get(number)
 
     def failure(self) -> str | None:
         """Say why no more processes will be forked, or return None."""
