@@ -110,9 +110,9 @@ class RunFollower:
 
 
 def run_folder(given: str | None) -> Path:
-    """Return the folder of the run to watch, by default that of the newest run. Raises UsageError if there is none.
+    """Return the folder of a run, by default that of the newest run. Raises UsageError if there is none.
 
-    As for `echelon report`, a run may be given as its folder, as a file in it, or by its name under `runs/`.
+    A run may be given as its folder, as a file in it, or by its name under `runs/`.
     """
     if given is None:
         if (ROOT / "latest").is_dir():

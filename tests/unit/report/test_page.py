@@ -244,7 +244,7 @@ def test_the_command_writes_the_page_beside_the_run(
     assert "2 runs compared" in Path("report.html").read_text()
     assert "wrote here.html" in capsys.readouterr().out
     for words, message in {
-        ("absent",): "echelon: there is no run absent",
+        ("absent",): "echelon: there is no folder absent",
         ("one", "-o", "no/folder.html"): "echelon: cannot write no/folder.html: the folder no does not exist",
         ("one", "-o", "runs"): "echelon: cannot write runs: it is a folder",
     }.items():

@@ -82,9 +82,9 @@ def test_paths_that_are_no_runs_have_errors_that_say_what_to_do(
     write_run(Path("empty"), [])
     write_run(Path("torn"), []).joinpath("events.jsonl").write_text("{\n")
     for path, words in {
-        "absent": "there is no run absent",
+        "absent": "there is no folder absent; the newest runs here are runs/one",
         "nothing": "has no events.jsonl",
-        "file": "has no events.jsonl",
+        "file": "file is not a folder; give the folder of a run, which has an events.jsonl",
         "runs": "give runs/one",
         "empty": "contains no event",
         "torn": "1 lines are not events",

@@ -166,6 +166,38 @@ def test_an_old_folder_without_its_events_shows_its_summary(tmp_path: Path) -> N
     assert (record.infrastructure, record.curve) == ("unknown", ((3.0, 0.9),))
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"exit_status": "0"}, "exit_status: expected `int | null`, got `str`"),
+        ({"workers": None}, "workers: expected `array`, got `null`"),
+        ({"accuracy": "high"}, "accuracy: expected `float | null`, got `str`"),
+        ({"epochs": [{"epoch": None}]}, "epochs[0].epoch: expected `int`, got `null`"),
+        ({"epochs": [{"epoch": 1}]}, "epochs[0]: object missing required field `train_accuracy`"),
+        ({"validations": [{"seconds": None}]}, "validations[0].seconds: expected `float`, got `null`"),
+        ({"settings": {"batch_size": "32"}}, "settings.batch_size: expected `int`, got `str`"),
+        ({"settings": {"pace": {"slow": 3}}}, "settings.pace.slow: expected `object | null`, got `int`"),
+    ],
+)
+def test_a_summary_of_wrong_types_names_the_file_and_the_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: dict[str, Any], message: str
+) -> None:
+    run = write_run(tmp_path / "run", events(), {"exit_status": 0, "accuracy": 0.71, **field})
+    assert main(["report", "tables", str(run)]) == 2
+    advice = "the file is damaged, delete it to use only the events"
+    assert capsys.readouterr().err == f"echelon: {run}/summary.json: {message}; {advice}\n"
+
+
+def test_a_summary_may_have_nulls_for_nan_and_fields_of_later_versions(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    points = [{"seconds": 3.0, "accuracy": None}, {"seconds": 4.0, "accuracy": 0.9}]
+    row = {"epoch": 1, "train_accuracy": None, "valid_accuracy": 0.9, "seconds": 2.0, "samples_per_s": None, "new": 1}
+    summary = {"exit_status": 0, "validations": points, "epochs": [row]}
+    (tmp_path / "old" / "summary.json").write_text(json.dumps(summary))
+    record = read_run(tmp_path / "old")
+    assert (record.curve, record.epoch_s) == (((4.0, 0.9),), 2.0)
+
+
 def test_runs_below_a_folder_are_found_once(tmp_path: Path) -> None:
     one, two = (write_run(tmp_path / "runs" / name, events()) for name in ("one", "two"))
     (tmp_path / "runs" / "latest").symlink_to("two")

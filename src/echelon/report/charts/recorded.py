@@ -16,12 +16,11 @@ from echelon.errors import DataError, UsageError
 from echelon.observe.events import FILE_NAME
 from echelon.report.charts.history import History
 from echelon.report.charts.verdicts import Verdicts
-from echelon.report.follow import RunFollower
-from echelon.report.runs import ROOT
+from echelon.report.follow import RunFollower, run_folder
 from echelon.report.state.run import Event, RunState
+from echelon.report.summary import FILE_NAME as SUMMARY
 from echelon.report.summary import exit_words
 
-SUMMARY = "summary.json"
 FAILED = (Departure.FAILED.value, Departure.DIED.value)
 STILL_RUNS_S = 15.0  # workers and servers write events more often than that
 
@@ -144,15 +143,10 @@ def read_runs(paths: Sequence[str]) -> list[RecordedRun]:
 
 
 def find_run(path: str) -> Path:
-    """Return the folder of a run: a folder, a file in it, or the name of a run under `runs`."""
-    given = Path(path)
-    folder = given.parent if given.is_file() and given.name in (FILE_NAME, SUMMARY) else given
-    if not folder.exists() and (ROOT / path).is_dir():
-        folder = ROOT / path
-    if not folder.exists():
-        raise UsageError(f"there is no run {path}; give the folder that holds its {FILE_NAME}, such as runs/latest")
+    """Return the folder of a run that has events, wherever `run_folder` finds it."""
+    folder = run_folder(path)
     if not (folder / FILE_NAME).is_file():
-        inside = sorted(one.parent.name for one in folder.glob(f"*/{FILE_NAME}")) if folder.is_dir() else []
+        inside = sorted(one.parent.name for one in folder.glob(f"*/{FILE_NAME}"))
         advice = f"; it contains runs: give {folder / inside[0]}" if inside else ""
         raise UsageError(f"{path} is not a run: it has no {FILE_NAME}{advice}")
     return folder

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from echelon.report.state.run import Event, RunState
 from echelon.report.summary import FILE_NAME as SUMMARY
 from echelon.report.summary import exit_words
 from echelon.report.tables.record import RunRecord, model_name
+from echelon.report.tables.summary_types import check_summary
+
+_ADVICE = "the file is damaged, delete it to use only the events"
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -53,9 +56,12 @@ def _read_summary(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        body = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: {error}; the file is damaged, delete it to use only the events") from error
+        raise DataError(f"{path}: {error}; {_ADVICE}") from error
+    if (problem := check_summary(body)) is not None:
+        raise DataError(f"{path}: {problem}; {_ADVICE}")
+    return body
 
 
 def record_of(name: str, state: RunState, summary: Mapping[str, Any]) -> RunRecord:
@@ -86,7 +92,7 @@ def record_of(name: str, state: RunState, summary: Mapping[str, Any]) -> RunReco
         seed=settings.get("seed"),
         num_epochs=settings.get("num_epochs", 0),
         epochs=tuple(epoch_rows(state) or _old_epochs(summary)),
-        curve=tuple((event["seconds"], event["accuracy"]) for event in state.validations or _validations(summary)),
+        curve=tuple(_curve(state.validations or summary.get("validations", ()))),
         accuracy=summary.get("accuracy", measured.get("accuracy")),
         samples_per_s=summary.get("samples_per_s") or (state.samples / state.seconds if state.seconds else None),
         utilisation=state.utilisation(devices),
@@ -115,13 +121,14 @@ def _variant(settings: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _validations(summary: Mapping[str, Any]) -> list[Event]:
-    return list(summary.get("validations", ()))
+def _curve(validations: Iterable[Event]) -> Iterator[tuple[float, float]]:
+    """Yield seconds and accuracy; JSON has null for an accuracy that is not a number."""
+    return ((one["seconds"], one["accuracy"]) for one in validations if one["accuracy"] is not None)
 
 
 def _old_epochs(summary: Mapping[str, Any]) -> list[EpochRow]:
     """Return the epochs of a folder that has only a summary."""
-    return [EpochRow(**row) for row in summary.get("epochs", ())]
+    return msgspec.convert(summary.get("epochs", []), list[EpochRow])
 
 
 def _status(state: RunState, summary: Mapping[str, Any], num_workers: int) -> str:
