@@ -61,19 +61,20 @@ class GpuReader:
                 self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
 
     def read(self) -> tuple[Gpu, ...]:
-        """Return all GPUs as they are now."""
-        return tuple(self._read(handle) for handle in self._handles)
+        """Return the GPUs as they are now, except those that do not report how busy they are."""
+        found = []
+        for handle in self._handles:
+            with suppress(self._library.NVMLError):
+                found.append(self._read(handle))
+        return tuple(found)
 
     def _read(self, handle: Any) -> Gpu:
         library = self._library
         power: float | None = None
         with suppress(library.NVMLError):
             power = library.nvmlDeviceGetPowerUsage(handle) / 1000
-        utilisation, memory = 0.0, 0.0
-        with suppress(library.NVMLError):
-            utilisation = float(library.nvmlDeviceGetUtilizationRates(handle).gpu)
-            memory = library.nvmlDeviceGetMemoryInfo(handle).used / MEBIBYTE
-        return Gpu(utilisation, memory, power)
+        utilisation = float(library.nvmlDeviceGetUtilizationRates(handle).gpu)
+        return Gpu(utilisation, library.nvmlDeviceGetMemoryInfo(handle).used / MEBIBYTE, power)
 
     def close(self) -> None:
         """End the use of the library."""

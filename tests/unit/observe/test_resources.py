@@ -88,7 +88,10 @@ def test_no_samples_are_empty_lists(series: dict[str, list[object]]) -> None:
 
 
 class Driver(types.ModuleType):
-    """A stand-in for nvidia-ml-py, because test machines have no GPU: two GPUs, of which one reports no power."""
+    """A stand-in for nvidia-ml-py, because test machines have no GPU.
+
+    Of three GPUs, one reports no power, and one, which is a part of a GPU, does not report how busy it is.
+    """
 
     class NVMLError(Exception):
         """The base class of nvidia-ml-py's errors."""
@@ -105,7 +108,7 @@ class Driver(types.ModuleType):
         self.found = False
 
     def nvmlDeviceGetCount(self) -> int:
-        return 2
+        return 3
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
@@ -116,6 +119,8 @@ class Driver(types.ModuleType):
         return 300_500  # milliwatts
 
     def nvmlDeviceGetUtilizationRates(self, handle: int) -> types.SimpleNamespace:
+        if handle == 2:
+            raise self.NVMLError("Not Supported")
         return types.SimpleNamespace(gpu=80)
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> types.SimpleNamespace:
