@@ -8,6 +8,7 @@ from echelon.bench import costs
 from echelon.errors import JobError
 
 
+@pytest.mark.long
 def test_the_memory_of_every_process_is_counted() -> None:
     found = costs.memory_mb("keys:4:1000000")
     assert set(found) == {"worker 0", "worker 1", "server 0", "server 1", "model"}

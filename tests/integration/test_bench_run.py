@@ -51,6 +51,7 @@ def test_a_sweep_measures_all_workers_and_survives_a_failed_cell(tmp_path: Path)
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+@pytest.mark.long
 def test_an_interrupted_sweep_continues(tmp_path: Path) -> None:
     words = [*BENCH, *SMALL, "-P", 'mxnet.kv_store="local"', "-P", 'exp.log_file="${exp.replica_batch}.log"']
     words += ["-V", "exp.replica_batch=[2,4]"]
@@ -72,6 +73,7 @@ def test_an_interrupted_sweep_continues(tmp_path: Path) -> None:
     assert "it has a result already" in again.stderr
 
 
+@pytest.mark.long
 def test_the_two_nodes_of_seed_002(tmp_path: Path) -> None:
     """Both logs have the result of both workers, and a status of their own."""
     with socket.create_server(("127.0.0.1", 0)) as free:

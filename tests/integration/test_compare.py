@@ -23,6 +23,7 @@ def program(name: str, code: str, seconds: float = 1) -> Row:
     return Row(name, "pushpull", name, "", shlex.join(["python", "-c", code]), seconds)
 
 
+@pytest.mark.long
 def test_a_quick_row_ends_in_the_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--only", "pushpull-async", "--output", str(tmp_path)]) == 0
     assert "1 of 1 rows measured" in capsys.readouterr().out
