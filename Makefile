@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 NEEDED := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cpus test-dropins test-ray test-system loops-table check bench bench-gpu clean
+.PHONY: help demo test test-cpus test-dropins test-ray test-system chaos loops-table check bench bench-gpu clean
 
 help:  ## list these commands
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/make \1\t\2/p' Makefile | expand -t 20
@@ -23,9 +23,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: $(VENV)/.installed  ## train on the embedded digits, four workers and two servers
 	$(BIN)/echelon train --demo
 
-# One pytest process more than cores, because tests often wait for processes that they start. A file's tests stay
+# Two pytest processes more than cores, because tests often wait for processes that they start. A file's tests stay
 # together, because they share fixtures that train.
-PYTESTS := $(shell expr $$(nproc) + 1)
+PYTESTS := $(shell expr $$(nproc) + 2)
 test: $(VENV)/.installed  ## all tests that need no root
 	$(BIN)/pytest -n $(PYTESTS) --dist loadfile
 
@@ -61,6 +61,12 @@ test-system: $(VENV)/.installed  ## tests that need root and Debian packages, an
 	tests/system/install.sh
 	$(BIN)/pytest -n $(PYTESTS) --dist loadfile -m system tests/system
 	$(BIN)/pytest -n $(PYTESTS) -m long
+
+# Random faults against real jobs, for MINUTES per scheme; the history of every job is checked. docs/reliability.md
+MINUTES ?= 10
+SEED ?= 1
+chaos: $(VENV)/.installed  ## kill, stop and cut processes of real jobs at random (MINUTES, SEED, SCHEME)
+	$(BIN)/python -m echelon.testing.chaos --minutes $(MINUTES) --seed $(SEED) $(if $(SCHEME),--scheme $(SCHEME))
 
 # Needs a GPU and CIFAR-10 (DATA). GPU_FLAGS: --only, --jobs, --budget-s, …; `python -m benchmarks.gpu --help` lists them.
 DATA ?= data

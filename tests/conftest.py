@@ -23,6 +23,7 @@ settings.load_profile("echelon")
 @pytest.fixture(autouse=True, scope="session")
 def own_settings(marked_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let tests have settings of their own, because jobs that no launcher started write the user's credentials."""
+    torch.set_num_threads(1)  # fixtures of a module run before `one_thread`
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         yield

@@ -244,7 +244,7 @@ def pid_of(role: str, rank: int, among: Iterable[int], run: Path) -> int:
 def _find_pid(role: str, rank: int, among: Iterable[int], run: Path) -> int | None:
     """Find servers and workers by their registration, because the environment of a forked process cannot be read."""
     registered = f"{role} {rank} (pid "
-    for event in rows(run / "events.jsonl"):
+    for event in reversed(rows(run / "events.jsonl")):  # the last one, because a process may have been restarted
         if event["event"] == "registered" and event["who"].startswith(registered):
             return int(event["who"].removeprefix(registered).split()[0])
     for pid in among:

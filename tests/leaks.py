@@ -170,6 +170,13 @@ def listening_ports(pid: int) -> list[int]:
     return sorted(listening[target] for _, target in _files(pid) if target in listening)
 
 
+def ports_connected_to(pid: int, port: int) -> list[int]:
+    """Return the local TCP ports of a process's network that are connected to a port elsewhere."""
+    words = [line.split() for line in _read(pid, "net/tcp").splitlines()[1:]]
+    ends = [(int(word[1].rsplit(b":", 1)[1], 16), int(word[2].rsplit(b":", 1)[1], 16)) for word in words]
+    return [own for own, other in ends if other == port]
+
+
 def _own_ports() -> Iterator[tuple[str, str]]:
     """Yield this process's listening sockets by address and inode; cheaper than reading the kernel's whole table."""
     for file, target in _files(os.getpid()):

@@ -10,6 +10,7 @@ because process numbers repeat in containers, and mean nothing in another contai
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import secrets
@@ -18,9 +19,10 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from echelon.errors import UsageError
+from echelon.fault_points import fault_point
 
 PARTIAL_SUFFIX = ".partial"
 _OWNER = r"([1-9]\d{0,8})-[0-9a-f]{8}"
@@ -123,6 +125,7 @@ class AtomicFile:
         # A signal handler may raise between any two lines, here and in the caller; then only this finalizer cleans up.
         self._remove = weakref.finalize(self, _remove, self._temporary, os.getpid())
         try:
+            fault_point("file.write", path=self.path)
             self.stream: BinaryIO = open(self._temporary, "xb")  # noqa: SIM115  (closed by commit or discard)
             _lock(self.stream.fileno())
         except PermissionError as error:
@@ -130,6 +133,7 @@ class AtomicFile:
 
     def sync(self) -> None:
         """Write everything to the disk, so that an error such as a full disk appears now."""
+        fault_point("file.sync", path=self.path)
         self.stream.flush()
         os.fsync(self.stream.fileno())
 
@@ -142,6 +146,7 @@ class AtomicFile:
             self.stream.close()
             os.replace(self._temporary, self.path)
             self._remove.detach()
+            fault_point("file.renamed", path=self.path)
         except BaseException:
             self.discard()
             raise
@@ -161,3 +166,9 @@ class AtomicFile:
             self.commit()
         else:
             self.discard()
+
+
+def write_json(path: Path, body: Any) -> None:
+    """Write a value as indented JSON. NaN and infinity, which JSON does not have, raise ValueError."""
+    with AtomicFile(path) as file:
+        file.stream.write((json.dumps(body, indent=2, allow_nan=False) + "\n").encode())

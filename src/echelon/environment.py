@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from echelon import fault_points
 from echelon.errors import UsageError
 
 HIGHEST_PORT = 65535
@@ -23,9 +24,12 @@ SECURITY = ("auto", "proof", "none")
 SECURITY_POLICY = "ECHELON_SECURITY"
 CREDENTIALS = "ECHELON_CREDENTIALS"
 CREDENTIALS_FILE = "ECHELON_CREDENTIALS_FILE"
+MAX_RESTARTS = "ECHELON_MAX_RESTARTS"
 HUB = "ECHELON_HUB"  # host:port of the launcher, for agents that another system has started
 TASK = "ECHELON_TASK"  # the number of such an agent, or the name of the variable that has it
 BATCH_TIMES = "ECHELON_BATCH_TIMES"  # folder in which workers write when each step ended, for `echelon bench run`
+FAULTS = "ECHELON_FAULTS"  # the faults that tests make a process have; see fault_points.py
+HISTORY = "ECHELON_HISTORY"  # 1: workers and servers record every push and update; see observe/history.py
 SLURM_REQUEST = "ECHELON_SLURM_REQUEST"  # what the launcher in a batch job of Slurm has to run
 
 
@@ -49,7 +53,7 @@ class Job:
     run_dir: str | None = None
     stall_seconds: float = 10.0
     timeout_s: float = 600.0
-    heartbeat_timeout_s: float = 10.0
+    heartbeat_timeout_s: float = 6.0
     listen_fd: int | None = None
     device_index: int = 0  # among the devices of this worker, one process per device
     num_devices: int = 1
@@ -59,9 +63,15 @@ class Job:
     rendezvous_host: str | None = None  # the address of worker 0's machine, if it is not the scheduler's
     local_workers: int | None = None  # workers on this machine, if the launcher chose OMP_NUM_THREADS for them
     joined_file: str | None = None  # to which the workers that create a store add a line, for the launcher
+    min_workers: int = 1  # with fewer living workers the job stops
+    max_workers: int | None = None  # up to which workers may join the running job; None: as many as it starts with
+    replicas: int = 0  # servers beside the first that have each slice
+    max_restarts: int = 3  # of each process, by its launcher
+    restarts: int = 0  # how often this process was started again
+    joins: bool = False  # this worker joins a job that runs (`echelon join`), so a missing scheduler means its end
     allow_optimizers: str | None = None  # import paths of users' own optimizers that servers may run, with commas
     rendezvous_hosted: bool = False  # torchrun already hosts a store at the scheduler's address
-    security: str = "auto"  # how connections are protected; see transport/credentials.py
+    security: str = "auto"  # how connections are protected; see transport/admission/credentials.py
     credentials: str | None = field(default=None, repr=False)  # the secret of the job
     credentials_file: str | None = None  # where the secret is, if not in `credentials`
 
@@ -76,6 +86,8 @@ class Job:
         env = os.environ if variables is None else variables
         values = {field: parse(name, env[name]) for field, (name, parse) in _VARIABLES.items() if env.get(name)}
         job = cls(**values)
+        if variables is None and job.distributed:
+            fault_points.configure(env.get(FAULTS, ""), job.run_dir, job.role, job.rank, job.restarts)
         if not job.distributed and env.get("WORLD_SIZE"):
             return _from_torchrun(job, env)
         if job.distributed:
@@ -133,7 +145,7 @@ def _from_torchrun(job: Job, env: Mapping[str, str]) -> Job:
 
 def _check_rank(job: Job) -> None:
     """Reject a rank that is too large: all processes would wait for one another until the timeout."""
-    count = {"worker": job.num_workers, "server": job.num_servers}.get(job.role)
+    count = {"worker": max(job.num_workers, job.max_workers or 0), "server": job.num_servers}.get(job.role)
     if count is not None and job.rank is not None and job.rank >= count:
         allowed = f"ranks go from 0 to {count - 1}" if count else f"it has no {job.role}s"
         raise UsageError(
@@ -306,6 +318,12 @@ _VARIABLES: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # the variable
     "rendezvous_host": ("ECHELON_RENDEZVOUS_HOST", _text),
     "rendezvous_port": ("ECHELON_RENDEZVOUS_PORT", lambda name, text: _port(name, text) or None),
     "joined_file": ("ECHELON_JOINED_FILE", _text),
+    "min_workers": ("ECHELON_MIN_WORKERS", _positive),
+    "max_workers": ("ECHELON_MAX_WORKERS", _positive),
+    "replicas": ("ECHELON_REPLICAS", _number),
+    "max_restarts": (MAX_RESTARTS, _number),
+    "restarts": ("ECHELON_RESTARTS", _number),
+    "joins": ("ECHELON_JOINS", lambda name, text: text == "True"),
     "allow_optimizers": ("ECHELON_ALLOW_OPTIMIZERS", import_paths),
     "rendezvous_hosted": ("TORCHELASTIC_USE_AGENT_STORE", lambda name, text: text == "True"),
     "security": (SECURITY_POLICY, _security),

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
+CRASHED = 70  # the exit status of a server or scheduler with an uncaught exception (EX_SOFTWARE): it can be restarted
+USAGE = 2  # the exit status after an invalid command, and of a worker that cannot join a job because of what it is
+NOT_WHOLE = 3  # the exit status of a job that ended, but whose result is not whole; 1 means that it failed
+
 
 class EchelonError(Exception):
     """The base class of all errors that Echelon raises."""
@@ -21,8 +25,33 @@ class DataError(EchelonError):
     """A file is missing, truncated or corrupt. The message names the file and the position in it."""
 
 
+REPEATING = (UsageError, DataError)  # a process that ended with one of these would end so again
+
+
 class JobError(EchelonError, RuntimeError):
     """The job of this process failed: another process died, a timeout passed, or the scheduler disconnected."""
+
+
+class JoinRefused(JobError):
+    """The job does not admit this worker, which `echelon join` has started. It would refuse it again."""
+
+
+class WorkerRemoved(JobError):
+    """The scheduler removed this worker from the job, because it was stopped or cut off. It can join again."""
+
+
+class WorkerLeft(SystemExit):
+    """This worker was told to end (SIGTERM) and has left the job, so a call that needs the job ends its program.
+
+    It is a SystemExit with status 0: the worker has done all that it had to do.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(0)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return f"worker {self.rank} was told to end and has left the job"
 
 
 def unknown_name(

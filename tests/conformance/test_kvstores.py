@@ -51,7 +51,7 @@ def test_a_store_of_one_process(store: str) -> None:
     check_kvstore(run_alone, store, num_workers=1)
 
 
-@pytest.mark.parametrize("store", ["nccl", "dist_device_sync"])
+@pytest.mark.parametrize("store", ["dist_device_sync", pytest.param("nccl", marks=pytest.mark.long)])
 def test_collective_store(store: str) -> None:
     """Real processes with Gloo and without servers. With nccl each updates its part, else each updates everything."""
     check_kvstore(forked.run, store, num_workers=WORKERS, num_servers=0)

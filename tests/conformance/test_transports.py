@@ -12,9 +12,9 @@ import pytest
 
 from echelon.testing import check_transport
 from echelon.testing.transport import CHECKS, Check
-from echelon.transport import admission
+from echelon.transport.admission import admission
 from echelon.transport.in_process import InProcessTransport
-from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer, Traffic, Transport
+from echelon.transport.interface import CONNECT_S, Block, Buffer, Endpoint, Peer, Placer, Traffic, Transport
 from echelon.transport.outbox import Precedence
 from echelon.transport.shared_memory import SharedMemoryTransport
 from echelon.transport.sockets import TcpTransport
@@ -125,6 +125,7 @@ class _Endpoint:
 
     def __init__(self, inner: Endpoint) -> None:
         self.inner = inner
+        self.broken = inner.broken
 
     @property
     def address(self) -> str:
@@ -138,6 +139,9 @@ class _Endpoint:
 
     def disconnect(self, peer: Peer) -> None:
         self.inner.disconnect(peer)
+
+    def redirect(self, peer: Peer, address: str) -> None:
+        self.inner.redirect(peer, address)
 
     def wake(self) -> None:
         self.inner.wake()
@@ -158,8 +162,8 @@ class _Wrapped:
     def serve(self, host: str) -> Endpoint:
         return self.endpoint(self._inner.serve(host))
 
-    def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
-        return self.endpoint(self._inner.connect(name, addresses))
+    def connect(self, name: str, addresses: Sequence[str], wait_s: float = CONNECT_S) -> Endpoint:
+        return self.endpoint(self._inner.connect(name, addresses, wait_s))
 
     def allocate(self, num_bytes: int) -> Block:
         return self._inner.allocate(num_bytes)

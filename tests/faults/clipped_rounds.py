@@ -13,16 +13,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from faulty import LOSE, REPEAT, FaultyTransport, MessageFault
+from message_faults import LOSE, REPEAT, message_fault
 from torch import Tensor, nn
-from worker import SGD
 
 from echelon.cluster.messages import PushHeader
 from echelon.environment import Job
+from echelon.faults import Fault, Faults, Kind
 from echelon.kvstore import KVStore
 from echelon.kvstore.create import join
 from echelon.kvstore.servers.store import ServerStore
 from echelon.transport.choose import by_name
+from echelon.transport.faulty import FaultyTransport
+from plain_sgd import PLAIN_SGD
 
 CLOCKS, MAX_NORM = 5, 1.0
 SHAPES = {"narrow": (3, 5), "wide": (70, 1000)}  # wide: a part of it on every server
@@ -45,7 +47,7 @@ def run_rounds(kv: KVStore, after_pushes: Callable[[int], None] = lambda clock: 
     names = list(SHAPES)
     weights = [torch.zeros(shape) for shape in SHAPES.values()]
     kv.init(names, weights)
-    kv.use_optimizer(SGD)
+    kv.use_optimizer(PLAIN_SGD)
     norms = []
     for clock in range(CLOCKS):
         tickets = []
@@ -81,17 +83,17 @@ def main() -> None:
     assert job.run_dir is not None
     point, dies = sys.argv[1], job.rank == job.num_workers - 1
 
-    def end(fault: MessageFault) -> None:
-        if fault.action == LOSE:
+    def end(fault: Fault) -> None:
+        if fault.kind == Kind.DROP:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    faults = [MessageFault(job.num_workers - 1, "ApplyScaled", action, DEATH) for action in (REPEAT, LOSE)]
+    faults = [message_fault(action, job.num_workers - 1, "ApplyScaled", DEATH) for action in (REPEAT, LOSE)]
     at_totals = faults if dies and point == BETWEEN_TOTALS else []
-    kv = join("dist_sync", job, FaultyTransport(by_name(job.transport), at_totals, on_fire=end))
+    kv = join("dist_sync", job, FaultyTransport(by_name(job.transport), Faults(at_totals, on_fire=end)))
 
     def after_pushes(clock: int) -> None:
         if dies and point == BEFORE_NORM and clock == DEATH:
-            kv.use_optimizer(SGD)  # answered after the pushes, which have then arrived at the servers
+            kv.use_optimizer(PLAIN_SGD)  # answered after the pushes, which have then arrived at the servers
             os.kill(os.getpid(), signal.SIGKILL)
 
     found = run_rounds(kv, after_pushes)

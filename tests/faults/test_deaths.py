@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from echelon.errors import NOT_WHOLE
 from echelon.schemes.engine import RELEASED_NOTHING
 from jobs import AFTER_PUSH, BEFORE_PUSH, IN_PULL, TESTS, ByHand, Fault, Gate, Job, Plan, Row, rows, until
 from leaks import segments_of
 
 VIEW_WITHIN_S = 5.0
 STOP_WITHIN_S = 10.0
+GIVE_UP_S = 15  # that processes try to reach a scheduler that was killed
 
 DEATHS = [
     Fault("worker", 3, 2, BEFORE_PUSH),
@@ -42,18 +44,21 @@ def test_killed_workers_leave_the_view_and_the_last_one_finishes(
     plan.faults.extend(DEATHS)
     plan.gates.extend(HOLD_BACK)
     with Job(tmp_path, plan, num_servers=num_servers, options=options) as job:
-        assert job.wait() == 137, job.out
+        assert job.wait() == NOT_WHOLE, job.out
     deaths = job.fired()
     assert [(row["rank"], row["clock"], row["point"]) for row in deaths] == [(f.rank, f.clock, f.point) for f in DEATHS]
-    lines = [f"echelon: worker {row['rank']} (pid {row['pid']}) was killed by signal 9\n" for row in deaths]
-    assert job.err in lines  # the first that the launcher noticed: on a busy machine it may notice two at once
+    assert job.err.startswith(f"echelon: the result is not whole: worker {deaths[0]['rank']} (pid {deaths[0]['pid']} ")
+    for row in deaths:
+        assert f"worker {row['rank']} (pid {row['pid']}) was killed by signal 9" in job.err
     views = job.events("view")
     assert [view["workers"] for view in views] == [[0, 1, 2], [0, 1], [0], []]
     for death, view in zip(deaths, views, strict=False):
         reason = f"worker {death['rank']} (pid {death['pid']} on 127.0.0.1) died: "
         assert view["reason"].startswith(reason)
         assert 0 <= view["at"] - death["at"] < VIEW_WITHIN_S
-        line = f"[scheduler 0] view {view['number']}: {view['reason']}; {len(view['workers'])} workers continue\n"
+        left = len(view["workers"])
+        left_text = "1 worker continues" if left == 1 else f"{left} workers continue"
+        line = f"[scheduler 0] view {view['number']}: {view['reason']}; {left_text}\n"
         assert line in job.out
     assert {row["released"] for row in job.events("left")} > {RELEASED_NOTHING} or "async" in plan.store
     (result,) = job.results().values()
@@ -90,9 +95,12 @@ def check_applied_once(plan: Plan, result: Row) -> None:
         pytest.param(Fault("scheduler", 0, 2), 1, id="scheduler"),
     ],
 )
-def test_the_job_stops_when_a_server_or_the_scheduler_is_killed(tmp_path: Path, fault: Fault, num_servers: int) -> None:
+def test_without_restarts_the_job_stops_when_a_server_or_the_scheduler_is_killed(
+    tmp_path: Path, fault: Fault, num_servers: int
+) -> None:
     busy = Gate(1, 2, opened="never")  # one worker does not notice: the launcher ends it
-    with Job(tmp_path, Plan("dist_sync", 2, faults=[fault], gates=[busy]), num_servers=num_servers) as job:
+    plan, options = Plan("dist_sync", 2, faults=[fault], gates=[busy]), ("--max-restarts", "0")
+    with Job(tmp_path, plan, num_servers=num_servers, options=options) as job:
         status = job.wait()
         ended = (tmp_path / "err").stat().st_mtime
     (death,) = job.fired()
@@ -102,11 +110,13 @@ def test_the_job_stops_when_a_server_or_the_scheduler_is_killed(tmp_path: Path, 
     assert job.results() == {}
 
 
-@pytest.mark.parametrize("victim", ["server", "scheduler"])
+@pytest.mark.parametrize("victim", ["server", pytest.param("scheduler", marks=pytest.mark.long)])
 def test_without_a_launcher_the_others_stop_too(tmp_path: Path, victim: str) -> None:
+    """Nobody starts the scheduler again, so the others give up."""
     plan = json.dumps(asdict(Plan("dist_sync", 1, faults=[Fault(victim, 0, 2)])))
     servers = ["server", "server 1"] if victim == "server" else ["server"]
-    with ByHand(tmp_path, 1, len(servers), {"ECHELON_RANK": "0", "ECHELON_RUN_DIR": str(tmp_path)}) as job:
+    variables = {"ECHELON_RANK": "0", "ECHELON_RUN_DIR": str(tmp_path), "ECHELON_TIMEOUT": str(GIVE_UP_S)}
+    with ByHand(tmp_path, 1, len(servers), variables) as job:
         job.start("scheduler", [sys.executable, "-m", "echelon.scheduler"])
         for rank, name in enumerate(servers):
             job.start(name, [sys.executable, "-m", "echelon.server"], ECHELON_RANK=str(rank))
@@ -119,23 +129,25 @@ def test_without_a_launcher_the_others_stop_too(tmp_path: Path, victim: str) -> 
     assert set(statuses.values()) == {1}
     # The time of the last output: a process with torch needs another second of CPU time to exit.
     ended = [(tmp_path / name).stat().st_mtime - death["at"] for name in statuses]
-    assert max(ended) < STOP_WITHIN_S
+    assert max(ended) < STOP_WITHIN_S + (0 if victim == "server" else GIVE_UP_S)
     if victim == "server":
         why = rf"server 0 \(pid {dead} on 127\.0\.0\.1\) died: its connection closed"
         assert re.fullmatch(f"job stopped: {why}\\n", job.out("scheduler"))
         assert re.fullmatch(f"server 1 stops: {why}\\n", job.out("server 1"))
     else:
-        why = r"the connection to the scheduler was lost: (it closed|\[Errno \d+\] .*)"  # the kernel's error varies
+        lost = r"the connection was lost: (it closed|\[Errno \d+\] .*)"  # the kernel's error varies
+        why = rf"no connection to the scheduler at 127\.0\.0\.1:\d+ \({lost}; .*\) for {GIVE_UP_S} s"
         assert re.fullmatch(f"server 0 stops: {why}\\n", job.out("server"))
     place = r"\(\S+worker.py, line \d+\)\n"
-    assert re.search(rf"^error: worker 0: the job is broken: {why} {place}\Z", job.out("worker"), re.MULTILINE)
+    job_is_broken = rf"^error: worker 0: (the job is broken: {why}|not all .* within {GIVE_UP_S} s.*) {place}\Z"
+    assert re.search(job_is_broken, job.out("worker"), re.MULTILINE)
 
 
 def test_nothing_is_left_of_a_job_whose_launcher_is_killed(tmp_path: Path) -> None:
     with Job(tmp_path, Plan("dist_sync", 1, gates=[Gate(0, 2, opened="never")])) as job:
         until(lambda: job.at_clock(0, 2), "the worker at clock 2")
         processes = job.processes()
-        assert len(processes) == 4
+        assert len(processes) == 5, "launcher, scheduler, server, worker, and the process that forks restarted ones"
         assert segments_of(job.pid("server", 0)) & segments_of(job.pid("worker", 0))
         job.launcher.kill()
         job.launcher.wait()

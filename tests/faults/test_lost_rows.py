@@ -6,13 +6,15 @@ from collections import Counter
 
 import pytest
 import torch
-from faulty import LOSE, LOSE_ANSWER, REPEAT, REPEAT_ANSWER, REPEAT_LATE, FaultyTransport, MessageFault
+from message_faults import ACTIONS, REPEAT_LATE, Action, message_fault
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import echelon
+from echelon.faults import Fault, Faults
 from echelon.kvstore import KVStore
 from echelon.launch.threads import in_process
+from echelon.transport.faulty import FaultyTransport
 from echelon.transport.in_process import InProcessTransport
 
 CLOCKS, WORKERS = 6, 2
@@ -41,9 +43,9 @@ def program(kv: KVStore) -> Tensor:
         return table.weight.detach().clone()
 
 
-def faults(action: str) -> list[MessageFault]:
-    pushes = [MessageFault(clock % WORKERS, "Push", action, clock) for clock in range(1, CLOCKS)]
-    return [MessageFault(0, "PutRows", action), *pushes, MessageFault(1, "PullChanges", action, CLOCKS)]
+def faults(action: Action) -> list[Fault]:
+    pushes = [message_fault(action, clock % WORKERS, "Push", clock) for clock in range(1, CLOCKS)]
+    return [message_fault(action, 0, "PutRows"), *pushes, message_fault(action, 1, "PullChanges", CLOCKS)]
 
 
 @pytest.mark.parametrize(("store", "staleness", "groups"), STORES)
@@ -51,9 +53,9 @@ def test_every_row_is_updated_once(
     store: str, staleness: int | None, groups: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("echelon.kvstore.servers.client.ASK_AFTER_S", 0.05)
-    for action in (LOSE, LOSE_ANSWER, REPEAT, REPEAT_ANSWER, REPEAT_LATE):
+    for action in ACTIONS:
         wanted = faults(action)
-        transport = FaultyTransport(InProcessTransport(), wanted)
+        transport = FaultyTransport(InProcessTransport(), Faults(wanted))
         tables = in_process.run(
             program, store, num_workers=WORKERS, staleness=staleness, groups=groups, transport=transport
         )

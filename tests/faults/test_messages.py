@@ -6,10 +6,12 @@ from collections import Counter
 
 import pytest
 import torch
-from faulty import LOSE, LOSE_ANSWER, REPEAT, REPEAT_ANSWER, REPEAT_LATE, FaultyTransport, MessageFault
+from message_faults import ACTIONS, Action, message_fault
 
+from echelon.faults import Fault, Faults
 from echelon.kvstore import KVStore
 from echelon.launch.threads import in_process
+from echelon.transport.faulty import FaultyTransport
 from echelon.transport.in_process import InProcessTransport
 
 CLOCKS = 8
@@ -45,17 +47,17 @@ def program(kv: KVStore) -> list[list[float]]:
     return table
 
 
-def faults(action: str) -> list[MessageFault]:
+def faults(action: Action) -> list[Fault]:
     """Return one fault for every kind of request, on either worker."""
-    setup = [MessageFault(0, kind, action) for kind in SETUP]
+    setup = [message_fault(action, 0, kind) for kind in SETUP]
     steps = [
-        MessageFault(0, "Push", action, 2),
-        MessageFault(1, "Push", action, 3),  # of a pushpull
-        MessageFault(0, "Pull", action, 4),
-        MessageFault(1, "Pull", action, 6),
-        MessageFault(1, "Push", action, 7),
+        message_fault(action, 0, "Push", 2),
+        message_fault(action, 1, "Push", 3),  # of a pushpull
+        message_fault(action, 0, "Pull", 4),
+        message_fault(action, 1, "Pull", 6),
+        message_fault(action, 1, "Push", 7),
     ]
-    return [*setup, *steps, MessageFault(1, "Retire", action)]
+    return [*setup, *steps, message_fault(action, 1, "Retire")]
 
 
 @pytest.mark.parametrize("framed", [pytest.param(False, id="shared"), pytest.param(True, id="framed")])
@@ -64,9 +66,9 @@ def test_every_gradient_is_applied_once(
     store: str, staleness: int | None, groups: list[list[int]] | None, framed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("echelon.kvstore.servers.client.ASK_AFTER_S", 0.05)
-    for action in (LOSE, LOSE_ANSWER, REPEAT, REPEAT_ANSWER, REPEAT_LATE):
+    for action in ACTIONS:
         wanted = faults(action)
-        transport = FaultyTransport(InProcessTransport(), wanted, framed=framed)
+        transport = FaultyTransport(InProcessTransport(), Faults(wanted), framed=framed)
         tables = in_process.run(
             program, store, num_workers=WORKERS, staleness=staleness, groups=groups, transport=transport
         )

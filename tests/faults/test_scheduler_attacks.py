@@ -28,10 +28,10 @@ from echelon.cluster.messages import (
     StoreOpened,
 )
 from echelon.environment import Job
-from echelon.transport.admission import connect
-from echelon.transport.channel import Channel, send_all
+from echelon.transport.admission.admission import connect
+from echelon.transport.admission.channel import Channel, send_all
+from echelon.transport.admission.credentials import Security
 from echelon.transport.control import ControlClient, connect_to_scheduler, frame
-from echelon.transport.credentials import Security
 
 FILES = 400  # that the scheduler may open
 SILENT_S = 1.5  # after which a process counts as dead
@@ -43,7 +43,8 @@ class Member:
 
     def __init__(self, job: Job, rank: int) -> None:
         self.messages: queue.SimpleQueue[ControlMessage] = queue.SimpleQueue()
-        self.control = ControlClient(connect_to_scheduler(job, 30.0, f"worker {rank}"), self.messages.put)
+        channel = connect_to_scheduler(job, 30.0, f"worker {rank}")
+        self.control = ControlClient(channel, self.messages.put, job.heartbeat_timeout_s)
         self.control.send(Register("worker", rank, "127.0.0.1", 1, ""))
         self.control.send(StoreOpened(0))
 
@@ -164,7 +165,7 @@ def test_a_paused_scheduler_reads_before_it_judges(scheduler: Scheduler) -> None
 def test_a_connection_that_stays_open_does_not_delay_the_end(scheduler: Scheduler, keeps_sending: bool) -> None:
     ignore: Callable[[ControlMessage], None] = lambda message: None  # noqa: E731
     lingering = scheduler.connect()
-    with closing(ControlClient(lingering, ignore) if keeps_sending else lingering):
+    with closing(ControlClient(lingering, ignore, SILENT_S) if keeps_sending else lingering):
         for member in scheduler.members:
             member.control.send(Leave("it finished"))
             member.control.close()

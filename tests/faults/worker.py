@@ -9,32 +9,18 @@ import time
 from pathlib import Path
 
 import torch
-from faulty import WHILE_WAITING, FaultyTransport, MessageFault
 
-from echelon.cluster.messages import OptimizerSpec
+from echelon import faults
 from echelon.environment import Job
 from echelon.kvstore import KVStore
 from echelon.kvstore.create import join
-from echelon.transport.choose import by_name
+from echelon.transport.choose import transport_of
+from echelon.transport.faulty import FaultyTransport
 from jobs import AFTER_PUSH, BEFORE_PUSH, IN_PULL, MARK, Fault, Gate, Plan, pid_of, until
 from leaks import marked_processes, segments_of
+from plain_sgd import PLAIN_SGD
 
 WIDE = 4096
-# What set_optimizer("sgd", lr=1.0) sends. Creating torch's own optimizer would import torch._dynamo: 2 s per worker.
-SGD = OptimizerSpec(
-    "sgd",
-    [
-        {
-            "lr": 1.0,
-            "momentum": 0,
-            "dampening": 0,
-            "weight_decay": 0,
-            "nesterov": False,
-            "maximize": False,
-            "fused": None,
-        }
-    ],
-)
 
 
 def main() -> None:
@@ -43,16 +29,21 @@ def main() -> None:
     assert job.run_dir is not None
     run = Path(job.run_dir)
     mine = [fault for fault in plan.faults if fault.by == job.rank]
-    transport = FaultyTransport(
-        by_name(job.transport),
-        [MessageFault(fault.rank, "Pull", WHILE_WAITING, fault.clock) for fault in mine if fault.point == IN_PULL],
+    in_pulls = faults.Faults(
+        [
+            faults.Fault(faults.Kind.CALL, "worker", fault.rank, fault.clock, "wait.Pull")
+            for fault in mine
+            if fault.point == IN_PULL
+        ],
+        rank=job.rank,
         on_fire=lambda fired: fire(next(f for f in mine if (f.point, f.clock) == (IN_PULL, fired.clock)), run),
     )
+    transport = FaultyTransport(transport_of(job), in_pulls)
     kv = join(plan.store, job, transport, staleness=plan.staleness, groups=plan.groups)
     table = (plan.clocks, plan.num_workers)
     weights = {"narrow": torch.zeros(table), "wide": torch.zeros(*table, WIDE)}
     kv.init(list(weights), list(weights.values()))
-    kv.use_optimizer(SGD)
+    kv.use_optimizer(PLAIN_SGD)
     kv.pull(list(weights), list(weights.values()))
     for clock in range(plan.clocks):
         step(kv, plan, clock, mine, weights, run)
@@ -86,7 +77,7 @@ def step(kv: KVStore, plan: Plan, clock: int, mine: list[Fault], weights: dict[s
         gradient[clock, kv.rank] = 1
     kv.push(list(weights), gradients)
     if any(fault.clock == clock for fault in mine):
-        kv.use_optimizer(SGD)  # answered after the push, which has then arrived at the servers
+        kv.use_optimizer(PLAIN_SGD)  # answered after the push, which has then arrived at the servers
     for fault in mine:
         if (fault.clock, fault.point) == (clock, AFTER_PUSH):
             fire(fault, run)

@@ -39,11 +39,11 @@ from echelon.cluster.messages import (
     encode,
 )
 from echelon.environment import Job
-from echelon.transport.admission import connect
-from echelon.transport.channel import Channel, send_all
+from echelon.transport.admission.admission import connect
+from echelon.transport.admission.channel import Channel, send_all
+from echelon.transport.admission.credentials import Security
 from echelon.transport.connection import ConnectionBroken, MessageReader
 from echelon.transport.control import frame
-from echelon.transport.credentials import Security
 from echelon.transport.framing import FrameReader
 from echelon.transport.registration import register
 from echelon.transport.sockets import TcpTransport

@@ -180,6 +180,8 @@ class MessageSource:
                 return lambda: pick((False, True))
             case types.NoneType():
                 return lambda: None
+            case types.BytesType():
+                return lambda: self.random.randbytes(self.random.randint(0, LENGTH))
             case types.EnumType(cls):
                 members = [member.value for member in cls]
                 return lambda: pick(members)

@@ -21,6 +21,7 @@ from echelon.cluster.messages import (
     Gather,
     GetStates,
     Init,
+    Join,
     MeasureNorm,
     OptimizerSpec,
     Pause,
@@ -41,7 +42,7 @@ from echelon.cluster.messages import (
     encode,
 )
 from echelon.cluster.placement import ITEM_BYTES, KeySpec, Layout, Segment
-from echelon.server.memory import frame_pieces
+from echelon.server.storage.memory import frame_pieces
 from fuzz.messages import POOLS, MessageSource
 
 STORES = ("dist_sync", "dist_async", "dist_ssync", "dist_gsync")
@@ -210,7 +211,8 @@ class HostileWorker:
         staleness = 2 if store == "dist_ssync" and self.random.random() < 0.8 else staleness
         groups = [[0, 1], [2]] if store == "dist_gsync" else None
         number = self.random.choice((0, 1, 2, 3, 3, 200))
-        return Configure(self._id(), self.random.choice((self.rank, 0)), store, staleness, groups, "mxnet", number), []
+        rank, slice_number = self.random.choice((self.rank, 0)), server if self.random.random() < 0.9 else number
+        return Configure(self._id(), rank, store, staleness, groups, "mxnet", number, slice_number), []
 
     def _optimizer(self, server: int) -> tuple[Request, list[bytes]]:
         return SetOptimizer(self._id(), self.random.choice(OPTIMIZERS)), []
@@ -264,6 +266,8 @@ class HostileWorker:
                 return GetStates(self._id()), []
             case 13 | 14 | 15 | 16:
                 return Gather(self._id()), [b"part"] * self.random.choice((0, 1, 1, 1, 2))
+            case 17 | 18 | 19:
+                return Join(self._id(), self.random.choice((None, 0, 1, 3)), self.random.choice(({}, {0: 1}))), []
         return Ask(self._id(), self._id()), []
 
     # --- defects

@@ -50,11 +50,12 @@ from echelon.cluster.messages import (
 )
 from echelon.cluster.placement import KeySpec, Layout
 from echelon.observe.events import EventLog
-from echelon.server import shard as shard_module
-from echelon.server.memory import frame_pieces
+from echelon.server.reception import Reception
 from echelon.server.serve import _Server
+from echelon.server.shard import shard as shard_module
+from echelon.server.storage.memory import frame_pieces
 from echelon.transport.in_process import InProcessTransport
-from echelon.transport.interface import Buffer, FramesRefused, Peer, Placer, Traffic
+from echelon.transport.interface import Buffer, Endpoint, FramesRefused, Peer, Placer, Traffic, Transport
 from echelon.transport.outbox import Precedence
 from fuzz.messages import MessageSource
 from fuzz.requests import HostileWorker, Known, request_source
@@ -87,6 +88,7 @@ class _Endpoint:
     def __init__(self) -> None:
         self.placer: Placer | None = None
         self.traffic = Traffic()
+        self.broken: set[Peer] = set()
         self.answers: dict[Peer, list[tuple[Response, list[Buffer]]]] = {}
         self.ended = 0
 
@@ -100,18 +102,26 @@ class _Endpoint:
     def disconnect(self, peer: Peer) -> None:
         self.ended += 1
 
+    def redirect(self, peer: Peer, address: str) -> None: ...
+
     def wake(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-class _WatchedServer(_Server):
-    """A server that does not survive its own exceptions: only Malformed is an answer to a message."""
+class _WatchedReception(Reception):
+    """It does not survive its own exceptions: only Malformed is an answer to a message."""
 
     def _end(self, peer: Peer, frames: Sequence[memoryview], error: Exception) -> None:
         if not isinstance(error, Malformed):
             raise AssertionError(f"a message raised {error!r}") from error
         super()._end(peer, frames, error)
+
+
+class _WatchedServer(_Server):
+    def __init__(self, rank: int, roster: Roster, endpoint: Endpoint, transport: Transport, events: EventLog) -> None:
+        super().__init__(rank, roster, endpoint, transport, events)
+        self.reception = _WatchedReception(rank, self.slices, endpoint, events)
 
 
 class _GoodWorker:
@@ -138,7 +148,7 @@ class _GoodWorker:
 
     def join(self, store: str, staleness: int | None, groups: list[list[int]] | None) -> None:
         for server in range(NUM_SERVERS):
-            configure = Configure(self.next_id(), self._rank, store, staleness, groups, "mxnet", 0)
+            configure = Configure(self.next_id(), self._rank, store, staleness, groups, "mxnet", 0, server)
             assert isinstance(self.call(server, configure)[0], Done)
             assert isinstance(self.call(server, SetOptimizer(self.next_id(), SGD))[0], Done)
         placed, _ = self.call(0, Place(self.next_id(), list(GOOD_KEYS)))
@@ -201,7 +211,7 @@ class Episode:
         ]
         if lock_step:
             for one in self._servers:
-                one._close(HOSTILE, 0)
+                one.slices.close(HOSTILE, 0)
         self._good = [_GoodWorker(self, rank) for rank in ranks if rank != HOSTILE]
         for worker in self._good:
             worker.join(store, staleness, groups)
@@ -211,12 +221,12 @@ class Episode:
         for number in range(NUM_STORES):
             kind = (store, staleness, groups) if number == 0 else self.random.choice(SHARED)
             for server in range(NUM_SERVERS):
-                configure = Configure(1, HOSTILE, *kind, "mxnet", number)
+                configure = Configure(1, HOSTILE, *kind, "mxnet", number, server)
                 self.deliver(server, HOSTILE, number, [encode(configure)])
                 if number and kind[0] == "dist_sync":  # a store of its own: it waits for nobody
                     for rank in ranks:
                         if rank != HOSTILE:
-                            self._servers[server]._close(rank, number)
+                            self._servers[server].slices.close(rank, number)
 
     def run(self, messages: int) -> None:
         """Deliver a number of hostile messages, with steps of the well-behaved workers between them."""
@@ -233,8 +243,8 @@ class Episode:
             for answer, _ in self.answers(server, HOSTILE, self._number):
                 self._learn(answer)
         for one in self._servers:
-            for shard in one._shards.values():
-                assert shard._requests is None or not shard._requests.damage
+            for shard in (shard for hosted in one.slices.hosted.values() for shard in hosted.shards.values()):
+                assert shard.requests is None or not shard.requests.damage
 
     def deliver(self, server: int, rank: int, number: int, frames: Sequence[Buffer]) -> None:
         """Give a message to a server as an endpoint does: the frames are refused before they are received."""
@@ -242,11 +252,11 @@ class Episode:
         views = [memoryview(bytearray(frame)) for frame in frames]
         if len(views) > 1:
             try:
-                self._servers[server]._admit(peer, views[0], [len(view) for view in views[1:]])
+                self._servers[server].reception.admit(peer, views[0], [len(view) for view in views[1:]])
             except FramesRefused:
                 self.counts["refused frames"] += 1
                 return
-        self._servers[server]._receive(peer, views)
+        self._servers[server].reception.receive(peer, views)
 
     def answers(self, server: int, rank: int, number: int) -> list[tuple[Response, list[Buffer]]]:
         """Return the answers of a server to a worker since the last call."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
-from echelon.cluster.membership import MAX_OPEN_STORES, Membership
+from echelon.cluster.membership.membership import Membership
+from echelon.cluster.membership.stores import MAX_OPEN_STORES
 from echelon.cluster.messages import Forbidden, FromProcess, Register, decode_from_process
 from echelon.observe.events import EventLog
 from echelon.scheduler.dispatch import Dispatch
@@ -35,8 +36,8 @@ def test_the_state_machine_raises_nothing_but_forbidden() -> None:
         except Forbidden as error:
             forbidden += 1
             sends = membership.lost(connection, str(error)) if random.random() < 0.1 else []
-        assert len(sends) <= 2 * CONNECTIONS * (1 + len(membership._barriers))
-        assert len(membership._barriers) <= WORKERS * MAX_OPEN_STORES
+        assert len(sends) <= 2 * CONNECTIONS * (1 + len(membership._stores.with_barriers))
+        assert len(membership._stores.with_barriers) <= WORKERS * MAX_OPEN_STORES
         if membership.over:
             jobs += 1
             membership, dispatch = gathered()

@@ -7,7 +7,7 @@ import pytest
 from fuzz.requests import request_source
 from fuzz.server import Episode, fuzz
 
-ANSWERS = {"Done", "Failed", "Placed", "Status", "States", "Resumed", "refused frames"}
+ANSWERS = {"Done", "Failed", "Placed", "Status", "States", "Resumed", "Joined", "refused frames"}
 
 
 def test_some_thousand_messages() -> None:
@@ -24,7 +24,7 @@ def test_the_fuzzer_finds_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("a defect")
 
-    monkeypatch.setattr("echelon.server.shard.check_header", fail)
+    monkeypatch.setattr("echelon.server.shard.shard.check_header", fail)
     with pytest.raises(AssertionError, match="a message raised ZeroDivisionError"):
         fuzz(5000, seed=3)
 
@@ -32,7 +32,7 @@ def test_the_fuzzer_finds_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fuzzer_finds_wrong_weights() -> None:
     episode = Episode(request_source(), seed=5)
     episode.run(200)
-    storage = episode._servers[0]._shards[0]._storage
+    storage = episode._servers[0].slices.hosted[0].shards[0].storage
     next(iter(storage._weights.values()))[0] += 1
     with pytest.raises(AssertionError, match="the weights are right"):
         episode.run(200)

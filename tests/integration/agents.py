@@ -13,8 +13,8 @@ from echelon.launch.agents.streams import ProgramStream
 from echelon.launch.hosts import Host
 from echelon.launch.interface import Output
 from echelon.launch.plan import Plan, PlannedProcess, Request, describe, make_plan
-from echelon.launch.processes import ChildProcess
 from echelon.launch.run import run_job
+from echelon.launch.supervision.processes import ChildProcess
 
 HERE = Host("127.0.0.1")
 

@@ -20,14 +20,19 @@ TIMEOUT_S = 60.0
 Sizes = tuple[int, int, int]  # workers, devices of each, servers
 
 
-def run(program: Callable[[KVStore], Any], store: str, *, sizes: Sizes = (1, 2, 1), **options: Any) -> list[Any]:
-    """Run `program` on every device of every worker. Return the results, or the errors, by rank."""
+def run(
+    program: Callable[[KVStore], Any], store: str, *, sizes: Sizes = (1, 2, 1), status: int = 0, **options: Any
+) -> list[Any]:
+    """Run `program` on every device of every worker. Return the results, or the errors, by rank.
+
+    `status`: the one that the job must end with, which is the scheduler's.
+    """
 
     def work(job: Job) -> Any:
         with create(store, job=job, **options) as kv:
             return program(kv)
 
-    return run_processes(work, sizes)
+    return run_processes(work, sizes, status)
 
 
 def run_as_launched(program: Callable[[], Any], sizes: Sizes, run_dir: str | None = None) -> list[Any]:
@@ -42,7 +47,7 @@ def run_as_launched(program: Callable[[], Any], sizes: Sizes, run_dir: str | Non
     return run_processes(work, sizes)
 
 
-def run_processes(program: Callable[[Job], Any], sizes: Sizes) -> list[Any]:
+def run_processes(program: Callable[[Job], Any], sizes: Sizes, status: int = 0) -> list[Any]:
     """Run a scheduler, servers, and `program` for every device. Return the results of `program`."""
     num_workers, num_devices, num_servers = sizes
 
@@ -73,5 +78,6 @@ def run_processes(program: Callable[[Job], Any], sizes: Sizes) -> list[Any]:
             mine = replace(job, rank=worker, device_index=index, device_port=listening.getsockname()[1])
             devices.append(Fork(work, mine, sockets=[] if index else [listening]))
     found = [fork.result() for fork in devices]
-    assert [fork.result() for fork in others] == [0] * len(others)
+    statuses = [fork.result() for fork in others]
+    assert statuses == [status] + [0] * num_servers
     return found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import IO
 
-from echelon.launch.agents.messages import Output, Start, decode_from_agent, encode
+from echelon.launch.agents.messages import Ended, FromAgent, Output, Start, decode_from_agent, encode
 from echelon.transport.framing import FrameReader
 
 PROGRAM = """
@@ -19,6 +22,15 @@ def ignore_and_block_ctrl_c() -> None:
     """Do what a shell does for a job in the background, and what Ray does for everything that it starts."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
+def _until_its_process_ended(stream: IO[bytes]) -> Iterator[FromAgent]:
+    reader = FrameReader(decode_from_agent)
+    while data := os.read(stream.fileno(), 1 << 16):
+        for message in reader.feed(data):
+            yield message
+            if isinstance(message, Ended):
+                return
 
 
 def test_a_process_gets_ctrl_c_even_if_its_agent_was_started_without() -> None:
@@ -35,5 +47,6 @@ def test_a_process_gets_ctrl_c_even_if_its_agent_was_started_without() -> None:
     with agent, agent.stdin, agent.stdout:
         agent.stdin.write(encode(start))
         agent.stdin.flush()
-        messages = list(FrameReader(decode_from_agent).feed(agent.stdout.read()))
+        messages = list(_until_its_process_ended(agent.stdout))
+        agent.stdin.close()
     assert b"".join(one.data for one in messages if isinstance(one, Output)) == b"True set()\n", messages

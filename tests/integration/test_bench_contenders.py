@@ -26,6 +26,7 @@ def settings(path: Path) -> Namespace:
     return Namespace(model="mlp", **job, hosts=None, rounds=2, steps=3, warmup=1, json=path)
 
 
+@pytest.mark.long
 def test_gloo_steps_and_its_result_is_written(plan: PushPullPlan, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     compare([gloo(plan)], settings(path))

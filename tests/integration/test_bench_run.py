@@ -25,6 +25,7 @@ def records(path: Path) -> dict[str, Any]:
     return read_records(path.read_text().splitlines())
 
 
+@pytest.mark.long
 def test_a_sweep_measures_all_workers_and_survives_a_failed_cell(tmp_path: Path) -> None:
     """Worker 1 needs at least 60 ms per step, so rank 0 alone would promise three times its rate."""
     words = [*SMALL, "-P", "echelon.num_workers=2", "-P", "echelon.num_servers=1", "-P", "monitor.frequency=0.05"]

@@ -90,7 +90,7 @@ def train(
         for batch in batches:
             step.step(batch)
     trainer.sync()
-    assert trainer.samples == samples
+    assert trainer.samples_trained == samples
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 

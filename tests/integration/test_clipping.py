@@ -38,7 +38,9 @@ import forked
 import tolerances
 from echelon.errors import UsageError
 from echelon.kvstore import KVStore
+from echelon.kvstore.servers.store import ServerStore
 from echelon.launch.threads.in_process import run
+from jobs import until
 
 pytestmark = pytest.mark.numeric
 
@@ -173,6 +175,19 @@ def test_workers_equal_one_process_on_the_joined_batch(sizes: tuple[int, ...], n
     )
     data = joined(parts)
     check(results, plain(model, data, two_groups), tolerances.of_training(data))
+
+
+@pytest.mark.parametrize(("store", "sums"), [("dist_sync", True), ("dist_async", False)])
+def test_workers_that_have_left_do_not_change_where_gradients_are_clipped(store: str, sums: bool) -> None:
+    """Otherwise a worker would clip its own gradient, and one that joins later would let the servers clip the sum."""
+
+    def program(kv: KVStore) -> bool:
+        assert isinstance(kv, ServerStore)
+        if kv.rank == 0:
+            until(lambda: kv._session.hosts.keys() == {0}, "a view without the other worker")
+        return kv.sums_with_others
+
+    assert run(program, store, num_workers=2) == [sums, sums]
 
 
 def test_two_trainers_clip_apart_and_weights_may_come_back_later() -> None:

@@ -32,7 +32,7 @@ import tolerances
 from echelon.environment import Job
 from echelon.errors import JobError, UsageError
 from echelon.kvstore import KVStore, create
-from echelon.launch.processes import free_port
+from echelon.launch.supervision.processes import free_port
 from echelon.launch.threads.in_process import run as run_with_servers
 from forked import run
 
@@ -59,7 +59,15 @@ def half_way(kv: KVStore, loop: Loop, given: tuple[State, State] | None = None) 
         return *middle, snapshot(model)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "rmsprop", "adagrad"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adam",
+        pytest.param("sgd", marks=pytest.mark.long),
+        pytest.param("rmsprop", marks=pytest.mark.long),
+        pytest.param("adagrad", marks=pytest.mark.long),
+    ],
+)
 def test_a_state_can_move_from_any_store_to_any_other(name: str) -> None:
     """Bit for bit between stores without servers; servers weight gradients in another order of operations."""
     loop = Loop(seeded(Net), ELEMENTWISE[name])

@@ -243,7 +243,7 @@ def test_accumulate_and_ranks_without_data(store: str) -> None:
                     trainer.step()
                 else:
                     trainer.step(0)
-        return snapshot(model), trainer.samples
+        return snapshot(model), trainer.samples_trained
 
     found = run(program, store, num_workers=3)
     assert [samples for _, samples in found] == [6 * STEPS, 4 * STEPS, 0]

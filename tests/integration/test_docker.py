@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from echelon.environment import Job
-from echelon.transport.credentials import Credentials, write_credentials
+from echelon.transport.admission.credentials import Credentials, write_credentials
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())

@@ -63,7 +63,9 @@ def test_workers_are_threads_of_one_process(program: Path) -> None:
 def test_a_breakpoint_stops_one_worker(program: Path) -> None:
     done = launch(program, "stop", entered="p store.rank + 40\ncontinue\n")
     assert done.returncode == 0, done.stderr
-    assert "[worker 0] (Pdb) 40\n" in done.stdout
+    assert re.search(r"^(\[worker 0\] \(Pdb\) )?(\[worker 0\] )?40$", done.stdout, re.M), (
+        "others may print after the prompt"
+    )
     assert "after the breakpoint" in done.stdout
 
 
@@ -83,6 +85,7 @@ def test_a_store_without_servers_is_refused_in_one_line(program: Path) -> None:
     assert "dist_device_sync without servers cannot run in threads" in done.stdout
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_all_threads(program: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with out.open("wb") as file:

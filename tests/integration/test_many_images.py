@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 from PIL import Image
 
 from echelon.data.loading.sources import MANY
@@ -23,7 +24,7 @@ from jobs import until
 SCRIPT = Path(__file__).parents[2] / "examples" / "image-classification" / "train_imagenet.py"
 FLAGS = shlex.split(
     "--data-train many.rec --data-val many.rec --image-shape 3,8,8 --num-classes 5 --network mlp --batch-size 50 "
-    f"--num-examples {MANY} --data-nthreads 2 --random-resized-crop 1 --random-crop 0 --lr 0.01 --model-prefix model "
+    f"--num-examples {MANY} --data-nthreads 2 --random-resized-crop 1 --random-crop 0 --lr 1e-5 --model-prefix model "
     "--disp-batches 2 --resume auto --min-random-scale 1 --max-random-scale 1"
 )
 
@@ -52,6 +53,7 @@ def start(folder: Path, *more: str) -> subprocess.Popen[bytes]:
         )
 
 
+@pytest.mark.long
 def test_a_signal_to_all_processes_saves_and_exits_and_the_run_can_be_resumed(tmp_path: Path) -> None:
     write_many(tmp_path / "many.rec")
     message = tmp_path / "log"

@@ -174,6 +174,7 @@ def on_group(store: str, makers: dict[str, MakeOptimizer]) -> list[dict[str, Sta
     return found
 
 
+@pytest.mark.long
 def test_a_group_agrees_however_updates_are_divided() -> None:
     """Updating parts (nccl) equals updating the whole, bit for bit. Smooth rules equal one process with all batches."""
     first, second = on_group("nccl_allreduce", ALL)

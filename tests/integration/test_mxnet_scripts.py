@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -31,6 +32,7 @@ def run(script: str, folder: Path, *words: str) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.long
 def test_fine_tune_replaces_only_the_last_layer(tmp_path: Path) -> None:
     """With a learning rate of 0, all weights are those with which training started."""
     old = models.build("mlp", num_classes=10, image_shape=SHAPE).state_dict()

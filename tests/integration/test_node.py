@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from echelon.launch import supervise
-from echelon.launch.supervise import Command, Supervisor
+from echelon.launch.supervision import supervise
+from echelon.launch.supervision.children import Command
+from echelon.launch.supervision.supervise import Supervisor
 
 PROGRAM = """
 import sys, torch, echelon

@@ -168,6 +168,7 @@ def test_the_launcher_allows_a_class(tmp_path: Path) -> None:
     assert "sum " in output
 
 
+@pytest.mark.long
 def test_a_class_that_fails_ends_the_job_with_its_error(tmp_path: Path) -> None:
     status, output = launched(tmp_path, "Broken")
     assert status != 0

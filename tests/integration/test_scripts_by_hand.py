@@ -73,6 +73,7 @@ def test_a_mistake_causes_one_line(data: Path, monkeypatch: pytest.MonkeyPatch, 
     assert "\n" not in line
 
 
+@pytest.mark.long
 def test_an_error_of_all_devices_is_printed(data: Path) -> None:
     command = [*MNIST, "--devices", "cpu:2", "--load-epoch", "3", "--model-prefix", "no/x"]
     done = subprocess.run(command, cwd=data, env=ONE_THREAD, capture_output=True, text=True, timeout=60, check=False)

@@ -120,7 +120,7 @@ def test_a_signal_in_the_last_validation_keeps_the_result(
     assert load(tmp_path / RESULT_FILE).metadata["epoch"] == 2
 
 
-@pytest.mark.parametrize("store", ["dist_sync", "dist_async"])
+@pytest.mark.parametrize("store", ["dist_sync", pytest.param("dist_async", marks=pytest.mark.long)])
 def test_a_job_that_is_interrupted_in_validation_saves_and_ends(tmp_path: Path, store: str) -> None:
     make_data(tmp_path)
     flags = f"--kv-store {store} --network {__name__}:slow --batch-size 4 --num-examples 32 --num-epochs 2"

@@ -10,8 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from echelon.launch import supervise
-from echelon.launch.supervise import Command, Supervisor
+from echelon.launch.supervision import children, supervise
+from echelon.launch.supervision.children import Command
+from echelon.launch.supervision.supervise import Supervisor
 
 WORKER = """
 import signal, sys, time
@@ -172,9 +173,9 @@ def test_a_killed_server_is_named_before_the_errors_of_others(tmp_path: Path) ->
 
 
 def test_a_line_without_end_is_shown_in_parts() -> None:
-    length = 3 * supervise.MAX_LINE_BYTES
+    length = 3 * children.MAX_LINE_BYTES
     lines: list[str] = []
     program = f"import sys; sys.stdout.write('x' * {length}); sys.stdout.write('end')"
     worker = Command("worker 0", [sys.executable, "-c", program], {}, essential=False)
     assert Supervisor(lambda name, text: lines.append(text)).run([worker]) == 0
-    assert lines == ["x" * supervise.MAX_LINE_BYTES] * 3 + ["end"]
+    assert lines == ["x" * children.MAX_LINE_BYTES] * 3 + ["end"]

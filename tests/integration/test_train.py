@@ -18,7 +18,7 @@ from digits import load_float_digits
 from echelon import models
 from echelon.cli.main import main
 from echelon.train.checkpoint.format import load
-from echelon.train.loop.evaluate import predict
+from echelon.train.loop.evaluation.evaluate import predict
 from echelon.train.predict import Predictor
 from jobs import until
 
@@ -163,7 +163,7 @@ def test_the_result_is_printed(gsync: Run) -> None:
     "arguments",
     [
         pytest.param("--kv-store dist_sync --transport tcp", id="sync"),
-        pytest.param("--kv-store dist_async", id="async"),
+        pytest.param("--kv-store dist_async", id="async", marks=pytest.mark.long),
         pytest.param("--kv-store dist_ssync --staleness 3 --optimizer adamw --lr 0.005", id="ssync"),
     ],
 )
@@ -196,7 +196,7 @@ def test_other_stores_stop_at_the_target_accuracy(tmp_path: Path, arguments: str
         ("-n 2 --kv-store dist_gsync --groups nosuch", "no groups file nosuch"),
         ("-n 2 --kv-store dist_sync --transport pigeon", "unknown transport 'pigeon'; choose one of auto, shm, tcp"),
         ("--data-allocator 1", "--data-allocator 1 needs the file data_sharding"),
-        ("--data-allocator 2", "--data-allocator '2': use one of 0, 1"),
+        ("--data-allocator 3", "--data-allocator '3': use one of 0, 1, 2"),
         ("--data-sharding nofile", "--data-sharding nofile is not read without --data-allocator 1: give both"),
         ("--stall-seconds 0", "--stall-seconds must be above 0 and finite, not 0"),
         ("-i nosuch0", "network interface 'nosuch0' has no IPv4 address"),
@@ -271,7 +271,10 @@ def test_a_job_that_fails_before_its_first_step_shows_the_error_and_deletes_the_
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("job", "number"), [("", signal.SIGINT), ("-n 2 -s 1 --kv-store dist_async", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("job", "number"),
+    [pytest.param("", signal.SIGINT, marks=pytest.mark.long), ("-n 2 -s 1 --kv-store dist_async", signal.SIGTERM)],
+)
 def test_an_interrupted_run_leaves_its_checkpoint_curves_and_summary(tmp_path: Path, job: str, number: int) -> None:
     flags = f"--num-epochs 1000 --pace 0.02 {job}".split()
     command = [sys.executable, "-m", "echelon.cli.main", "train", *flags]

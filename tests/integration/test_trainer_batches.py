@@ -62,7 +62,7 @@ def test_zero_grad_discards_accumulated_gradients_and_their_samples() -> None:
             batch = batches(1)[0]
             loss_of(model, batch).backward()
             trainer.step(len(batch[0]))
-            return len(batch[0]), trainer.samples
+            return len(batch[0]), trainer.samples_trained
 
     samples, counted = on_one_worker(program, "dist_sync")
     assert counted == samples
@@ -86,7 +86,7 @@ def test_accumulate(last_inside: bool, store: str, overlap: bool, passed: bool) 
                     trainer.step()  # does nothing inside accumulate()
         end_step(optimizer, trainer, len(images) if passed else None)
         if trainer is not None:
-            samples.append(trainer.samples)
+            samples.append(trainer.samples_trained)
 
     found, expected = with_and_without_trainer(seeded(Net), step, store=store, overlap=overlap)
     assert_same_bits(found, expected)
@@ -166,7 +166,7 @@ def test_the_batch_size_is_inferred_from_keyword_arguments() -> None:
         images, labels = batch
         nn.functional.cross_entropy(model(scale=2.0, images=images), labels).backward()
         end_step(optimizer, trainer)
-        assert trainer is None or trainer.samples == 6 * trainer.clock
+        assert trainer is None or trainer.samples_trained == 6 * trainer.clock
 
     assert_same_bits(*with_and_without_trainer(seeded(ByKeyword), step))
 
@@ -206,7 +206,7 @@ def test_without_overlap_any_batch_size_is_accepted() -> None:
     def step(model: nn.Module, optimizer: Optimizer, trainer: echelon.Trainer | None, batch: Batch) -> None:
         loss_of(model, batch).backward()
         end_step(optimizer, trainer, 7)
-        assert trainer is None or trainer.samples == 7 * trainer.clock
+        assert trainer is None or trainer.samples_trained == 7 * trainer.clock
 
     assert_same_bits(*with_and_without_trainer(seeded(Net), step, overlap=False))
 
@@ -217,7 +217,7 @@ def test_step_without_any_forward_pass_of_the_model_counts_one_sample() -> None:
     def step(model: nn.Module, optimizer: Optimizer, trainer: echelon.Trainer | None, batch: Batch) -> None:
         nn.functional.cross_entropy(model.forward(batch[0]), batch[1]).backward()  # runs no hooks
         end_step(optimizer, trainer)
-        assert trainer is None or trainer.samples == trainer.clock
+        assert trainer is None or trainer.samples_trained == trainer.clock
 
     assert_same_bits(*with_and_without_trainer(seeded(Net), step))
 

@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from echelon.environment import Job
 from echelon.launch.local.launcher import run
 
@@ -13,6 +15,7 @@ SCRIPT = Path(__file__).with_name("faults_worker.py")
 STEP_BYTES = 64 << 20  # of gradients alone
 
 
+@pytest.mark.long
 def test_gradients_and_activations_reuse_memory() -> None:
     facts: list[dict[str, int]] = []
 

@@ -221,7 +221,7 @@ def test_a_saved_or_copied_model_has_no_part_in_the_training(store: str) -> None
         loss_of(mine, batch).backward()
         loss_of(copied, (other[0][:1], other[1][:1])).backward()
         trainer.step()
-        assert trainer.samples == len(batch[0])
+        assert trainer.samples_trained == len(batch[0])
         assert_same_bits(snapshot(copied), snapshot(model))
         trainer.close()
         return file.getvalue()

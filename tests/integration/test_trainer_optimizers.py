@@ -101,7 +101,7 @@ def test_a_process_alone_may_divide_a_step_into_update_and_count() -> None:
             trainer.update()
             trainer.zero_grad()
             trainer.count(6)
-        assert (trainer.clock, trainer.samples) == (2, 12)
+        assert (trainer.clock, trainer.samples_trained) == (2, 12)
         assert next(model.parameters()).grad is None
     assert_same_bits(snapshot(model), expected)
 

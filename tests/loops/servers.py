@@ -82,8 +82,10 @@ class _DelayedEndpoint:
     def __init__(self, inner: Endpoint, delay_s: float) -> None:
         self.address = inner.address
         self.disconnect = inner.disconnect
+        self.redirect = inner.redirect
         self.wake = inner.wake
         self.close = inner.close
+        self.broken = inner.broken
         self.placer: Placer | None = None
         self.traffic = Traffic()
         self._inner = inner

@@ -36,6 +36,7 @@ class Model:
         self.group, self.bound, self.divisor = group, bound, divisor
         self.active = set(workers)
         self.alive = set(workers)  # the active and the finished
+        self.paused: set[int] = set()
         self.keys: dict[int, KeyModel] = {}
         for key in keys:
             self.add_key(key)
@@ -87,29 +88,63 @@ class Model:
         return self.settle()
 
     def leave(self, worker: int, finished: bool) -> list[Action]:
-        if worker in self.active and not finished:
+        if worker not in self.active:
+            if worker in self.paused and not finished:
+                self.paused.discard(worker)
+                self.alive.discard(worker)
+                self.forget(worker)
+            return []
+        if not finished:
             self.alive.remove(worker)
         self.active.discard(worker)
-        for state in self.keys.values():
-            state.held = {pull for pull in state.held if pull[0] != worker}
+        self.forget(worker)
         return self.settle()
 
-    def join(self, worker: int) -> dict[int, int]:
+    def pause(self, worker: int) -> list[Action]:
+        if worker in self.active:
+            self.paused.add(worker)
+        return self.leave(worker, finished=True)
+
+    def resume(self, worker: int) -> None:
+        if worker in self.paused:
+            self.paused.discard(worker)
+            self.active.add(worker)
+
+    def forget(self, worker: int) -> None:
+        """Drop what waits for a worker that does not take part any more, and the rounds that nobody can complete."""
         group = self.group(worker)
+        over = not any(self.group(other) == group for other in self.active | self.paused)
+        for state in self.keys.values():
+            state.held = {pull for pull in state.held if pull[0] != worker}
+            state.first.pop(worker, None)
+            if over:
+                state.pending = {p: s for p, s in state.pending.items() if self.group(p[0]) != group}
+
+    def first_free(self, key: int, worker: int) -> int:
+        own = [clock + 1 for w, clock in self.keys[key].pending if w == worker]
+        return max([self.done(key, worker), *own])
+
+    def next_clocks(self, worker: int) -> dict[int, int]:
+        alone = not any(self.group(other) == self.group(worker) for other in self.active)
+        others = {key: self.slowest(key) if alone and self.active else 0 for key in self.keys}
+        return {key: max(self.first_free(key, worker), others[key]) for key in self.keys}
+
+    def join(self, worker: int, first: int, firsts: dict[int, int]) -> list[Action] | None:
+        """Return None if the clock is refused."""
+        group = self.group(worker)
+        starts = {key: firsts.get(key, first) for key in self.keys}
+        if any(starts[key] < self.first_free(key, worker) for key in self.keys):
+            return None
         alone = not any(self.group(other) == group for other in self.active)
         for key, state in self.keys.items():
             if alone:
-                others = [self.slowest(key)] if self.active else list(state.done.values())
-                state.done[group] = max([state.done.get(group, 0), *others])
                 state.last[group] = state.version
-                state.pending = {p: s for p, s in state.pending.items() if self.group(p[0]) != group}
-                state.first[worker] = state.done[group]
-            else:
-                state.first[worker] = self.done(key, worker) + 1
+            state.first[worker] = starts[key]
             state.read[worker] = state.version
         self.active.add(worker)
         self.alive.add(worker)
-        return {key: state.first[worker] for key, state in self.keys.items()}
+        self.paused.discard(worker)
+        return self.settle()
 
     def settle(self) -> list[Action]:
         """Do everything that is possible now, key by key: first updates, then answers."""

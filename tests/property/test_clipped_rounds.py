@@ -20,10 +20,10 @@ from echelon.cluster.messages import Done, OptimizerSpec, PushHeader, Response, 
 from echelon.cluster.placement import ALIGN, KeySpec, Layout
 from echelon.errors import UsageError
 from echelon.schemes import Action, Apply, Decision, Engine, Gathered, Reply, Rules, bsp, gsp, scale_to_clip
-from echelon.server.execute import Storage
-from echelon.server.memory import Mapped
-from echelon.server.optimizer.optimization import Optimization, PushedGradient
-from echelon.server.pending_requests import PendingRequests
+from echelon.server.shard.pending_requests import PendingRequests
+from echelon.server.storage.execute import Storage
+from echelon.server.storage.memory import Mapped
+from echelon.server.storage.optimization import Optimization, PushedGradient
 
 pytestmark = pytest.mark.numeric
 

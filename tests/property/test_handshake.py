@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.transport.handshake import (
+from echelon.transport.admission.handshake import (
     NONCE_BYTES,
     VERSION,
     ClientHandshake,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from echelon.errors import UsageError
 from echelon.schemes import Apply, Contribution, Decision, Engine, Reply, Rules, asp, bsp, gsp, rules_for, ssp
+from echelon.schemes.engine import JOINED, TOO_LATE
 
 WORKERS = 4
 EVENT = st.tuples(
@@ -41,9 +42,8 @@ class Driver:
         if what == "leave":
             return [engine.leave(worker)]
         if what == "join":
-            if worker not in engine.workers:
-                clocks.update(engine.join(worker))
-            return []
+            firsts = engine.next_clocks(worker)
+            return [] if worker in engine.workers else [self.join(worker, firsts)]
         if what == "pull":
             return [engine.pull(worker, key, clocks[key]) for key in self.keys]
         if what == "again":
@@ -53,6 +53,11 @@ class Driver:
             decisions.append(engine.push(worker, key, clocks[key], samples))
             clocks[key] += 1
         return decisions
+
+    def join(self, worker: int, firsts: dict[int, int]) -> Decision:
+        """Let a worker join at the next clock of each key."""
+        self.clocks[worker].update(firsts)
+        return self.engine.join(worker, 0, firsts)
 
 
 def undivided(decisions: list[Decision]) -> list[Decision]:
@@ -168,7 +173,8 @@ def test_keys_added_before_and_after_a_worker_joins_differ() -> None:
     engine = Engine(bsp(), [0])
     engine.add_key(0)
     assert engine.untouched(0)
-    assert engine.join(1) == {0: 1}  # it is not expected in round 0 of key 0
+    assert engine.next_clocks(1) == {0: 0}
+    assert engine.join(1, 1).reason == JOINED  # it is not expected in round 0 of key 0
     engine.add_key(1)  # but it is in round 0 of key 1
     assert engine.untouched(1)
     assert not engine.untouched(0)
@@ -232,7 +238,7 @@ def test_finished_workers_count_and_dead_ones_do_not() -> None:
     assert divisor_of(engine.push(0, 0, 0, 8.0)) == 4
     engine.leave(1)
     assert divisor_of(engine.push(0, 0, 1, 8.0)) == 3
-    engine.join(1)
+    engine.join(1, 2)
     assert divisor_of(engine.push(0, 0, 2, 8.0)) == 4
 
 
@@ -284,7 +290,9 @@ def test_a_worker_that_returns_never_repeats_a_clock() -> None:
     for clock in range(3):
         engine.push(1, 0, clock, 1.0)
     engine.leave(1)
-    assert engine.join(1) == {0: 3}
+    assert engine.next_clocks(1) == {0: 3}
+    assert engine.join(1, 2).reason == TOO_LATE
+    assert engine.join(1, 3).reason == JOINED
     assert engine.push(1, 0, 2, 1.0).actions == ()  # a late copy of a push that was applied before it left
     assert engine.version(0) == 3
 
@@ -292,7 +300,7 @@ def test_a_worker_that_returns_never_repeats_a_clock() -> None:
 def test_nobody_waits_for_a_late_worker_before_its_first_clock() -> None:
     engine = Engine(gsp([[0, 1], [2]], 0), [0, 2])
     engine.add_key(0)
-    assert engine.join(1) == {0: 1}
+    assert engine.join(1, 1).reason == JOINED
     engine.push(2, 0, 0, 1.0)
     assert engine.pull(2, 0, 1).actions == ()
     assert engine.missing(2, 0, 1) == {0: 0}

@@ -32,10 +32,12 @@ from echelon.schemes.engine import (
     DUPLICATE,
     HELD_FOR_BOUND,
     HELD_FOR_MEMBERS,
+    JOINED,
     NOT_A_MEMBER,
     OBSERVER,
     RELEASED,
     RELEASED_NOTHING,
+    TOO_LATE,
 )
 
 WORKERS = 4
@@ -159,10 +161,28 @@ class Anything(RuleBasedStateMachine):
         actions = self.model.leave(worker, finished)
         self.compare(decision, actions, NOT_A_MEMBER if not active else RELEASED if actions else RELEASED_NOTHING)
 
+    @rule(worker=who, offset=st.integers(-2, 3), own=st.booleans())
+    def join(self, worker: int, offset: int, own: bool) -> None:
+        """Join or move to any clock, the same for all keys or the first free one of each."""
+        clocks = self.model.next_clocks(worker)
+        assert self.engine.next_clocks(worker) == clocks
+        first = max(0, max(clocks.values()) + offset)
+        firsts = {key: max(0, clock + offset) for key, clock in clocks.items()} if own else {}
+        decision = self.engine.join(worker, first, firsts)
+        actions = self.model.join(worker, first, firsts)
+        self.compare(decision, actions or [], TOO_LATE if actions is None else JOINED)
+
     @rule(worker=who)
-    def join(self, worker: int) -> None:
-        if worker not in self.model.active:
-            assert self.engine.join(worker) == self.model.join(worker)
+    def pause(self, worker: int) -> None:
+        active = worker in self.model.active
+        decision = self.engine.pause(worker)
+        actions = self.model.pause(worker)
+        self.compare(decision, actions, NOT_A_MEMBER if not active else RELEASED if actions else RELEASED_NOTHING)
+
+    @rule(worker=who)
+    def resume(self, worker: int) -> None:
+        self.engine.resume(worker)
+        self.model.resume(worker)
 
     @precondition(lambda self: len(self.model.keys) < 3)
     @rule()
@@ -214,6 +234,8 @@ class Workers(RuleBasedStateMachine):
             self.engine.add_key(key)
         self.clock = {worker: dict.fromkeys(self.keys, 0) for worker in range(count)}  # of active workers
         self.wants: dict[int, set[int]] = {worker: set() for worker in range(count)}  # keys not answered yet
+        self.asked: dict[int, int] = {}  # worker that will join -> the clock that it was told
+        self.lost: set[int] = set()  # of these, those whose old messages are lost
         self.network: list[tuple[Any, ...]] = []
         self.delivered: list[tuple[Any, ...]] = []
         self.arrived: dict[tuple[int, int], set[int]] = {}  # (worker, key) -> clocks pushed and delivered
@@ -245,18 +267,40 @@ class Workers(RuleBasedStateMachine):
     def die(self, choice: int) -> None:
         worker = sorted(self.clock)[choice % len(self.clock)]
         del self.clock[worker], self.wants[worker]
+        self.asked.pop(worker, None)
         self.act(self.engine.leave(worker).actions)
 
     @rule(worker=who)
-    def join(self, worker: int) -> None:
-        if worker not in self.clock:
+    def ask_for_clocks(self, worker: int) -> None:
+        """A new worker, or one that pauses, asks for the clocks. The others continue until it joins."""
+        if worker not in self.clock or not self.wants[worker]:
+            if worker in self.clock:
+                del self.clock[worker], self.wants[worker]
+                self.act(self.engine.pause(worker).actions)
+            self.lost.add(worker)
+            self.asked[worker] = 1 + max(self.engine.next_clocks(worker).values())
+
+    @precondition(lambda self: self.asked)
+    @rule(choice=st.integers(0, 11))
+    def join(self, choice: int) -> None:
+        """One number for all keys. If it comes too late, the worker asks again."""
+        worker = sorted(self.asked)[choice % len(self.asked)]
+        first = self.asked.pop(worker)
+        if worker in self.lost:  # its connection was closed: nothing of its old one arrives any more
             self.network = [message for message in self.network if message[1] != worker]
             self.delivered = [message for message in self.delivered if message[1] != worker]
-            self.clock[worker] = self.engine.join(worker)
-            for key, first in self.clock[worker].items():
-                self.base[worker, key] = first
-                self.read[worker, key] = self.engine.version(key)
-            self.ask(worker)
+        decision = self.engine.join(worker, first)
+        self.lost.discard(worker)
+        if decision.reason == TOO_LATE:
+            assert any(self.engine.next_clocks(worker)[key] > first for key in self.keys)
+            return
+        self.clock[worker] = dict.fromkeys(self.keys, first)
+        for key in self.keys:
+            assert first not in self.arrived.get((worker, key), ()), "the worker pushes a clock again"
+            self.base[worker, key] = first
+            self.read[worker, key] = self.engine.version(key)
+        self.ask(worker)
+        self.act(decision.actions)
 
     # --- actions of the network
 

@@ -50,6 +50,7 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
         int: INTS,
         float: FLOATS,
         str: TEXT,
+        bytes: st.binary(max_size=12),
         bool: st.booleans(),
         type(None): st.none(),
         OptimizerSpec: st.builds(OptimizerSpec, TEXT, st.lists(OPTIONS, **FEW), st.dictionaries(TEXT, INTS, **FEW)),
@@ -213,7 +214,7 @@ def test_messages_before_a_bad_frame_are_returned(messages: list[Any], garbage: 
 
 @given(st.integers(MAX_FRAME + 1, 2**32 - 1))
 def test_a_frame_that_is_too_long_is_rejected_before_it_is_read(length: int) -> None:
-    with pytest.raises(Malformed, match=f"{length} bytes; at most {MAX_FRAME}"):
+    with pytest.raises(Malformed, match=f"one of {length} bytes, and at most {MAX_FRAME}"):
         list(FrameReader(decode_control).feed(struct.pack("!I", length)))
 
 

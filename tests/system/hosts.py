@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from echelon.launch.processes import ChildProcess
+from echelon.launch.supervision.processes import ChildProcess
 from jobs import until
 from leaks import MARK, all_pids, command_of, listening_ports
 

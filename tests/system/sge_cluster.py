@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hosts import Host, Network
 
-from echelon.launch.processes import ChildProcess
+from echelon.launch.supervision.processes import ChildProcess
 from jobs import until
 
 SLOTS = 4

@@ -23,11 +23,11 @@ from echelon.cluster.messages import (
     WorkerExited,
     encode,
 )
-from echelon.transport.admission import connect
-from echelon.transport.channel import send_all
+from echelon.transport.admission.admission import connect
+from echelon.transport.admission.channel import send_all
+from echelon.transport.admission.credentials import INSECURE, Credentials, Security
+from echelon.transport.admission.handshake import NONCE_BYTES, ClientHandshake, Mode
 from echelon.transport.control import frame
-from echelon.transport.credentials import INSECURE, Credentials, Security
-from echelon.transport.handshake import NONCE_BYTES, ClientHandshake, Mode
 
 TIMEOUT_S = 20.0
 Address = tuple[str, int]

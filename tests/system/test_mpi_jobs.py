@@ -92,8 +92,8 @@ def test_the_script_of_mxnet(network: Network, mpirun: str) -> None:
     assert len(weights_of(done.stdout)) == 2, done
 
 
-def test_a_killed_server_ends_the_job_everywhere(network: Network, mpirun: str) -> None:
-    job = network.login.start(launch(network, mpirun, "--", *WAITING, servers=2))
+def test_without_restarts_a_killed_server_ends_the_job_everywhere(network: Network, mpirun: str) -> None:
+    job = network.login.start(launch(network, mpirun, "--max-restarts", "0", "--", *WAITING, servers=2))
     assert job.stdout is not None
     while "waits" not in job.stdout.readline():
         pass

@@ -81,7 +81,7 @@ def test_the_five_steps_of_seed_001(network: Network) -> None:
     write(login, "data_sharding", "0 0.3", "0.3 1")
     write(login, "groups", *reversed(addresses))
     gsp = run(login, "./gsp_cifar10_inception_small.sh", BATCH_SIZE="4")
-    assert gsp.count("data_allocator=True, data_sharding='0.0 0.3/0.3 1.0'") == 2
+    assert gsp.count("data_allocator=1, data_sharding='0.0 0.3/0.3 1.0'") == 2
     outputs = [gsp, run(login, "./ssp_mnist_mlp.sh", DATA_ALLOCATOR="1")]
     for output in outputs:
         for rank in (0, 1):

@@ -174,8 +174,10 @@ def test_other_code_on_one_host_is_named_before_anything_starts(network: Network
     assert "waits" not in done.stdout
 
 
-def test_a_killed_server_ends_the_job_everywhere(network: Network) -> None:
-    job = network.login.start(launch(network, "--", *TRAINING[:1], "-u", "-c", _WAITS_WITH_STORE, servers=2))
+def test_without_restarts_a_killed_server_ends_the_job_everywhere(network: Network) -> None:
+    job = network.login.start(
+        launch(network, "--max-restarts", "0", "--", *TRAINING[:1], "-u", "-c", _WAITS_WITH_STORE, servers=2)
+    )
     assert job.stdout is not None
     for _ in range(2):
         job.stdout.readline()

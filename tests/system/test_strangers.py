@@ -14,7 +14,7 @@ import pytest
 from hosts import Host, Network, make_hosts
 
 from echelon.environment import CREDENTIALS
-from echelon.transport.credentials import Credentials
+from echelon.transport.admission.credentials import Credentials
 
 pytestmark = pytest.mark.system
 

@@ -27,6 +27,7 @@ PEERS_OF_TRAIN = (
     " (gradients: Echelon without --push-factors; lazy: Echelon with lazy_pull; clipped, ddp_clipped: with clipping by "
     "the global norm)"
 )
+LOAD_STORES = ("dist_sync", "dist_async", "dist_ssync", "dist_gsync")
 TRAIN_STORES = ("dist_sync", "dist_async", "dist_ssync")
 
 
@@ -38,6 +39,9 @@ def add_benchmarks(benchmarks: Benchmarks) -> None:
     add_schemes(benchmarks)
     add_io(benchmarks)
     add_rows(benchmarks)
+    add_load(benchmarks)
+    add_large(benchmarks)
+    add_checkpoint(benchmarks)
     add_harness(benchmarks)
 
 
@@ -132,6 +136,44 @@ def add_rows(benchmarks: Benchmarks) -> None:
     add("-s", "--num-servers", type=int, default=2, help="number of servers")
     add("--steps", type=int, default=10, help="timed steps per number of touched rows")
     _finish(parser, "echelon.bench.rows")
+
+
+def add_load(benchmarks: Benchmarks) -> None:
+    """Add `echelon bench load`."""
+    parser = benchmarks.add_parser("load", help="run many processes of a small model: progress, rates and memory")
+    add = parser.add_argument
+    add("-n", "--workers", dest="num_workers", type=int, default=64, help="number of workers")
+    add("-s", "--servers", dest="num_servers", type=int, default=8, help="number of servers")
+    add("--minutes", type=float, default=10.0, help="minutes of training per scheme")
+    stores = ", ".join(LOAD_STORES)
+    only = f"only one of {stores}; repeatable (default: all four)"
+    add("--kv-store", action="append", choices=LOAD_STORES, metavar="STORE", help=only)
+    add("--width", type=int, default=128, help="units of the two hidden layers")
+    add("--transport", choices=TRANSPORTS, default="auto", help="transport between workers and servers")
+    _finish(parser, "echelon.bench.load.run")
+
+
+def add_large(benchmarks: Benchmarks) -> None:
+    """Add `echelon bench large`."""
+    parser = benchmarks.add_parser("large", help="measure rates and peak memory of a 2 GB model and of 10,000 keys")
+    add = parser.add_argument
+    add("--model", action="append", help="the tensors to move, as in pushpull; repeatable")
+    add("--kv-store", action="append", help="measure only this store; repeatable (default: dist_sync and dist_async)")
+    add("-n", "--num-workers", type=int, default=2, help="number of workers")
+    add("-s", "--num-servers", type=int, default=2, help="number of servers")
+    add("--steps", type=int, default=4, help="steps per job; the first is not counted")
+    _finish(parser, "echelon.bench.large")
+
+
+def add_checkpoint(benchmarks: Benchmarks) -> None:
+    """Add `echelon bench checkpoint`."""
+    parser = benchmarks.add_parser("checkpoint", help="compare the times of steps with and without saving")
+    add = parser.add_argument
+    add("--width", type=int, default=1500, help="width of the network's layers")
+    add("--batch-size", type=int, default=64, help="samples per step")
+    add("--rounds", type=int, default=10, help="blocks of steps of each kind; the kinds take turns")
+    add("--steps", type=int, default=20, help="steps per block; a block that saves does so before its first step")
+    _finish(parser, "echelon.bench.checkpoint")
 
 
 def _add_job(parser: argparse.ArgumentParser, stores: Iterable[str] | None, transport_help: str) -> None:

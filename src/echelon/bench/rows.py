@@ -21,7 +21,7 @@ from echelon.bench.harness.results import write_result
 from echelon.kvstore import KVStore
 from echelon.launch.threads.in_process import run as run_job
 from echelon.train.trainer import Trainer
-from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Transport
+from echelon.transport.interface import CONNECT_S, Block, Buffer, Endpoint, Peer, Transport
 from echelon.transport.outbox import Precedence
 from echelon.transport.sockets import TcpTransport
 
@@ -116,9 +116,9 @@ class CountedTransport:
         endpoint.send = counted  # type: ignore[method-assign]
         return endpoint
 
-    def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
+    def connect(self, name: str, addresses: Sequence[str], wait_s: float = CONNECT_S) -> Endpoint:
         """Return a worker's endpoint."""
-        endpoint = self._inner.connect(name, addresses)
+        endpoint = self._inner.connect(name, addresses, wait_s)
         send = endpoint.send
 
         def counted(peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:

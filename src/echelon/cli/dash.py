@@ -6,9 +6,10 @@ import argparse
 import sys
 from contextlib import suppress
 
-from echelon.dash.serve import DEFAULT_PORT, LOOPBACK, check_installed, listen, serve
+from echelon.dash.serve import DEFAULT_PORT, check_installed, listen, serve
 from echelon.report.follow import run_folder
 from echelon.train.flags.parser import Parser
+from echelon.transport.listening import LOOPBACK
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from echelon.cli.live_page import add_dash_flag, listener_from, live_page
 from echelon.cluster.messages import SERVER, WORKER
@@ -35,6 +36,7 @@ GIVEN_UP = {  # by Job.security
     "proof": "--no-encryption: whoever can read or change packets on the network can read and change the weights",
     "none": "--insecure: whoever reaches a port of this job can read and change its weights, or stop it",
 }
+_SURVIVAL = ("max_restarts", "min_workers", "max_workers", "replicas")  # fields of Job that are flags of the same name
 
 
 def add_job_arguments(
@@ -85,19 +87,21 @@ def add_job_arguments(
         )
     parser.add_argument("--dry-run", action="store_true", help="print what would be started where, and start nothing")
     parser.add_argument("--transport", help="auto, shm or tcp (default: ECHELON_TRANSPORT, or auto)")
-    _add_security_arguments(parser)
+    add_security_arguments(parser)
     parser.add_argument(
         "--stall-seconds",
         type=float,
         help="interval of reports on what a process waits for (default: ECHELON_STALL_SECONDS, or 10)",
     )
 
+    add_survival_arguments(parser)
     add_dash_flag(parser)
     for launcher in LAUNCHERS.values():
         launcher.add_arguments(parser.add_argument_group(f"--launcher {launcher.name}"))
 
 
-def _add_security_arguments(parser: argparse.ArgumentParser) -> None:
+def add_security_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that give up protection."""
     security = parser.add_mutually_exclusive_group()
     security.add_argument(
         "--no-encryption",
@@ -115,6 +119,40 @@ def _add_security_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_survival_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which losses of processes a job survives."""
+    add = parser.add_argument
+    add(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="how often each process is started again after it failed (default: ECHELON_MAX_RESTARTS, or 3)",
+    )
+    add(
+        "--min-workers",
+        type=int,
+        metavar="N",
+        help="stop the job when fewer workers are alive (default: ECHELON_MIN_WORKERS, or 1)",
+    )
+    add(
+        "--max-workers",
+        type=int,
+        metavar="N",
+        help="let workers join the running job, up to N, with 'echelon join' (default: ECHELON_MAX_WORKERS, or -n)",
+    )
+    add(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="1: two servers have every update, so that losing one loses nothing (default: ECHELON_REPLICAS, or 0)",
+    )
+
+
+def warn(text: str) -> None:
+    """Print a warning."""
+    print(f"echelon: warning: {text}", file=sys.stderr, flush=True)
+
+
 def launcher_of(name: str) -> Launcher:
     """Return the launcher of a name, or a user's own, `package.module:NAME`."""
     if name in LAUNCHERS:
@@ -127,6 +165,12 @@ def launcher_of(name: str) -> Launcher:
     except (ImportError, AttributeError) as error:
         raise UsageError(f"--launcher {name} cannot be loaded: {error}") from error
     return launcher() if isinstance(launcher, type) else launcher
+
+
+def warn_if_no_restarts(options: argparse.Namespace, launcher: Launcher) -> None:
+    """Warn about --max-restarts if the launcher cannot restart single processes."""
+    if options.max_restarts and (why := getattr(launcher, "no_restarts", None)):
+        warn(f"--max-restarts has no effect with --launcher {launcher.name}: {why}")
 
 
 def request_from(options: argparse.Namespace, job: Job, command: Sequence[str]) -> Request:
@@ -161,6 +205,12 @@ def request_variables(flag: str, given: Sequence[str]) -> dict[str, str]:
     return variables
 
 
+def survival_from(options: argparse.Namespace, environment: Job) -> dict[str, Any]:
+    """Return the fields of a job that `add_survival_arguments` has flags for; those not given are the environment's."""
+    given = {name: getattr(options, name) for name in _SURVIVAL}
+    return {name: getattr(environment, name) if value is None else value for name, value in given.items()}
+
+
 def job_from(options: argparse.Namespace, **more: object) -> Job:
     """Return the job that the flags and the environment describe."""
     servers = options.num_workers if options.num_servers is None else options.num_servers
@@ -172,7 +222,7 @@ def job_from(options: argparse.Namespace, **more: object) -> Job:
         raise UsageError(f"--stall-seconds must be above 0 and finite, not {stall_seconds:g}")
     security = options.security or environment.security
     if security in GIVEN_UP:
-        print(f"echelon: warning: {GIVEN_UP[security]}", file=sys.stderr, flush=True)
+        warn(GIVEN_UP[security])
     return Job(
         num_workers=options.num_workers,
         num_servers=servers,
@@ -183,6 +233,7 @@ def job_from(options: argparse.Namespace, **more: object) -> Job:
         heartbeat_timeout_s=environment.heartbeat_timeout_s,
         transport=transport,
         stall_seconds=stall_seconds,
+        **survival_from(options, environment),
         security=security,
         credentials=environment.credentials,
         credentials_file=environment.credentials_file,
@@ -239,6 +290,7 @@ def run(options: argparse.Namespace) -> int:
         allow_optimizers=_allowed(options.allow_optimizer),
     )
     launcher = launcher_of(options.launcher)
+    warn_if_no_restarts(options, launcher)
     command = command_of(program) if launcher.name in ("local", "inproc") else command_on_hosts(program)
     plan = launcher.plan(request_from(options, job, command))
     _check_settings(job)

@@ -24,6 +24,7 @@ COMMANDS = {
     "launch": "start a scheduler, servers and workers around any command",
     "doctor": "check the hosts of a job before it starts",
     "node": "run this machine's part of a job that is started on every machine by hand",
+    "join": "start workers that join a running job",
     "data": "download published data sets; create, check and convert RecordIO data",
     "report": "print tables of training logs and runs",
     "top": "show a run in a terminal",

@@ -37,8 +37,8 @@ _WITHOUT_EFFECT = {  # flags that are accepted, and what the user is told
     "--host-ip": "the launcher announces the address that reaches the hosts; choose its interface with -i",
     "--log-level": "all lines of all processes are shown",
     "--log-file": "all lines are shown; write them to a file with > FILE",
-    "--max-attempts": "a worker that fails is not started again; the others continue",
-    "--local-num-attempt": "a worker that fails is not started again; the others continue",
+    "--max-attempts": "--max-restarts says how often each process is restarted",
+    "--local-num-attempt": "--max-restarts says how often each process is restarted",
     "--jobname": "the run has a name of its own",
 }
 _CHOOSE_HOSTS = {  # launchers that take no hosts file

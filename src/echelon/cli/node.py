@@ -9,9 +9,10 @@ folder.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
-from echelon.cli.launch import command_of, request_variables
+from echelon.cli.launch import add_survival_arguments, command_of, request_variables, survival_from
 from echelon.errors import UsageError
 from echelon.launch.interface import Output
 from echelon.launch.node import EXAMPLE, Rendezvous, node_job, node_plan, parse_rendezvous, run_node
@@ -31,13 +32,14 @@ def add_parser(subparsers: argparse._SubParsersAction[Parser]) -> None:
         "--env", action="append", default=[], metavar="NAME[=VALUE]", help="set a variable for all processes"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
+    add_survival_arguments(parser)
     parser.advice = "the command of the worker comes after --, as in: echelon node 0 … -- python train.py --lr 0.1"
-    _take_command(parser)
+    take_command(parser, "echelon node RANK [flags] -- command …")
     parser.set_defaults(run=run)
 
 
-def _take_command(parser: Parser) -> None:
-    """Let `--` end the flags. A positional argument for the command would also take the flags that follow RANK."""
+def take_command(parser: Parser, usage: str) -> None:
+    """Let `--` end the flags. A positional argument for the command would also take the flags after the first one."""
     parse = parser.parse_known_args
 
     def parse_until_dashes(args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
@@ -46,7 +48,7 @@ def _take_command(parser: Parser) -> None:
         given.program = args[end + 1 :]
         return given, unknown
 
-    parser.usage = "echelon node RANK [flags] -- command …"
+    parser.usage = usage
     parser.parse_known_args = parse_until_dashes  # type: ignore[method-assign]
 
 
@@ -58,8 +60,9 @@ def run(options: argparse.Namespace) -> int:
             f"a job needs at least one node and no negative number of servers, not {num_nodes} and "
             f"{options.servers_per_node}"
         )
+    job = node_job(num_nodes, num_nodes * options.servers_per_node, options.run_dir)
     request = Request(
-        node_job(num_nodes, num_nodes * options.servers_per_node, options.run_dir),
+        replace(job, **survival_from(options, job)),
         command,
         variables=request_variables("--env", options.env),
     )

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from echelon.cli.launch import add_job_arguments, job_from, launcher_of, request_from
+from echelon.cli.launch import add_job_arguments, job_from, launcher_of, request_from, warn_if_no_restarts
 from echelon.cli.live_page import listener_from, live_page
 from echelon.dash.serve import Listener
 from echelon.environment import Job
@@ -91,6 +91,7 @@ def run(given: argparse.Namespace) -> int:
     if store_kind(options.kv_store).collective:
         job = replace(job, num_servers=0)
     launcher = launcher_of(given.launcher)
+    warn_if_no_restarts(given, launcher)
     command = [sys.executable, "-m", "echelon.train", msgspec.json.encode(options).decode()]
     request = request_from(given, job, command)
     plan = launcher.plan(request)

@@ -9,7 +9,7 @@ ones are not.
     stripes   |server 0|server 1|server 0|server 1|server 0|server 1|
 
 A row-sparse key (the table of an embedding) has a segment of its own, whose stripes are blocks of whole rows. It is not
-mirrored: only rows travel (`server/rows.py`).
+mirrored: only rows travel (`server/storage/rows.py`).
 
 A key that an optimizer needs as a whole is on one server only. Such keys have segments of their own without stripes,
 and each key goes to the server that has the fewest bytes of them.
@@ -24,7 +24,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -224,6 +224,16 @@ class Layout:
     def _remove_slot(self, slot: Slot) -> None:
         self._ranges[slot.segment].remove((slot.start, slot.start + slot.padded))
         del self.slots[slot.key], self._by_name[slot.spec.name]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return what is needed to place more keys, as numbers and lists, beside segments and slots."""
+        opened = [[dtype, whole, index] for (dtype, whole), index in self._open.items()]
+        return {"used": self._used, "open": opened, "whole_bytes": self._whole_bytes}
+
+    def load_plain(self, plain: dict[str, Any]) -> None:
+        """Take over what `to_plain` returned. Segments and slots are adopted already."""
+        self._used, self._whole_bytes = list(plain["used"]), list(plain["whole_bytes"])
+        self._open = {(dtype, whole): index for dtype, whole, index in plain["open"]}
 
     def pieces(self, slot: Slot, server: int, *, exact: bool = False) -> list[Piece]:
         """Return the pieces of a key on one server, in order. `exact` excludes the padding after the key."""

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from echelon.errors import UsageError
+from echelon.transport.listening import LOOPBACK
 
 if TYPE_CHECKING:
     import uvicorn
 
-LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 8077
 NICENESS = 10  # training comes first
 BACKLOG = 64

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 
 import msgspec
 
+from echelon.cluster.messages import Malformed
 from echelon.doctor.diagnose import Examination
 from echelon.doctor.messages import Clock, Facts, FromProbe, Inspect, Measure, Measured, Time, ToProbe
 from echelon.doctor.probe import facts as own_facts
 from echelon.errors import JobError
+from echelon.launch.agents.messages import explain
 from echelon.launch.agents.streams import Stream
 from echelon.launch.hosts import Host
 from echelon.launch.plan import Request
@@ -52,8 +54,11 @@ class Probe:
             data = self._stream.read()
             if data == b"":
                 raise JobError(self._stream.why_ended())
-            for answer in self._reader.feed(data or b""):
-                return answer
+            try:
+                for answer in self._reader.feed(data or b""):
+                    return answer
+            except Malformed as error:
+                raise JobError(explain(error)) from error
 
     def close(self) -> None:
         """End the probe."""

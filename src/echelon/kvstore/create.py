@@ -9,7 +9,7 @@ import atexit
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,18 +18,19 @@ import torch
 
 from echelon.cluster.shares import Groups, find_groups, read_groups
 from echelon.environment import Job
-from echelon.errors import JobError, UsageError
+from echelon.errors import REPEATING, JobError, UsageError
 from echelon.kvstore.collective.process_group import ProcessGroup
 from echelon.kvstore.collective.rendezvous import rendezvous_of_devices, rendezvous_of_store
 from echelon.kvstore.collective.store import CollectiveStore
 from echelon.kvstore.multi_device import MultiDeviceStore
 from echelon.kvstore.servers.client import Client
-from echelon.kvstore.servers.session import SESSIONS
+from echelon.kvstore.servers.session import SESSIONS, Session
 from echelon.kvstore.servers.store import ServerStore
 from echelon.kvstore.store import KVStore
-from echelon.kvstore.uncaught import print_job_errors_in_one_line
+from echelon.kvstore.uncaught import PRINTED, print_job_errors_in_one_line
 from echelon.kvstore.worker import is_thread, transport_for
 from echelon.observe.events import EventLog
+from echelon.observe.notes import add_note
 from echelon.schemes import check_lr_scale, rules_for, store_kind
 from echelon.transport.choose import transport_of
 from echelon.transport.interface import Transport
@@ -71,8 +72,9 @@ def create(
     if job.role != "worker":
         serve_and_exit(job)
     _warn_if_alone(name, job)
-    _record_for_launcher(name, job)
-    print_job_errors_in_one_line()
+    if job.rank is not None:
+        add_note(job, f"{job.rank} {name}")
+    print_job_errors_in_one_line(joins=job.joins)
     kind = store_class(name, job)
     if kind is CollectiveStore:
         return _create_collective(name, job, torch.device(device), check_finite, staleness, groups)
@@ -111,13 +113,6 @@ def _warn_if_alone(name: str, job: Job) -> None:
         )
 
 
-def _record_for_launcher(name: str, job: Job) -> None:
-    """Let the launcher know that this worker has a store. A line of this length is written at once or not at all."""
-    if job.joined_file is not None and job.rank is not None:
-        with suppress(OSError), open(job.joined_file, "a") as file:
-            file.write(f"{job.rank} {name}\n")
-
-
 def store_class(name: str, job: Job) -> type[KVStore]:
     """Return the class of the store `name` in this job."""
     kind = store_kind(name)
@@ -146,21 +141,25 @@ def join(
     if kind.takes_groups and groups is None:
         groups = find_groups(job.groups)
     # Check the settings before the other workers wait for this one. Host names in groups can only be checked later.
-    rules_for(name, staleness, [[0]] if isinstance(groups, str | Path) else groups, lr_scale)
+    # A worker that joins a running job takes over what it was not given, so the servers check its settings.
+    if not job.joins:
+        rules_for(name, staleness, [[0]] if isinstance(groups, str | Path) else groups, lr_scale)
     session, is_new = SESSIONS.join(job, transport)
+    if is_new:
+        add_note(job, f"{session.rank} joined")
     with ExitStack() as undo:
         if is_new:
-            undo.callback(session.abandon)
+            undo.push(partial(_leave_after, session))
         store_session = session.open_store()
         undo.callback(store_session.close)
         events = EventLog.open(job.run_dir, "worker", session.rank)
         undo.callback(events.close)
-        endpoint = transport.connect(session.endpoint_name, [server.address for server in session.servers])
+        endpoint = store_session.connect(transport)
         undo.callback(endpoint.close)
         undo.callback(store_session.close)  # before the endpoint is closed, because the session's thread wakes it
-        store_session.on_change = endpoint.wake
-        listed = None if groups is None else read_groups(groups, session.hosts)
-        rules_for(name, staleness, listed, lr_scale)
+        listed = _listed_groups(groups, session)
+        if not session.is_late:
+            rules_for(name, staleness, listed, lr_scale)
         client = Client(endpoint, store_session, events, job.stall_seconds, job.timeout_s)
         store = ServerStore(
             name,
@@ -174,11 +173,47 @@ def join(
             check_finite=check_finite,
         )
         undo.pop_all()
+    store.on_ledger = partial(add_note, job, f"{session.rank} ledger")
     if session.rank == 0:
         store.record()
     if is_new:
-        session.on_left = _call_at_exit(lambda failed: session.abandon() if failed else session.finish())
+        session.on_left = _call_at_exit(partial(_end, session, job))
     return store
+
+
+def _leave_after(session: Session, kind: object, error: BaseException | None, trace: object) -> None:
+    """Leave the job because of an error. A job that a worker wanted to join learns why it did not."""
+    if session.is_late and isinstance(error, UsageError):
+        session.leave(str(error), failed=True)
+    else:
+        session.abandon()
+
+
+def _end(session: Session, job: Job, failed: bool) -> None:
+    """Leave the job at the exit of this process. One that joined and was refused says why.
+
+    After another error that would repeat, the launcher ends the job.
+    """
+    if job.joins and PRINTED and not session.broken:
+        session.leave(PRINTED[0], failed=True)
+        return
+    if not failed:
+        session.finish()
+        return
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, REPEATING) or isinstance(getattr(error, "__cause__", None), REPEATING):
+        add_note(job, f"{session.rank} refused")
+    session.abandon()
+
+
+def _listed_groups(groups: Groups | None, session: Session) -> list[list[int]] | None:
+    """Return groups of ranks. A late worker cannot tell them from the hosts of those that live: servers know them.
+
+    Another worker may have left before this one reads the groups; it is in them all the same.
+    """
+    if groups is None or session.is_late:
+        return None if groups is None or isinstance(groups, str | Path) else [list(group) for group in groups]
+    return read_groups(groups, session.hosts_at_join)
 
 
 def serve_and_exit(job: Job) -> None:
@@ -249,7 +284,8 @@ def _call_at_exit(end: Callable[[bool], None]) -> Callable[[], None]:
         try:
             end(getattr(sys, "last_value", None) is not None)
         except JobError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            if str(error) not in PRINTED:
+                print(f"error: {error}", file=sys.stderr, flush=True)
 
     atexit.register(at_exit)
     print_job_errors_in_one_line()

@@ -24,7 +24,7 @@ from echelon.kvstore.servers.store import ServerStore
 from echelon.kvstore.store import KVStore
 from echelon.kvstore.values import Keys, Values
 from echelon.observe.events import EventLog
-from echelon.server.memory import TORCH_DTYPES
+from echelon.server.storage.memory import TORCH_DTYPES
 
 HALT = "halt"  # the key in the group's store that holds the reason to stop
 
@@ -73,6 +73,10 @@ class MultiDeviceStore(KVStore):
         return [worker * self.group.size + device for worker in self._workers for device in devices]
 
     @property
+    def survives_deaths(self) -> bool:
+        return True
+
+    @property
     def number(self) -> int:
         return 0 if self.server_store is None else self.server_store.number
 
@@ -85,6 +89,11 @@ class MultiDeviceStore(KVStore):
         """Take the sum of the devices' `halt_flag`. If it is not 0, device 0 asks all workers to stop, once."""
         if total and self.server_store is not None and not self._halt_requested:
             self.halt(self.group.get_text(HALT))
+
+    def report_defect(self, reason: str) -> None:
+        """Tell the scheduler why the result is not whole, if this is device 0."""
+        if self.server_store is not None:
+            self.server_store.report_defect(reason)
 
     def share_job_state(self) -> None:
         """Send device 0's view of the job to all devices. All devices call this."""
@@ -153,6 +162,13 @@ class MultiDeviceStore(KVStore):
         if self.server_store is not None:
             self.server_store.barrier()
         self.share_job_state()
+
+    def meet(self) -> list[int]:
+        """Wait until all living workers have called this, however long one that lives takes. Return who they were."""
+        if self.server_store is not None:
+            self.server_store.meet()
+        self.share_job_state()
+        return self.workers
 
     def _halt(self, reason: str) -> None:
         """Ask all workers to stop training. Other devices than device 0 ask in the next barrier or step."""

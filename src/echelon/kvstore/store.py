@@ -43,8 +43,8 @@ from echelon.kvstore.values import (
 )
 from echelon.observe.events import EventLog
 from echelon.schemes.stores import store_kind
-from echelon.server.memory import TORCH_DTYPES
-from echelon.server.optimizer.optimization import INTEGER_KEY
+from echelon.server.storage.memory import TORCH_DTYPES
+from echelon.server.storage.optimization import INTEGER_KEY
 
 Updater = Callable[[Key, Tensor, Tensor], object]
 
@@ -95,6 +95,21 @@ class KVStore(ABC):
         return len(self.workers)
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the lowest living rank, which validates, saves and reports. Another's death changes it."""
+        return self.workers[:1] == [self.rank]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether this worker has joined a job that was running, and does not take part in the rounds yet."""
+        return False
+
+    @property
+    def survives_deaths(self) -> bool:
+        """Whether the other workers continue when one dies."""
+        return False
+
+    @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
@@ -122,6 +137,18 @@ class KVStore(ABC):
     def halted(self) -> str | None:
         """The reason why a worker asked all workers to stop training, or None."""
         return self._halted
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether this worker has announced that it leaves, and the others continue without it."""
+        return False
+
+    def announce_leaving(self, reason: str) -> None:
+        """Say that this worker was told to end. If the others can continue without it, `may_leave` is set.
+
+        Otherwise, or if all workers were told to end, all of them stop (`halted`).
+        """
+        self.halt(reason)
 
     # --- the classic calls
 
@@ -246,6 +273,11 @@ class KVStore(ABC):
         self._barrier()
         self.after_barrier()
 
+    def meet(self) -> list[int]:
+        """Wait until all living workers have called this, however long one that lives takes. Return who they were."""
+        self.barrier()
+        return self.workers
+
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all workers, by rank: tensors of any shapes, numbers, or what JSON can hold.
 
@@ -274,6 +306,9 @@ class KVStore(ABC):
         """Ask all workers to stop training. `halted` then gives the reason."""
         self._check_open()
         self._halt(reason)
+
+    def report_defect(self, reason: str) -> None:  # noqa: B027  (most stores have no scheduler)
+        """Tell the scheduler, if the job has one, why the result is not whole; the status of the job then says so."""
 
     @abstractmethod
     def save_optimizer_states(self, path: str | Path) -> None:

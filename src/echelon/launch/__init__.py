@@ -1,7 +1,7 @@
 """Launchers: they start the processes of a job and supervise them until all have ended.
 
-A launcher (`interface`) makes a `plan`, which says which process runs where. `run` and `supervise` watch the processes
-of a job, wherever they run (`processes`). On this machine they are children (`local`); on other machines an agent
+A launcher (`interface`) makes a `plan`, which says which process runs where. `run` and `supervision` watch the
+processes of a job, wherever they run. On this machine they are children (`local`); on other machines an agent
 starts each of them (`agents`); `ssh`, `mpi`, `slurm`, `sge` and `yarn` start the agents. `ray` has actors, `kubernetes`
 has pods, and `threads` runs a job as threads of one process. `node` starts one machine's part of a job, and `devices`
 one process per device of a worker.

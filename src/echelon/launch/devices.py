@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from echelon.environment import Job, sleeping_threads, user_threads
 from echelon.errors import UsageError
-from echelon.launch.supervise import Command, OnLine, Supervisor
+from echelon.launch.supervision.children import Command, OnLine
+from echelon.launch.supervision.supervise import Supervisor
 from echelon.system import usable_cores
 from echelon.transport.listening import LOOPBACK, listen
 

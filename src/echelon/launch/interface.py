@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from echelon.launch.plan import Plan, Request
-from echelon.launch.supervise import OnLine, print_line
+from echelon.launch.supervision.children import OnLine, print_line
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,10 @@ class Output:
 
 
 class Launcher(Protocol):
-    """Starts a planned job somewhere and waits for its end."""
+    """Starts a planned job somewhere and waits for its end.
+
+    One that cannot restart single processes has an attribute `no_restarts`, which says why.
+    """
 
     name: str
 

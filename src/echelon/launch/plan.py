@@ -150,12 +150,42 @@ def make_plan(request: Request, *, scheduler_host: Host | None = None, python: s
     return Plan(request, (*scheduler, *itertools.starmap(process, placed)))
 
 
+def without_restarts(request: Request) -> Request:
+    """Return the request of a launcher that cannot restart single processes, so that no process waits for that."""
+    return replace(request, job=replace(request.job, max_restarts=0))
+
+
 def check(job: Job) -> None:
     """Raise UsageError for impossible numbers of processes."""
     if job.num_workers < 1:
         raise UsageError(f"a job needs at least one worker (-n), not {job.num_workers}")
     if job.num_servers < 0:
         raise UsageError(f"the number of servers (-s) cannot be {job.num_servers}")
+    if job.max_restarts < 0:
+        raise UsageError(f"--max-restarts must be 0 or more, not {job.max_restarts}")
+    _check_elastic(job)
+    if job.replicas not in (0, 1):
+        raise UsageError(f"--replicas must be 0 or 1, not {job.replicas}")
+    if job.replicas and job.num_servers < 2:
+        raise UsageError(
+            f"--replicas {job.replicas} needs at least 2 servers, because the second copy of a slice is on another "
+            f"server; this job has {job.num_servers} (-s)"
+        )
+
+
+def _check_elastic(job: Job) -> None:
+    """Raise UsageError for numbers of workers between which the job cannot continue."""
+    most = job.num_workers if job.max_workers is None else job.max_workers
+    if most < job.num_workers:
+        raise UsageError(f"--max-workers is {most}, but the job starts with {job.num_workers} workers (-n)")
+    if not 1 <= job.min_workers <= job.num_workers:
+        raise UsageError(f"--min-workers must be from 1 to {job.num_workers} (-n), not {job.min_workers}")
+    for flag, changed in (("--min-workers", job.min_workers > 1), ("--max-workers", most > job.num_workers)):
+        if changed and not job.num_servers:
+            raise UsageError(
+                f"{flag} needs servers (-s 1 or more): a job without servers cannot continue when a worker leaves or "
+                "joins"
+            )
 
 
 def describe(plan: Plan) -> str:

@@ -9,10 +9,10 @@ from contextlib import closing, suppress
 from echelon.cluster.messages import WorkerExited, shorten
 from echelon.environment import Job
 from echelon.errors import JobError
-from echelon.transport.admission import connect
-from echelon.transport.channel import Channel, send_all
+from echelon.transport.admission.admission import connect
+from echelon.transport.admission.channel import Channel, send_all
+from echelon.transport.admission.credentials import Security
 from echelon.transport.control import CONNECT_S, SEND_S, frame
-from echelon.transport.credentials import Security
 
 
 def report_worker_exit(job: Job, message: WorkerExited) -> None:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
-from echelon.cluster.messages import WORKER, WorkerExited
+from echelon.cluster.messages import SERVER, WORKER, WorkerExited
+from echelon.errors import USAGE
 from echelon.launch.interface import Output
+from echelon.launch.join_line import JoinLine
 from echelon.launch.joining import Joining
-from echelon.launch.plan import Plan, PlannedProcess
-from echelon.launch.processes import RunningProcess
-from echelon.launch.supervise import Command, Supervisor, start_child
+from echelon.launch.plan import SCHEDULER, Address, Plan, PlannedProcess
+from echelon.launch.supervision.children import Command, start_child
+from echelon.launch.supervision.processes import RunningProcess
+from echelon.launch.supervision.restarts import Restart, Restarts, is_replaceable
+from echelon.launch.supervision.supervise import Supervisor
+from echelon.launch.supervision.verdict import Verdict
 from echelon.observe.events import append_event
 from echelon.observe.machine import command_line, commit, machine, own_version
 from echelon.observe.resource_events import ResourceEvents
-from echelon.transport.credentials import with_credentials
+from echelon.transport.admission.credentials import with_credentials
 
 
 class Backend(Protocol):
@@ -39,6 +45,22 @@ class Backend(Protocol):
         """Tell the scheduler that a worker's process has ended."""
         ...
 
+    def can_restart(self, planned: PlannedProcess) -> bool:
+        """Return whether a process that has ended can be started again where it ran."""
+        ...
+
+    def restart(self, planned: PlannedProcess) -> RunningProcess:
+        """Start a process that has ended again, or begin to. The scheduler listens at the same address as before."""
+        ...
+
+    def release(self, planned: PlannedProcess) -> None:
+        """Give up what is kept for a restart of a process, which has ended for good."""
+        ...
+
+    def scheduler_address(self) -> Address | None:
+        """Return where workers that join the running job reach the scheduler, once that is known."""
+        ...
+
 
 def protect(plan: Plan) -> Plan:
     """Return a plan whose job has a secret of its own, unless it runs without protection or the user gave a secret."""
@@ -54,14 +76,18 @@ def run_job(
     watched: Mapping[int, Callable[[], None]] = MappingProxyType({}),
     *,
     workers_elsewhere: bool = False,
+    joins: bool = False,
 ) -> int:
     """Run a plan to its end, and return 0, the first failing exit status, or 128 + the number of a signal.
 
     `helpers` are programs of this machine that run as long as the job. `watched` maps files of the launcher, such as
     that of a hub, to what is called whenever they are readable. `workers_elsewhere`: the plan is one node's part of the
-    job, so its servers continue after its worker, unless that one has ended before it joined the job.
+    job, so its servers continue after its worker, unless that one has ended before it joined the job. `joins`: the plan
+    has workers that join a job of another launcher.
     """
-    _record_job(plan)
+    if not joins:
+        _record_job(plan)
+    join_line = JoinLine(plan)
     resources = ResourceEvents(None if plan.hosts() else plan.job.run_dir)
     planned = {process.name: process for process in plan.processes}
     joining = Joining(plan.job.num_workers)
@@ -73,7 +99,10 @@ def run_job(
 
     def report_end(name: str, how: str, failed: bool) -> None:
         process = planned.get(name)
-        if process is None or process.role != WORKER:
+        if process is None:
+            return
+        backend.release(process)
+        if process.role != WORKER:
             return
         if not failed:
             joining.worker_ended(process.rank)
@@ -84,22 +113,85 @@ def run_job(
         backend.turn()
         if missing := joining.missing():
             supervisor.fail(f"{WORKER} {missing[0]}", missing[1])
+        for name, pid in joining.take_lost().items():
+            supervisor.set_lost(name, pid)
+        if joining.has_started and not joins and (line := join_line.take(backend.scheduler_address())):
+            print(f"echelon: {line}", file=sys.stderr, flush=True)
         resources.tick()
         output.on_tick()
 
     def needed_elsewhere() -> bool:
         backend.turn()  # read who has joined
-        return workers_elsewhere and joining.has_joined
+        job = plan.job
+        can_join = (job.max_workers or 0) > job.num_workers  # these may train on without those of this launcher
+        return joining.has_joined and (workers_elsewhere or (can_join and not joining.is_over))
 
-    supervisor = Supervisor(output.on_line, tick, report_end, start, needed_elsewhere=needed_elsewhere)
+    def verdict() -> Verdict | None:
+        backend.turn()  # read the newest notes
+        return joining.verdict
+
+    supervisor = Supervisor(
+        output.on_line,
+        tick,
+        report_end,
+        start,
+        needed_elsewhere=needed_elsewhere,
+        has_ledger=lambda: joining.has_ledger,
+        restarter=_JobRestarts(plan, backend, joining),
+        verdict=verdict,
+    )
     for fileno, on_readable in watched.items():
         supervisor.watch(fileno, on_readable)
     commands = [_command(plan, process, shown=output.shown) for process in plan.processes]
-    with closing(resources):
-        status = supervisor.run([*commands, *helpers])
+    with closing(resources), closing(join_line):
+        try:
+            status = supervisor.run([*commands, *helpers])
+        finally:
+            for process in plan.processes:
+                backend.release(process)
     if not status and (warning := joining.warning()):
         print(f"echelon: warning: {warning}", file=sys.stderr, flush=True)
     return status
+
+
+class _JobRestarts:
+    """Restarts the processes of a plan where they ran, as far as the state of the job permits."""
+
+    def __init__(self, plan: Plan, backend: Backend, joining: Joining) -> None:
+        self._planned = {process.name: process for process in plan.processes}
+        self._run_dir = plan.job.run_dir
+        self._backend, self._joining = backend, joining
+        self._restarts = Restarts(plan.job.max_restarts if plan.job.num_servers else 0)
+
+    def plan(self, name: str, code: int, now: float) -> Restart | None:
+        """Return when a process that ended with `code` is started again; None: not at all."""
+        process, joining = self._planned.get(name), self._joining
+        if process is None or not self._backend.can_restart(process):
+            return None
+        if process.job.joins and code == USAGE:
+            return None  # the job would refuse it again
+        self._backend.turn()  # read the newest notes
+        if name in joining.refused or not is_replaceable(
+            process.role,
+            code,
+            has_started=joining.has_started,
+            has_ledger=joining.has_ledger,
+            is_over=joining.is_over,
+        ):
+            return None
+        return self._restarts.next(name, now)
+
+    def ends_job(self, name: str) -> bool:
+        """Return whether the failure of a process would repeat, so that the job ends."""
+        joining = self._joining
+        return name in joining.refused and joining.has_started and joining.has_ledger and not joining.is_over
+
+    def start(self, name: str, number: int) -> RunningProcess:
+        """Start a process for the `number`-th time again."""
+        process = self._planned[name]
+        if self._run_dir is not None:
+            append_event(self._run_dir, "launcher", 0, "restart", process=name, number=number)
+        return self._backend.restart(replace(process, job=replace(process.job, restarts=number)))
 
 
 def _record_job(plan: Plan) -> None:
@@ -130,4 +222,6 @@ def _command(plan: Plan, process: PlannedProcess, *, shown: bool) -> Command:
         essential=not is_worker,
         needed=is_worker and not plan.job.num_servers,
         shown=shown,
+        judge=process.role == SCHEDULER,
+        replicated=process.role == SERVER and plan.job.replicas > 0,
     )

@@ -31,7 +31,7 @@ from echelon.launch.agents.tasks import TaskProgram, find_cause, num_tasks, pyth
 from echelon.launch.hosts import Host
 from echelon.launch.interface import Output
 from echelon.launch.plan import Plan, Request, describe, make_plan
-from echelon.transport.credentials import Credentials, write_credentials
+from echelon.transport.admission.credentials import Credentials, write_credentials
 
 QSUB = "qsub"
 LOG_FOLDER = "<log folder>"

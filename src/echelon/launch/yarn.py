@@ -22,7 +22,7 @@ from echelon.launch.agents.hub import Hub, task_command
 from echelon.launch.agents.tasks import Cause, TaskProgram, run_tasks
 from echelon.launch.interface import Output
 from echelon.launch.plan import SCHEDULER, Plan, Request, describe, make_plan
-from echelon.transport.credentials import FILE_NAME, read_credentials, user_credentials
+from echelon.transport.admission.credentials import FILE_NAME, read_credentials, user_credentials
 
 YARN = "yarn"
 CLIENT = "org.apache.hadoop.yarn.applications.distributedshell.Client"

@@ -21,10 +21,13 @@ from typing import Any, Self
 
 import msgspec
 
+from echelon.fault_points import fault_point
+
 FLUSH_S = 0.2
 SUMMARY_S = 10.0
 MAX_QUEUED = 100_000
 FILE_NAME = "events.jsonl"
+_ENCODER = msgspec.json.Encoder(enc_hook=str)
 _DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -51,10 +54,12 @@ class EventLog:
         self._dropped = 0
         self._stop = threading.Event()
         self._file = -1
+        self._path = Path()
         self._thread: threading.Thread | None = None
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(directory / FILE_NAME, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._path = directory / FILE_NAME
+            self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._thread = threading.Thread(target=self._drain, name="echelon-events", daemon=True)
             self._thread.start()
 
@@ -74,6 +79,11 @@ class EventLog:
             if len(self._queue) == MAX_QUEUED:
                 self._dropped += 1
             self._queue.append((time.time(), kind, fields))
+
+    def write_now(self, kind: str, **fields: Any) -> None:
+        """Write an event before this returns, so that it is not lost if the process is killed."""
+        if self._thread is not None:
+            self._append([_ENCODER.encode({"at": round(time.time(), 6), "who": self._who, "event": kind} | fields)])
 
     def count(self, kind: str, **fields: Any) -> None:
         """Count an event, whose `count` is the number of events of this kind so far; returns immediately."""
@@ -99,18 +109,17 @@ class EventLog:
         self.close()
 
     def _drain(self) -> None:
-        encoder = msgspec.json.Encoder(enc_hook=str)
         while True:
             stopping = self._stop.wait(FLUSH_S)
             self._queue_counted(math.inf if stopping else time.monotonic())
             lines = []
             while self._queue:
                 at, kind, fields = self._queue.popleft()
-                lines.append(encoder.encode({"at": round(at, 6), "who": self._who, "event": kind} | fields))
+                lines.append(_ENCODER.encode({"at": round(at, 6), "who": self._who, "event": kind} | fields))
             if self._dropped:
                 dropped, self._dropped = self._dropped, 0
                 lines.append(
-                    encoder.encode({"at": time.time(), "who": self._who, "event": "dropped", "count": dropped})
+                    _ENCODER.encode({"at": time.time(), "who": self._who, "event": "dropped", "count": dropped})
                 )
             if lines:
                 self._append(lines)
@@ -128,6 +137,7 @@ class EventLog:
         """Append lines in one write, so that those of different processes do not mix; a full disk only loses events."""
         data = b"\n".join(lines) + b"\n"
         try:
+            fault_point("events.write", path=self._path)
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError:

@@ -11,7 +11,7 @@ import msgspec
 
 from echelon.atomic_file import AtomicFile
 from echelon.report.state.epochs import epoch_rows
-from echelon.report.state.run import RunState
+from echelon.report.state.run import JOINED_AGAIN, LOST, Fault, RunState
 from echelon.report.state.worker import WorkerState
 
 FILE_NAME = "summary.json"
@@ -22,6 +22,9 @@ def summary(state: RunState, store: str, options: dict[str, Any], exit_status: i
 
     If a run was stopped before its final weights were measured, `accuracy` is that of its last validation, and
     `accuracy_is_final` is false. `metrics` are those that --top-k, --loss and --metrics added, of the same weights.
+    `not_whole` says why the result is not whole, or is None. Steps and samples of a worker include those of earlier
+    processes of its rank, up to the last report of each; `samples` are those of the job, which its ledger counts.
+    `partial_steps` are steps of lost workers that were applied in part, and whose samples were trained again.
     """
     last = state.final or (state.validations[-1] if state.validations else None)
     return {
@@ -33,6 +36,10 @@ def summary(state: RunState, store: str, options: dict[str, Any], exit_status: i
         "samples_per_s": round(state.samples / state.seconds, 3) if state.seconds else 0.0,
         "seconds": round(state.seconds, 3),
         "samples": state.samples,
+        "partial_steps": sum(state.partial.values()),
+        "lost_workers": [_lost(fault) for fault in state.faults if fault.kind in LOST],
+        "not_whole": state.not_whole or None,
+        "restarts": sum(fault.kind == JOINED_AGAIN for fault in state.faults),
         "utilisation": state.utilisation(options.get("devices", ())),
         "exit_status": exit_status,
         "validations": [
@@ -48,11 +55,17 @@ def summary(state: RunState, store: str, options: dict[str, Any], exit_status: i
     }
 
 
+def _lost(fault: Fault) -> dict[str, str]:
+    return {"who": fault.who, "how": fault.kind, "reason": fault.text}
+
+
 def _worker(worker: WorkerState, began: float) -> dict[str, Any]:
     return {
         "rank": worker.rank,
-        "clock": worker.clock,
-        "samples": worker.samples,
+        "clock": worker.all_steps,
+        "samples": worker.all_samples,
+        "deaths": worker.deaths,
+        "restarts": worker.restarts,
         "compute_s": worker.compute_s,
         "push_s": worker.push_s,
         "wait_s": worker.wait_s,

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from echelon.cluster.messages import FromProcess, Halt, StoreClosed, StoreEnding, decode_from_process
 from echelon.errors import JobError
-from echelon.transport.channel import Channel
+from echelon.transport.admission.channel import Channel
 from echelon.transport.framing import FrameReader
 
-MAX_FRAME = 64 << 10  # of messages to the scheduler; the longest text takes a quarter of it
+MAX_FRAME = 256 << 10  # of messages to the scheduler; a process that returns lists the members, 90 bytes each
 READ_BYTES = 16 << 10
 TURN_MESSAGES = 100  # that are handled before other connections have their turn
 RATE = 10_000.0  # units that a connection may spend per second; `cost` says what a message costs

@@ -10,7 +10,7 @@ Read in this order:
 
 from echelon.schemes.engine import Action, Apply, Contribution, Decision, Engine, Gathered, Reply
 from echelon.schemes.norms import NormRequest, Norms, scale_to_clip
-from echelon.schemes.rules import LR_SCALES, Divisor, Rules, asp, bsp, check_lr_scale, gsp, rules_for, ssp
+from echelon.schemes.rules import LR_SCALES, Divisor, Rules, asp, bsp, check_lr_scale, gsp, has_settings, rules_for, ssp
 from echelon.schemes.stores import SCHEMES, STORES, StoreKind, store_kind
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "bsp",
     "check_lr_scale",
     "gsp",
+    "has_settings",
     "rules_for",
     "scale_to_clip",
     "ssp",

@@ -10,7 +10,12 @@ group.
     pull(c) ──> group clock >= c and c - min(active group clocks) <= bound ──> Reply, else held
 
 Each applied round and each worker that leaves cause the held pulls to be checked again, so no pull waits for a worker
-that has left. What a worker pushed before it left stays in its round and counts.
+that has left. What a worker pushed before it left stays in its round and counts, unless nobody of its group is left to
+complete it.
+
+A worker joins a running job at a clock that it chooses (`next_clocks`, `join`): the same number on all servers, so that
+its pushes of a step belong to one round. A number is refused if the round was applied meanwhile, or if the worker has
+pushed this clock before it left. Nothing is therefore applied twice, and nobody waits for the worker before this round.
 
 A push may be gated: its round is then applied in two stages. When the round is complete, `Gathered` reports it, and its
 contributions do not change any more. `release` applies it. Between the two, servers agree on the norm of all gradients.
@@ -22,8 +27,8 @@ that finished their data still count, so that the slower ones do not take larger
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from echelon.schemes.rules import Divisor, Rules
 
@@ -75,6 +80,7 @@ class Reply(NamedTuple):
 
 
 Action = Gathered | Apply | Reply
+Plain = dict[str, Any]  # a state as numbers, texts, lists and dicts
 
 
 class Decision(NamedTuple):
@@ -94,6 +100,8 @@ OBSERVER = "answered: the worker does not take part and only reads"
 NOT_A_MEMBER = "the worker is not in the view"
 RELEASED = "released by a change of the view"
 RELEASED_NOTHING = "the change of the view releases nothing"
+JOINED = "the worker takes part from this clock on"
+TOO_LATE = "refused: a round from this clock on was applied, or the worker has pushed it before"
 
 _IGNORED = Decision((), DUPLICATE)
 _REJECTED = Decision((), NOT_A_MEMBER)
@@ -111,6 +119,12 @@ class _Group:
         self.rounds: dict[int, dict[int, float | None]] = {}  # clock -> worker -> samples
         self.absent: dict[int, float] = {}  # clock -> samples of pushes that carry no gradient
 
+    def drop_rounds(self) -> None:
+        """Drop the incomplete rounds."""
+        self.gates.clear()
+        self.rounds.clear()
+        self.absent.clear()
+
 
 class _Key:
     """The state of one key."""
@@ -123,7 +137,7 @@ class _Key:
         self.held: dict[tuple[int, int], None] = {}  # (worker, clock) of held pulls, oldest first
         self.read: dict[int, int] = {}  # worker -> version that it read last
         self.samples: dict[int, float] = {}  # worker -> samples of its latest push
-        self.starts: dict[int, int] = {}  # worker that joined later -> its first clock
+        self.starts: dict[int, int] = {}  # worker that joined later -> its first clock, until its group has reached it
 
 
 class Engine:
@@ -148,6 +162,11 @@ class Engine:
         """The active workers and the paused ones."""
         return self.workers | self._paused
 
+    @property
+    def paused(self) -> frozenset[int]:
+        """The paused workers."""
+        return frozenset(self._paused)
+
     def is_active(self, worker: int) -> bool:
         """Return whether a worker takes part."""
         return worker in self._members.get(self.rules.group_of(worker), ())
@@ -155,6 +174,11 @@ class Engine:
     def group_is_active(self, worker: int) -> bool:
         """Return whether any member of a worker's group takes part."""
         return self.rules.group_of(worker) in self._members
+
+    def group_is_over(self, worker: int) -> bool:
+        """Return whether no member of a worker's group takes part or is paused."""
+        group_id = self.rules.group_of(worker)
+        return group_id not in self._members and all(self.rules.group_of(other) != group_id for other in self._paused)
 
     def add_key(self, key: int) -> None:
         """Start a key at version 0 and clock 0."""
@@ -224,6 +248,21 @@ class Engine:
         held = HELD_AT_GATE if self.waits_for_release(worker, key) else HELD_FOR_MEMBERS
         return Decision(tuple(actions), APPLIED if group.clock > before else held)
 
+    def put_back(self, worker: int, key: int, clock: int, samples: float | None, absent: float, *, gated: bool) -> bool:
+        """Put the push of a worker that does not take part any more into its round, as in the engine that this copies.
+
+        Return False if the round was applied. Nothing is applied here: a member that takes part completes the round.
+        """
+        group = self._keys[key].groups.get(self.rules.group_of(worker))
+        if group is None or clock < group.clock:
+            return False
+        group.rounds.setdefault(clock, {})[worker] = samples
+        if absent:
+            group.absent[clock] = group.absent.get(clock, 0.0) + absent
+        if gated:
+            group.gates.setdefault(clock, False)
+        return True
+
     def release(self, worker: int, key: int, clock: int, scale: float = 1.0) -> Decision:
         """Apply the gathered round `clock` of a worker's group, its sum times `scale`. Only the first call counts."""
         group_id = self.rules.group_of(worker)
@@ -255,6 +294,43 @@ class Engine:
             return Decision((), HELD_FOR_BOUND)
         return Decision((self._reply(key, state, worker, clock),), ANSWERED)
 
+    def to_plain(self) -> Plain:
+        """Return the state as numbers, lists and dicts, without rounds that are not complete and without pulls."""
+        return {
+            "members": {group: sorted(members) for group, members in self._members.items()},
+            "paused": sorted(self._paused),
+            "round": sorted(self._round),
+            "keys": {
+                key: {
+                    "version": state.version,
+                    "groups": {group: [one.clock, one.seen] for group, one in state.groups.items()},
+                    "read": state.read,
+                    "samples": state.samples,
+                    "starts": state.starts,
+                }
+                for key, state in self._keys.items()
+            },
+        }
+
+    def load_plain(self, plain: Plain) -> None:
+        """Take over what `to_plain` returned."""
+        self._members = {group: set(members) for group, members in plain["members"].items()}
+        self._paused, self._round = set(plain["paused"]), set(plain["round"])
+        self._keys = {}
+        for key, values in plain["keys"].items():
+            state = self._keys[key] = _Key()
+            state.version = values["version"]
+            state.read, state.samples = dict(values["read"]), dict(values["samples"])
+            state.starts = dict(values["starts"])
+            for group, (clock, seen) in values["groups"].items():
+                state.groups[group] = _Group(clock)
+                state.groups[group].seen = seen
+
+    def forget_pulls(self) -> None:
+        """Drop all held pulls; they will be sent again."""
+        for state in self._keys.values():
+            state.held.clear()
+
     def leave(self, worker: int, *, finished: bool = False) -> Decision:
         """Remove a worker that died or finished: nothing waits for it, and its own held pulls are dropped."""
         group_id = self.rules.group_of(worker)
@@ -263,6 +339,7 @@ class Engine:
             if worker in self._paused and not finished:
                 self._paused.discard(worker)
                 self._round.discard(worker)
+                self._drop_if_over(worker)
             return _REJECTED
         members.discard(worker)
         if not finished:
@@ -271,12 +348,26 @@ class Engine:
             del self._members[group_id]
         actions: list[Action] = []
         for key, state in self._keys.items():
+            state.starts.pop(worker, None)
             for held in [held for held in state.held if held[0] == worker]:
                 del state.held[held]
             if members:
                 self._advance(key, state, group_id, actions)
             self._answer_held(key, state, actions)
+        self._drop_if_over(worker)
         return Decision(tuple(actions), RELEASED if actions else RELEASED_NOTHING)
+
+    def _drop_if_over(self, worker: int) -> None:
+        """Drop the incomplete rounds of a worker's group if nobody can complete them."""
+        if self.group_is_over(worker):
+            self.drop_rounds(worker)
+
+    def drop_rounds(self, worker: int) -> None:
+        """Drop the incomplete rounds of a worker's group, in which nobody takes part now."""
+        group_id = self.rules.group_of(worker)
+        for state in self._keys.values():
+            if group_id in state.groups:
+                state.groups[group_id].drop_rounds()
 
     def pause(self, worker: int) -> Decision:
         """Stop waiting for a worker that waits for all others. It has no pushes in flight."""
@@ -293,26 +384,42 @@ class Engine:
             for state in self._keys.values():
                 state.groups.setdefault(group_id, _Group(0))  # keys that were added while the whole group was paused
 
-    def join(self, worker: int) -> dict[int, int]:
-        """Add a new or returning worker at the next clock. Return its first clock for every key."""
+    def next_clocks(self, worker: int) -> dict[int, int]:
+        """Return for every key the first clock from which on a worker may join now.
+
+        A worker that is alone in its group is not expected to repeat what the slowest group has done.
+        """
         group_id = self.rules.group_of(worker)
-        alone = not self._members.get(group_id)
-        firsts: dict[int, int] = {}
-        for key, state in self._keys.items():
-            if alone:
-                others = [self._slowest(state)] if self._members else [g.clock for g in state.groups.values()]
-                before = state.groups.get(group_id)  # none of its clocks may be applied a second time
-                clock = max([*others, before.clock if before else 0])
-                group = state.groups[group_id] = _Group(clock)
-                group.seen = state.version
-                firsts[key] = clock
-            else:
-                firsts[key] = state.groups[group_id].clock + 1
-            state.starts[worker] = firsts[key]
-            state.read[worker] = state.version
+        clocks = {key: self._first_free(state, group_id, worker) for key, state in self._keys.items()}
+        if self._members and group_id not in self._members:
+            clocks = {key: max(clock, self._slowest(self._keys[key])) for key, clock in clocks.items()}
+        return clocks
+
+    def join(self, worker: int, first: int, firsts: Mapping[int, int] | None = None) -> Decision:
+        """Let a new, returning or paused worker take part from clock `first` on, in all keys.
+
+        `firsts` has the first clocks of keys that differ. A worker that takes part already, and has no push in flight,
+        moves to the new clock. If one clock is not free any more, the reason is TOO_LATE, and nothing has changed.
+        """
+        group_id = self.rules.group_of(worker)
+        starts = {key: (firsts or {}).get(key, first) for key in self._keys}
+        free = (self._first_free(state, group_id, worker) <= starts[key] for key, state in self._keys.items())
+        if not all(free):
+            return Decision((), TOO_LATE)
+        alone = group_id not in self._members
         self._members.setdefault(group_id, set()).add(worker)
+        self._paused.discard(worker)
         self._round.add(worker)
-        return firsts
+        actions: list[Action] = []
+        for key, state in self._keys.items():
+            group = state.groups.setdefault(group_id, _Group(0))
+            if alone:
+                group.seen = state.version
+            state.starts[worker] = starts[key]
+            state.read[worker] = state.version
+            self._advance(key, state, group_id, actions)
+            self._answer_held(key, state, actions)
+        return Decision(tuple(actions), JOINED)
 
     def waits_for_release(self, worker: int, key: int) -> bool:
         """Return whether the next round of a worker's group is gathered and waits for `release`."""
@@ -354,10 +461,27 @@ class Engine:
                 break
             if group.clock in group.rounds:
                 self._apply(key, state, group, actions)
-            else:
-                group.clock += 1  # no pushes are expected: all members joined later, at a later clock
+            else:  # no pushes are expected: all members joined later, at later clocks
+                group.clock = min([*group.rounds, *(state.starts[worker] for worker in self._members[group_id])])
+        if state.starts:
+            self._forget_reached(state, group_id)
         if group.clock != before and state.held:
             self._answer_held(key, state, actions)
+
+    def _forget_reached(self, state: _Key, group_id: int) -> None:
+        """Forget the first clocks of workers that their group has reached: the group's clock now says the same."""
+        clock = state.groups[group_id].clock
+        for worker in self._members[group_id]:
+            if state.starts.get(worker, clock + 1) <= clock:
+                del state.starts[worker]
+
+    def _first_free(self, state: _Key, group_id: int, worker: int) -> int:
+        """Return the first clock of a key that is neither final in the worker's group nor pushed by the worker."""
+        group = state.groups.get(group_id)
+        if group is None:
+            return 0
+        final = group.clock + group.gates.get(group.clock, False)
+        return max([final, *(clock + 1 for clock, arrived in group.rounds.items() if worker in arrived)])
 
     def _apply(self, key: int, state: _Key, group: _Group, actions: list[Action], scale: float = 1.0) -> None:
         parts = self._contributions(state, group.rounds.pop(group.clock))

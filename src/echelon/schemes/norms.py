@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from echelon.errors import UsageError
 
@@ -117,6 +117,24 @@ class Norms:
         """Drop the requests of a worker that left."""
         for group, requests in self._waiting.items():
             self._waiting[group] = [request for request in requests if request.worker != worker]
+
+    def know(self, group: int, keys: Sequence[int], clock: int, square: float) -> None:
+        """Record the norm of a round that was answered before, unless a later one is known."""
+        known = self._known.get((group, tuple(keys)))
+        if known is None or known.clock < clock:
+            self._known[group, tuple(keys)] = _Known(clock, square)
+
+    def to_plain(self) -> list[list[Any]]:
+        """Return the last answers as numbers and lists."""
+        return [[group, list(keys), *known] for (group, keys), known in self._known.items()]
+
+    def load_plain(self, plain: list[list[Any]]) -> None:
+        """Take over what `to_plain` returned."""
+        self._known = {(group, tuple(keys)): _Known(clock, square) for group, keys, clock, square in plain}
+
+    def forget_requests(self) -> None:
+        """Drop all requests that wait; they will be sent again. The norms that are known stay."""
+        self._waiting.clear()
 
     def forget(self, group: int) -> None:
         """Forget the rounds of a group whose last worker left."""

@@ -99,6 +99,13 @@ def check_lr_scale(lr_scale: str) -> None:
         raise unknown_name("lr_scale", lr_scale, LR_SCALES)
 
 
+def has_settings(store: str, staleness: int | None, groups: Sequence[Iterable[int]] | None) -> bool:
+    """Return whether a store has the settings that it needs. A worker that joins a running job may lack them."""
+    kind = store_kind(store)
+    lacks_bound = kind.staleness is Use.REQUIRED and staleness is None
+    return not (lacks_bound or (kind.groups is Use.REQUIRED and not groups))
+
+
 def rules_for(
     store: str, staleness: int | None, groups: Sequence[Iterable[int]] | None, lr_scale: str = "share"
 ) -> Rules:

@@ -1,9 +1,10 @@
 """`python -m echelon.server` runs the server of the job that the environment describes."""
 
 import sys
+import traceback
 
 from echelon.environment import Job
-from echelon.errors import EchelonError
+from echelon.errors import CRASHED, EchelonError
 from echelon.server.serve import serve
 from echelon.transport.choose import transport_of
 
@@ -13,3 +14,6 @@ try:
 except EchelonError as error:
     print(f"echelon: {error}", file=sys.stderr)
     sys.exit(2)
+except Exception:
+    traceback.print_exc()
+    sys.exit(CRASHED)

@@ -50,15 +50,17 @@ def run(parser: argparse.ArgumentParser, data: str, arguments: Sequence[str] | N
 def run_process(main: Callable[[], int], prefix: str = "") -> NoReturn:
     """Exit with the status that `main` returns. An error of Echelon and Ctrl-C become one line and a status."""
     status: int | str
+    cause: EchelonError | None = None
     try:
         status = main()
     except EchelonError as error:
-        status = f"{prefix}error: {error}"
+        status, cause = f"{prefix}error: {error}", error
     except KeyboardInterrupt:
         print(f"{prefix}stopped by SIGINT", file=sys.stderr)
         status = 130
     if status:  # a store that is still open at exit must not wait for a job that has failed
         sys.last_value = SystemExit(status)
+        sys.last_value.__cause__ = cause
     sys.exit(status)
 
 
@@ -105,7 +107,7 @@ def _checked_options(given: argparse.Namespace, data: str, job: Job) -> tuple[Tr
 def _fit(given: argparse.Namespace, options: TrainOptions, job: Job, reason: str) -> int:
     from echelon.train.flags.check import warn_about_effects
     from echelon.train.loop.fit import fit
-    from echelon.train.loop.reporting import TrainingProgress
+    from echelon.train.loop.reports.reporting import TrainingProgress
 
     with TrainingProgress() as progress:
         logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[progress.handler()])

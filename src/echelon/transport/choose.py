@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from echelon import fault_points
 from echelon.environment import Job
-from echelon.transport.credentials import Security
+from echelon.transport.admission.credentials import Security
+from echelon.transport.faulty import FaultyTransport
 from echelon.transport.interface import Transport, check_name
 from echelon.transport.shared_memory import SharedMemoryTransport
 from echelon.transport.sockets import TcpTransport
@@ -20,4 +22,5 @@ def by_name(name: str, security: Security | None = None) -> Transport:
 
 def transport_of(job: Job) -> Transport:
     """Return the transport of a job, protected by its credentials."""
-    return by_name(job.transport, Security.of(job))
+    transport = by_name(job.transport, Security.of(job))
+    return transport if fault_points.ACTIVE is None else FaultyTransport(transport, fault_points.ACTIVE)

@@ -29,8 +29,9 @@ from pathlib import Path
 
 import numpy as np
 
-from echelon.transport.channel import Channel
+from echelon.transport.admission.channel import Channel
 from echelon.transport.interface import Buffer, Peer, Placer, Traffic
+from echelon.transport.liveness import SILENT_S, silence_s
 from echelon.transport.outbox import Outbox, Precedence
 
 BUFFER_BYTES = 4 << 20
@@ -193,6 +194,7 @@ class Connection:
         self.name: Peer | None = None  # a server's connection has none until the client has sent its name
         self.closed = False
         self.reader = MessageReader()
+        self.num_received = 0  # messages, without the one that says the client's name
         self.received_at = 0.0  # when a part of a message that is not complete arrived
         self.sent_at = 0.0  # when the kernel accepted bytes, or the first ones began to wait
         self.is_paused = False  # whether it is not read, because the other side does not read its answers
@@ -221,6 +223,13 @@ class Connection:
         """Return whether a message that is half received or half sent has made no progress for a time."""
         receives, sends = self.reader.is_within_message and not self.is_paused, self.waiting_bytes > 0
         return (receives and now - self.received_at > limit_s) or (sends and now - self.sent_at > limit_s)
+
+    def is_half_open(self) -> bool:
+        """Return whether the machine at the other end does not answer any more."""
+        try:
+            return silence_s(self.channel.socket) > SILENT_S
+        except OSError:
+            return False  # not a TCP socket; if it is broken, the next call that reads or writes reports it
 
     def send(self, frames: Sequence[Buffer], precedence: Precedence | None = None) -> bool:
         """Queue a message and send what the kernel accepts now. Return False if something is left for `flush`."""

@@ -10,6 +10,7 @@ from echelon.cluster.messages import Malformed
 
 MAX_FRAME = 16 << 20
 _LENGTH = struct.Struct("!I")
+_SHOWN_BYTES = 80  # of a stream of something else, in an error
 M = TypeVar("M")
 
 
@@ -43,7 +44,11 @@ class FrameReader(Generic[M]):
             return None
         (length,) = _LENGTH.unpack_from(self._buffer)
         if length > self._max_frame:
-            raise Malformed(f"a message of {length} bytes; at most {self._max_frame} are allowed")
+            start = bytes(self._buffer[:_SHOWN_BYTES]).decode(errors="replace")
+            raise Malformed(
+                f"these bytes are not a message: {start!r} would begin one of {length} bytes, and at most "
+                f"{self._max_frame} are allowed"
+            )
         end = _LENGTH.size + length
         if len(self._buffer) < end:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from echelon.transport.interface import Block, Buffer, Endpoint, Peer, Placer, Traffic, private_memory
 from echelon.transport.outbox import Precedence
@@ -19,10 +19,14 @@ class _Endpoint:
         self.address = address
         self.placer: Placer | None = None  # ignored, because frames are not copied
         self.traffic = Traffic()  # stays 0: there are no sockets
+        self.broken: set[Peer] = set()  # stays empty
         self.messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self.routes: dict[Peer, tuple[_Endpoint, Peer]] = {}  # peer -> (its endpoint, this endpoint's name there)
+        self.reroute: Callable[[Peer, str], None] = lambda peer, address: None
 
     def send(self, peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
+        if peer not in self.routes:
+            return  # it has closed
         endpoint, own_name = self.routes[peer]
         endpoint.messages.put((own_name, [memoryview(frame).cast("B") for frame in frames]))
 
@@ -34,6 +38,9 @@ class _Endpoint:
 
     def disconnect(self, peer: Peer) -> None:
         pass  # there is no stream of bytes whose messages could be out of step
+
+    def redirect(self, peer: Peer, address: str) -> None:
+        self.reroute(peer, address)
 
     def wake(self) -> None:
         self.messages.put(None)
@@ -58,14 +65,19 @@ class InProcessTransport:
         self._servers[endpoint.address] = endpoint
         return endpoint
 
-    def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
+    def connect(self, name: str, addresses: Sequence[str], wait_s: float = 0.0) -> Endpoint:
         """Return a client's endpoint."""
         client = _Endpoint("")
-        own_name = f"{name}.{next(self._numbers)}".encode()
+        number = next(self._numbers)
+
+        def reroute(peer: Peer, address: str) -> None:
+            server, own_name = self._servers[address], f"{name}.{number}.{peer!r}".encode()
+            client.routes[peer] = (server, own_name)
+            server.routes[own_name] = (client, peer)
+
         for index, address in enumerate(addresses):
-            server = self._servers[address]
-            client.routes[index] = (server, own_name)
-            server.routes[own_name] = (client, index)
+            reroute(index, address)
+        client.reroute = reroute
         return client
 
     def allocate(self, num_bytes: int) -> Block:

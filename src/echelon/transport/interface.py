@@ -15,6 +15,7 @@ from typing import Protocol
 from echelon.errors import unknown_name
 from echelon.transport.outbox import Precedence
 
+CONNECT_S = 30.0
 Buffer = bytes | bytearray | memoryview
 Peer = int | bytes
 Placer = Callable[[Peer, memoryview, list[int]], Sequence[memoryview] | None]
@@ -22,26 +23,39 @@ Placer = Callable[[Peer, memoryview, list[int]], Sequence[memoryview] | None]
 
 @dataclass(slots=True)
 class Traffic:
-    """The bytes that an endpoint has sent and received over sockets."""
+    """The bytes that an endpoint has sent and received over sockets, and of these the ones that wait."""
 
     sent: int = 0
     received: int = 0
+    queued: int = 0  # of messages that were received, and that `recv` has not returned yet
 
 
 class FramesRefused(Exception):
     """Raised by a placer: these frames must not be received. The endpoint ends the connection."""
 
 
+class FramesDeferred(Exception):
+    """Raised by a placer: there is no room for these frames now. A server's endpoint reads the others, and asks again.
+
+    Each call of `recv` asks again, so the connection goes on when there is room. Nothing is lost meanwhile: the bytes
+    wait in the sockets and in the memory of the sender.
+    """
+
+
 class Endpoint(Protocol):
     """One process's end of its connections.
 
     `placer(peer, first_frame, sizes)` may return the memory for the other frames of an incoming message, whose sizes
-    are given, or None, or raise FramesRefused. An endpoint that does not copy frames ignores it. If the memory fits,
-    the received frames are these same memoryviews.
+    are given, or None, or raise FramesRefused or FramesDeferred. An endpoint that does not copy frames ignores it. If
+    the memory fits, the received frames are these same memoryviews.
+
+    `broken` has the servers whose connection to this client ended, until the caller removes them; `recv` returns when
+    one is added. What was sent over such a connection, and the answers, may be lost.
     """
 
     placer: Placer | None
     traffic: Traffic
+    broken: set[Peer]
 
     @property
     def address(self) -> str:
@@ -56,11 +70,15 @@ class Endpoint(Protocol):
         ...
 
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
-        """Return the next message, or None when the time is up or `wake` was called."""
+        """Return the next message, or None when the time is up, `wake` was called, or `broken` has grown."""
         ...
 
     def disconnect(self, peer: Peer) -> None:
         """End the connection of a peer, whose messages cannot be trusted. It may connect again."""
+        ...
+
+    def redirect(self, peer: Peer, address: str) -> None:
+        """Find a server at another address from now on; messages to the old one may be lost."""
         ...
 
     def wake(self) -> None:
@@ -94,8 +112,11 @@ class Transport(Protocol):
         """Return a server's endpoint, reachable at `host`."""
         ...
 
-    def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
-        """Return a client's endpoint, connected to all servers. Peer i is the server at addresses[i]."""
+    def connect(self, name: str, addresses: Sequence[str], wait_s: float = CONNECT_S) -> Endpoint:
+        """Return a client's endpoint, connected to all servers. Peer i is the server at addresses[i].
+
+        `wait_s`: how long to wait for servers that cannot be reached. 0: connect when a message is sent.
+        """
         ...
 
     def allocate(self, num_bytes: int) -> Block:

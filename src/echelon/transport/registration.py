@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from echelon.cluster.messages import (
@@ -22,17 +22,20 @@ from echelon.cluster.messages import (
     Abort,
     ControlMessage,
     Finish,
+    Member,
     Refused,
     Register,
     Registered,
+    Return,
     Roster,
     ServersUnused,
 )
 from echelon.environment import Job
-from echelon.errors import JobError, UsageError
-from echelon.transport.admission import connect
-from echelon.transport.control import ControlClient, connect_to_scheduler
-from echelon.transport.credentials import Security
+from echelon.errors import JobError, JoinRefused, UsageError
+from echelon.fault_points import identify
+from echelon.transport.admission.admission import connect
+from echelon.transport.admission.credentials import Security
+from echelon.transport.control import RECONNECT_S, ControlClient, Reconnection, connect_to_scheduler
 from echelon.transport.interface import Endpoint, Transport
 
 _SIOCGIFADDR = 0x8915
@@ -103,14 +106,20 @@ class _Mailbox:
 class Registration:
     """A process's place in the job.
 
-    `set_handler(handler)` passes all control messages to `handler` from now on, beginning with those received so far.
+    `member`: this process, as the others know it. `set_handler(handler)` passes all control messages to `handler` from
+    now on, beginning with those received so far.
     """
 
-    rank: int
+    member: Member
     roster: Roster
     control: ControlClient
     endpoint: Endpoint | None
     set_handler: Callable[[Handler], None]
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return self.member.rank
 
 
 @contextmanager
@@ -135,11 +144,17 @@ def register(job: Job, role: str, transport: Transport, departed: DepartedJobs =
         endpoint = transport.serve(host) if role == SERVER else None
         if endpoint is not None:
             undo.callback(endpoint.close)
-        control = ControlClient(channel, receive)
-        undo.callback(control.close)
         address = endpoint.address if endpoint else ""
-        control.send(Register(role, job.rank, host, os.getpid(), address, secrets.token_hex(16)))
+        request = Register(role, job.rank, host, os.getpid(), address, secrets.token_hex(16))
+        again = Reconnection(who, job, min(RECONNECT_S, timeout_s))
+        control = ControlClient(channel, receive, job.heartbeat_timeout_s, again, lambda: nullcontext(request))
+        undo.callback(control.close)
+        control.send(request)
         rank, roster = _wait_for_roster(job, role, control, mailbox.kept)
+        identify(role, rank)
+        member = Member(role, rank, host, request.pid, address, request.token)
+        greeting = Return(member, roster.view, roster.members, roster.slices)
+        control.greeting = lambda: nullcontext(greeting)
         undo = undo.pop_all()
     with undo:
         if job.verbose:
@@ -147,7 +162,7 @@ def register(job: Job, role: str, transport: Transport, departed: DepartedJobs =
             scheduler = f"{job.scheduler_host}:{job.scheduler_port}"
             print(f"{role} {rank} at {host} joined the job of {scheduler}: {members}", file=sys.stderr, flush=True)
         undo.callback(departed.add, job)
-        yield Registration(rank, roster, control, endpoint, mailbox.set_handler)
+        yield Registration(member, roster, control, endpoint, mailbox.set_handler)
 
 
 def place_of(job: Job) -> Place:
@@ -169,7 +184,7 @@ def announce_servers_unused(job: Job, store: str) -> None:
     except OSError:
         return  # nobody waits for this worker
     _ANNOUNCED.add(address)
-    control = ControlClient(channel, lambda _: None)
+    control = ControlClient(channel, lambda _: None, job.heartbeat_timeout_s)
     control.send(ServersUnused(store))
     atexit.register(control.close)
 
@@ -192,7 +207,9 @@ def _wait_for_roster(
             case Roster():
                 return rank, message
             case Refused(reason):
-                raise JobError(f"{role}: the scheduler rejected this process: {reason}")
+                is_final = job.joins and not job.restarts  # the place of one that was killed may not be free yet
+                kind = JoinRefused if is_final else JobError
+                raise kind(f"{role}: the scheduler rejected this process: {reason}")
             case Abort(reason):
                 raise JobError(f"{role} {rank}: the job cannot start: {reason}")
             case ServersUnused():

@@ -23,20 +23,30 @@ from typing import Any
 
 from echelon.environment import Job
 from echelon.errors import JobError
-from echelon.transport.admission import ConnectionRefused, Strangers, connect
-from echelon.transport.admission_thread import AdmissionThread
-from echelon.transport.channel import Channel
+from echelon.transport.admission.admission import ConnectionRefused, Strangers, connect
+from echelon.transport.admission.admission_thread import AdmissionThread
+from echelon.transport.admission.channel import Channel
+from echelon.transport.admission.credentials import Security
 from echelon.transport.connection import MAX_HEAD, MAX_NAME, Connection, ConnectionBroken
-from echelon.transport.credentials import Security
-from echelon.transport.interface import Block, Buffer, Endpoint, FramesRefused, Peer, Placer, Traffic, private_memory
+from echelon.transport.interface import (
+    CONNECT_S,
+    Block,
+    Buffer,
+    Endpoint,
+    FramesDeferred,
+    FramesRefused,
+    Peer,
+    Placer,
+    Traffic,
+    private_memory,
+)
 from echelon.transport.listening import listen
 from echelon.transport.outbox import Precedence
 
-CONNECT_S = 30.0
-RECONNECT_S = 1.0
+RECONNECT_S = 1.0  # for an attempt to connect again, and after one that failed, before the next one
 LINGER_S = 2.0
 STALLED_S = 60.0  # after which a server ends a connection that is stuck in the middle of a message
-CHECK_S = 1.0  # how often a server looks for such connections
+CHECK_S = 1.0  # how often an endpoint looks for such connections, and for half-open ones
 MAX_WAITING_BYTES = 64 << 20  # of answers to one client: a server reads no requests of a client that has more,
 RESUME_BYTES = 32 << 20  # until it has read so many that this is left
 _TURN_MESSAGES = 64  # read from one connection before the others have their turn
@@ -71,7 +81,8 @@ class _Flusher:
     def _run(self) -> None:
         while not self._stopping:
             with self._lock:
-                waiting = {c.fileno(): c for c in self._waiting if not c.closed}
+                self._waiting = {connection for connection in self._waiting if not connection.closed}
+                waiting = {connection.fileno(): connection for connection in self._waiting}
             poll = select.poll()
             poll.register(self._wake, select.POLLIN)
             for number in waiting:
@@ -105,12 +116,17 @@ class _Sockets:
         self._unread: list[Connection] = []  # whose turn ended before all of their bytes were read
         self._connections: dict[Peer, Connection] = {}  # by name
         self._flusher: _Flusher | None = None
+        self._checked_at = 0.0  # when the connections were last checked
         self.placer: Placer | None = None
         self.traffic = Traffic()
+        self.broken: set[Peer] = set()
 
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
-        """Return the next message, or None when the time is up or `wake` was called."""
-        deadline = time.monotonic() + timeout_s
+        """Return the next message, or None when the time is up, `wake` was called, or a connection broke."""
+        now, num_broken = time.monotonic(), len(self.broken)
+        deadline = now + timeout_s
+        if now - self._checked_at >= CHECK_S:
+            self._check_connections(now)
         while not self._messages:
             unread, self._unread = self._unread, []
             ready = self._selector.select(0.0 if unread else max(0.0, deadline - time.monotonic()))
@@ -120,13 +136,23 @@ class _Sockets:
                     woken = self._clear_wake()
                 else:
                     self._read(source)
-            if not self._messages and (woken or not (ready or unread) or time.monotonic() >= deadline):
+            is_over = woken or len(self.broken) > num_broken or not (ready or unread) or time.monotonic() >= deadline
+            if not self._messages and is_over:
                 return None
-        return self._messages.popleft()
+        peer, frames = self._messages.popleft()
+        self.traffic.queued -= sum(map(len, frames))
+        return peer, frames
 
     def wake(self) -> None:
         """Make a waiting `recv` return None."""
         os.eventfd_write(self._wake, 1)
+
+    def _check_connections(self, now: float) -> None:
+        """End the connections over which nothing can arrive any more."""
+        self._checked_at = now
+        for connection in list(self._connections.values()):
+            if connection.is_half_open():
+                self._drop(connection)
 
     def _clear_wake(self) -> bool:
         try:
@@ -146,14 +172,23 @@ class _Sockets:
                 if frames is None:
                     break
                 self._receive(connection, frames)
+                if connection.num_received == 1:
+                    break  # the caller may have to know the first message to place the frames of the next one
             if frames is not None or connection.reader.interrupted:
                 self._unread.append(connection)
+        except FramesDeferred:
+            self._defer(connection)
         except (ConnectionBroken, FramesRefused):
             self._drop(connection)
 
+    def _defer(self, connection: Connection) -> None:
+        raise NotImplementedError  # only the placers of servers defer
+
     def _receive(self, connection: Connection, frames: list[memoryview]) -> None:
         assert connection.name is not None
+        connection.num_received += 1
         self._messages.append((connection.name, frames))
+        self.traffic.queued += sum(map(len, frames))
 
     def _add(self, connection: Connection) -> None:
         self._selector.register(connection, selectors.EVENT_READ, connection)
@@ -179,8 +214,9 @@ class _Sockets:
     def _close(self, connections: Sequence[Connection]) -> None:
         if self._flusher is not None:
             self._flusher.stop()
+        deadline = time.monotonic() + LINGER_S
         for connection in connections:
-            connection.close(LINGER_S)
+            connection.close(max(0.0, deadline - time.monotonic()))
         self._selector.close()
         os.close(self._wake)
         self._messages.clear()
@@ -198,15 +234,14 @@ class ServerSockets(_Sockets):
         self._selector.register(self._admission, selectors.EVENT_READ, self._admission)
         self._unnamed: list[Connection] = []  # clients that have not sent their name yet
         self._paused: list[Connection] = []  # that are not read, because they do not read their answers
-        self._checked_at = 0.0  # when connections were last checked for progress
+        self._deferred: list[Connection] = []  # that are not read, because there is no room for their next frames
 
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
         """Return the next message, or None when the time is up or `wake` was called."""
         if self._paused:
             self._resume_drained()
-        now = time.monotonic()
-        if now - self._checked_at >= CHECK_S:
-            self._check_progress(now)
+        if self._deferred:
+            self._retry_deferred()
         return super().recv(timeout_s)
 
     def send(self, peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
@@ -217,6 +252,9 @@ class ServerSockets(_Sockets):
                 self._send(connection, frames, precedence)
             except ConnectionBroken:
                 self._drop(connection)
+
+    def redirect(self, peer: Peer, address: str) -> None:
+        """Do nothing: clients connect to servers."""
 
     def close(self) -> None:
         """Close all connections."""
@@ -240,9 +278,10 @@ class ServerSockets(_Sockets):
         self._add(connection)
         super()._read(connection)
 
-    def _check_progress(self, now: float) -> None:
-        """End connections that are stuck in the middle of a message."""
-        was_busy, self._checked_at = now - self._checked_at > STALLED_S / 2, now
+    def _check_connections(self, now: float) -> None:
+        """End half-open connections, and those that are stuck in the middle of a message."""
+        was_busy = now - self._checked_at > STALLED_S / 2
+        super()._check_connections(now)
         for connection in [*self._connections.values(), *self._unnamed]:
             if was_busy:  # this process has not read for a while, so the other side may have made progress
                 connection.received_at = connection.sent_at = now
@@ -260,6 +299,27 @@ class ServerSockets(_Sockets):
         for connection in [one for one in self._paused if one.waiting_bytes <= RESUME_BYTES]:
             self._resume(connection)
             self._unread.append(connection)
+
+    def _defer(self, connection: Connection) -> None:
+        """Do not read a connection until its placer has room for the frames of its next message."""
+        if not connection.is_paused:
+            connection.is_paused = True
+            self._selector.unregister(connection)
+        if connection not in self._deferred:
+            self._deferred.append(connection)
+
+    def _retry_deferred(self) -> None:
+        waiting, self._deferred = self._deferred, []
+        for connection in waiting:
+            if connection.closed:
+                continue
+            if connection.waiting_bytes > MAX_WAITING_BYTES:
+                self._deferred.append(connection)
+                continue
+            super()._read(connection)
+            if not connection.closed and connection not in self._deferred:
+                connection.is_paused = False
+                self._add(connection)
 
     def _resume(self, connection: Connection) -> None:
         connection.is_paused = False
@@ -283,8 +343,11 @@ class ServerSockets(_Sockets):
     def _drop(self, connection: Connection) -> None:
         if connection in self._unnamed:
             self._unnamed.remove(connection)
-        if connection.is_paused:
+        if connection in self._paused:
             self._resume(connection)
+        elif connection.is_paused and not connection.closed:  # deferred
+            connection.is_paused = False
+            self._add(connection)
         super()._drop(connection)
 
 
@@ -293,14 +356,16 @@ class ClientSockets(_Sockets):
 
     address = ""
 
-    def __init__(self, name: str, addresses: Sequence[str], security: Security) -> None:
+    def __init__(self, name: str, addresses: Sequence[str], security: Security, wait_s: float = CONNECT_S) -> None:
+        """Connect to all servers; with `wait_s` 0, to each one when a message is sent to it."""
         super().__init__()
-        self._name = f"{name}.{secrets.token_hex(16)}".encode()
+        self._name = f"{name}.{secrets.token_hex(16)}"
         self._security = security
         self._addresses = list(addresses)
-        for server, address in enumerate(addresses):
+        self._retry_at: dict[Peer, float] = {}  # when to try to connect again to a server that could not be reached
+        for server, address in enumerate(addresses if wait_s else ()):
             try:
-                self._connect(server, CONNECT_S)
+                self._connect(server, wait_s)
             except (OSError, ConnectionBroken, ConnectionRefused) as error:
                 self.close()
                 raise JobError(f"server {server} cannot be reached at {address}: {error}") from error
@@ -308,17 +373,41 @@ class ClientSockets(_Sockets):
     def send(self, peer: Peer, frames: Sequence[Buffer], precedence: Precedence | None = None) -> None:
         """Send a request to a server. If the server cannot be reached now, the message is lost; the caller retries."""
         try:
-            if peer not in self._connections:
-                self._connect(peer, RECONNECT_S)
+            if peer not in self._connections and not self._reconnect(peer):
+                return
             self._send(self._connections[peer], frames, precedence)
         except ConnectionBroken:
             self._drop(self._connections[peer])
         except OSError:
             pass
 
+    def redirect(self, peer: Peer, address: str) -> None:
+        """Find a server at another address from now on."""
+        assert isinstance(peer, int)
+        self.disconnect(peer)
+        self._addresses[peer] = address
+        self._retry_at.pop(peer, None)
+        self.broken.discard(peer)
+
+    def _reconnect(self, peer: Peer) -> bool:
+        """Try to connect again, unless that has failed just now: a caller with many requests must not try for each."""
+        if time.monotonic() < self._retry_at.get(peer, 0.0):
+            return False
+        try:
+            self._connect(peer, RECONNECT_S)
+        except OSError:
+            self._retry_at[peer] = time.monotonic() + RECONNECT_S
+            raise
+        return True
+
     def close(self) -> None:
         """Close all connections."""
         self._close(list(self._connections.values()))
+
+    def _drop(self, connection: Connection) -> None:
+        if not connection.closed and connection.name is not None:
+            self.broken.add(connection.name)
+        super()._drop(connection)
 
     def _connect(self, server: Peer, timeout_s: float) -> None:
         assert isinstance(server, int)
@@ -327,7 +416,7 @@ class ClientSockets(_Sockets):
         connection.name = server
         self._connections[server] = connection
         self._add(connection)
-        self._send(connection, [self._name + b" " + self._addresses[server].encode()])
+        self._send(connection, [f"{self._name}.{server} {self._addresses[server]}".encode()])
 
 
 class TcpTransport:
@@ -349,9 +438,9 @@ class TcpTransport:
         """Return a server's endpoint."""
         return ServerSockets(host, self._security)
 
-    def connect(self, name: str, addresses: Sequence[str]) -> Endpoint:
+    def connect(self, name: str, addresses: Sequence[str], wait_s: float = CONNECT_S) -> Endpoint:
         """Return a client's endpoint."""
-        return ClientSockets(name, addresses, self._security)
+        return ClientSockets(name, addresses, self._security, wait_s)
 
     def allocate(self, num_bytes: int) -> Block:
         """Return zeroed private memory."""

@@ -44,6 +44,7 @@ def test_the_images_have_restart_markers_by_default(photographs: Path, tmp_path:
         assert (cut(bytes(RecordSource(rec).read(0).payload), (100, 100, 324, 324)) is not None) == is_cut
 
 
+@pytest.mark.long
 def test_the_result_file_contains_the_figures(tmp_path: Path) -> None:
     assert io.run(parse(*TINY, "--device", "cpu", "--json", str(tmp_path / "io.json"))) == 0
     result = json.loads((tmp_path / "io.json").read_text())

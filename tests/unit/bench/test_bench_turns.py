@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from echelon.bench.harness.turns import Case, Contender, alternate, percentile, ratios, summarise, turn_order
 from echelon.errors import UsageError
@@ -88,3 +90,10 @@ def test_ratios_are_against_the_first_with_their_spread() -> None:
     assert (against_mxnet.low, against_mxnet.high) == (10.0, 12.0)
     assert (against_gloo.name, against_gloo.value) == ("echelon_vs_gloo", 0.5)
     assert ratios([first]) == []
+
+
+@given(st.lists(st.floats(0, 1000), min_size=1, max_size=50))
+def test_percentiles_are_ordered_and_inside_the_values(values: list[float]) -> None:
+    found = [percentile(values, share) for share in (0, 0.5, 0.9, 0.99, 1)]
+    assert found == sorted(found)
+    assert (found[0], found[-1]) == (min(values), max(values))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from echelon.bench.dlbs.command import checked_run
-from echelon.bench.dlbs.config import load_config
-from echelon.bench.dlbs.experiment import Experiment, build_experiments
+from echelon.bench.dlbs.configuration.config import load_config
+from echelon.bench.dlbs.configuration.experiment import Experiment, build_experiments
 from echelon.bench.dlbs.records import record_line
 from echelon.cli.main import main
 from echelon.errors import UsageError

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from echelon.bench.dlbs.config import load_config
-from echelon.bench.dlbs.experiment import Experiment, build_experiments, notes
-from echelon.bench.dlbs.parameters import PARAMETERS
-from echelon.bench.dlbs.source import Step, parse
+from echelon.bench.dlbs.configuration.config import load_config
+from echelon.bench.dlbs.configuration.experiment import Experiment, build_experiments, notes
+from echelon.bench.dlbs.configuration.parameters import PARAMETERS
+from echelon.bench.dlbs.configuration.source import Step, parse
 from echelon.errors import UsageError
 
 Build = Callable[..., list[Experiment]]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.bench.dlbs.remaining import seconds_left, shown_duration
+from echelon.bench.dlbs.remaining import seconds_left, shown_left
 
 
 def test_nothing_is_known_before_the_first_batch() -> None:
@@ -38,4 +38,4 @@ def test_the_estimate_is_never_negative_and_never_grows_with_progress(
 
 @pytest.mark.parametrize(("seconds", "text"), [(None, "-:--"), (5.4, "0:05"), (65, "1:05"), (7200, "2:00:00")])
 def test_durations_are_short_texts(seconds: float | None, text: str) -> None:
-    assert shown_duration(seconds) == text
+    assert shown_left(seconds) == text

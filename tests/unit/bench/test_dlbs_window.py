@@ -13,7 +13,6 @@ from echelon.bench.dlbs.window import (
     WorkerTimes,
     check_complete,
     common_window,
-    percentile,
     results,
     throughput,
 )
@@ -113,10 +112,3 @@ def test_too_few_batches_are_an_error() -> None:
         check_complete([worker(3, 8, [0.1, 0.1])], num_warmup=1, num_batches=4)
     with pytest.raises(DataError, match="no worker reported"):
         check_complete([], 0, 1)
-
-
-@given(st.lists(st.floats(0, 1000), min_size=1, max_size=50))
-def test_percentiles_are_ordered_and_inside_the_values(values: list[float]) -> None:
-    found = [percentile(values, percent) for percent in (0, 50, 90, 99, 100)]
-    assert found == sorted(found)
-    assert (found[0], found[-1]) == (min(values), max(values))

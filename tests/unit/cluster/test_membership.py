@@ -7,7 +7,9 @@ from typing import TypeVar
 
 import pytest
 
-from echelon.cluster.membership import MAX_OPEN_STORES, Membership, Send
+from echelon.cluster.membership.members import Send
+from echelon.cluster.membership.membership import Membership
+from echelon.cluster.membership.stores import MAX_OPEN_STORES
 from echelon.cluster.messages import (
     Abort,
     BarrierDone,
@@ -22,6 +24,7 @@ from echelon.cluster.messages import (
     Registered,
     Roster,
     ServersUnused,
+    Slice,
     StoreClosed,
     StoreEnded,
     View,
@@ -65,6 +68,13 @@ def sent(sends: list[Send], kind: type[Message]) -> dict[int, Message]:
     return {send.to: send.message for send in sends if isinstance(send.message, kind)}
 
 
+def described(send: Send) -> tuple[int, int, list[int], str, Departure]:
+    """Return to whom a view is sent, and its most important fields."""
+    view = send.message
+    assert isinstance(view, View)
+    return send.to, view.number, view.workers, view.reason, view.departure
+
+
 # --- registration
 
 
@@ -96,13 +106,12 @@ def test_all_get_the_roster_when_the_last_process_has_registered() -> None:
     membership.register(1, worker(1, pid=11))
     membership.register(2, server(0, pid=12))
     sends = membership.register(3, worker(0, pid=13))
-    roster = Roster(
-        [
-            Member("server", 0, "host", 12, "tcp://host:1"),
-            Member("worker", 0, "host", 13, ""),
-            Member("worker", 1, "host", 11, ""),
-        ]
-    )
+    members = [
+        Member("server", 0, "host", 12, "tcp://host:1"),
+        Member("worker", 0, "host", 13, ""),
+        Member("worker", 1, "host", 11, ""),
+    ]
+    roster = Roster(members, 1, [Slice(0, None, True)])
     assert sends == [Send(3, Registered(0)), Send(1, roster), Send(2, roster), Send(3, roster)]
     assert (membership.running, membership.view) == (True, 1)
 
@@ -134,10 +143,10 @@ def test_a_rejected_registration_has_a_reason_and_changes_nothing(request_: Regi
     assert membership.running
 
 
-def test_nobody_can_register_after_the_start() -> None:
+def test_nobody_can_register_after_the_end() -> None:
     membership = gathered(1, 1)
-    (send,) = membership.register(9, worker())
-    assert send == Send(9, Refused("the job has already started, and processes cannot join it later"))
+    membership.leave(100, Leave("done"))
+    assert membership.register(9, worker()) == [Send(9, Refused("the job is over: all workers have finished"))]
 
 
 def test_a_repeated_registration_gets_the_same_answer_and_counts_once() -> None:
@@ -146,7 +155,9 @@ def test_a_repeated_registration_gets_the_same_answer_and_counts_once() -> None:
     assert membership.register(1, worker()) == [Send(1, Registered(0))]
     assert membership.waiting_for() == "worker 1"
     membership.register(2, worker())
-    assert membership.register(2, worker()) == [Send(2, Registered(1))]
+    again = membership.register(2, worker())
+    assert again[0] == Send(2, Registered(1))
+    assert sent(again, Roster).keys() == {2}
 
 
 def test_waiting_for_lists_the_missing_processes() -> None:
@@ -164,23 +175,31 @@ def test_waiting_for_lists_the_missing_processes() -> None:
 def test_a_worker_that_dies_shrinks_the_view() -> None:
     membership = gathered(3, 1)
     sends = membership.lost(101, "its connection closed")
-    view = View(2, [0, 2], "worker 1 (pid 1 on host) died: its connection closed", Departure.DIED)
+    view = membership.last_view
+    assert view is not None
     assert sends == [Send(200, view), Send(100, view), Send(102, view)]
+    assert (view.number, view.workers, view.departure) == (2, [0, 2], Departure.DIED)
+    assert view.reason == "worker 1 (pid 1 on host) died: its connection closed"
+    assert [str(member) for member in view.members] == [
+        "server 0 (pid 2 on host)",
+        "worker 0 (pid 1 on host)",
+        "worker 2 (pid 1 on host)",
+    ]
     assert membership.member(101) is None
     assert not membership.over
 
 
 def test_a_worker_that_leaves_shrinks_the_view() -> None:
     membership = gathered(2, 0)
-    view = View(2, [1], "worker 0 (pid 1 on host) left: done", Departure.LEFT)
-    assert membership.leave(100, Leave("done")) == [Send(101, view)]
+    (send,) = membership.leave(100, Leave("done"))
+    assert described(send) == (101, 2, [1], "worker 0 (pid 1 on host) left: done", Departure.LEFT)
     assert membership.lost(100, "its connection closed") == []  # expected after Leave
 
 
 def test_a_worker_that_leaves_because_of_an_error_has_failed() -> None:
     membership = gathered(2, 0)
-    view = View(2, [1], "worker 0 (pid 1 on host) failed: a device is gone", Departure.FAILED)
-    assert membership.leave(100, Leave("a device is gone", failed=True)) == [Send(101, view)]
+    (send,) = membership.leave(100, Leave("a device is gone", failed=True))
+    assert described(send) == (101, 2, [1], "worker 0 (pid 1 on host) failed: a device is gone", Departure.FAILED)
 
 
 def test_views_are_numbered() -> None:
@@ -436,7 +455,7 @@ def test_a_store_that_everybody_closed_is_forgotten() -> None:
         membership.barrier(100, 1, store)
         close(membership, 0, store)
         close(membership, 1, store)
-    assert not membership._barriers
+    assert not membership._stores.with_barriers
 
 
 @pytest.mark.parametrize(("closed", "departure"), [(False, Departure.DIED), (True, Departure.LEFT)])
@@ -539,3 +558,12 @@ def test_a_departure_completes_many_barriers_with_one_message() -> None:
     for sequence in range(1, 10_000):
         membership.barrier(100, sequence)
     assert [send for send in membership.lost(101, "x") if send.to == 100][1:] == [Send(100, BarrierDone(9_999))]
+
+
+def test_a_defect_of_the_result_is_kept_if_a_process_of_the_job_reports_it() -> None:
+    membership = gathered(2, 1)
+    assert membership.add_defect(SERVERS_AT, "key 'w' has NaN") == []
+    assert membership.add_defect(100, "the disk is full") == []
+    assert membership.add_defect(LAUNCHER, "a stranger's") == []
+    assert membership.defects == ["key 'w' has NaN", "the disk is full"]
+    assert membership.failure is None

@@ -25,10 +25,18 @@ class FakeSession(StoreSession):
         self.broken: str | None = None
         self.removed: str | None = None
         self.left = False
+        self.addresses: list[str | None] = [f"tcp://host:{port}" for port in range(8)]
+
+    @property
+    def slice_addresses(self) -> list[str | None]:
+        return self.addresses
 
     @property
     def rank(self) -> int:
         return 0
+
+    def follow_slices(self) -> None:
+        self.follow()
 
     def check_job(self) -> None:
         if self.broken:
@@ -65,6 +73,7 @@ class FakeServers:
     def __init__(self, num_servers: int = 1, answer: Callable[[int, Request], Answer | None] | None = None) -> None:
         self.placer: Placer | None = None
         self.traffic = Traffic()
+        self.broken: set[Peer] = set()
         self.sent: list[tuple[int, Request, list[bytes]]] = []
         self.precedences: list[Precedence | None] = []  # of what was sent
         self.answer = answer or (lambda server, request: Done(request.id))
@@ -108,6 +117,8 @@ class FakeServers:
         return None
 
     def disconnect(self, peer: Peer) -> None: ...
+
+    def redirect(self, peer: Peer, address: str) -> None: ...
 
     def wake(self) -> None: ...
 

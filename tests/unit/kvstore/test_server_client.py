@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 
 import pytest
 from fake_servers import FakeServers, FakeSession, RecordingLog
 
-from echelon.cluster.messages import Ask, Done, Failed, GetStates, Pull, Retire, States, Status
+from echelon.cluster.messages import Ask, Done, Failed, GetStates, Pull, Push, PushHeader, Retire, States, Status
 from echelon.errors import JobError, UsageError
+from echelon.kvstore.servers import client as client_module
 from echelon.kvstore.servers.client import Client, Ticket
 
 STALL_S, TIMEOUT_S = 10.0, 60.0
@@ -21,20 +23,21 @@ class Setup:
     def __init__(self) -> None:
         self.servers = FakeServers(num_servers=2, answer=lambda server, request: None)
         self.session, self.log = FakeSession(), RecordingLog()
+        self.session.addresses = ["tcp://here:1", "tcp://there:2"]
         self.client = Client(self.servers, self.session, self.log, STALL_S, TIMEOUT_S)
 
     def send(self, server: int = 0, frames: tuple[bytes, ...] = ()) -> Ticket:
         return self.client.send(server, Retire(self.client.next_id()), frames)
 
-    def when_asked(self, answer: Callable[[Ask], Status]) -> None:
+    def when_asked(self, answer: Callable[[Ask], Status | None]) -> None:
         """Answer every `Ask` from now on."""
         send = self.servers.send
 
         def send_and_answer(peer: int, frames: list[bytes]) -> None:
             send(peer, frames)
             request = self.servers.sent[-1][1]
-            if isinstance(request, Ask):
-                self.servers.deliver(peer, answer(request))
+            if isinstance(request, Ask) and (status := answer(request)) is not None:
+                self.servers.deliver(peer, status)
 
         self.servers.send = send_and_answer  # type: ignore[assignment, method-assign]
 
@@ -170,8 +173,80 @@ def test_a_stall_report_names_whom_the_server_waits_for(setup: Setup, capfd: pyt
     ] * len(lines)
 
 
-def test_a_deadline_without_any_answer_names_the_servers(setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:
+def test_servers_that_do_not_answer_are_reported_and_named_at_the_deadline(
+    setup: Setup, capfd: pytest.CaptureFixture[str]
+) -> None:
     tickets = [setup.send(1), setup.send(0)]
-    with pytest.raises(JobError, match=r"no answer in 6\d s: no answer from server 0, 1"):
+    both = (
+        r"the server of slice 0 at tcp://here:1 has not answered for {0} s; "
+        r"the server of slice 1 at tcp://there:2 has not answered for {0} s"
+    )
+    with pytest.raises(JobError, match=r"worker 0: no answer in 6\d s: " + both.format(r"6\d\.\d")):
         setup.client.wait(tickets)
-    assert capfd.readouterr().err == ""
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == f"worker 0 has waited 11.0 s: {both.format('11.0')}"
+    assert 5 <= len(lines) <= 6, "one line per STALL_S until the deadline"
+
+
+def test_a_server_that_falls_silent_is_not_reported_with_what_it_said_before(
+    setup: Setup, capfd: pytest.CaptureFixture[str]
+) -> None:
+    setup.session.addresses[1] = None
+    tickets = [setup.send(0), setup.send(1)]
+    last = 20.0
+
+    def answer(asked: Ask) -> Status | None:
+        known = Status(asked.id, asked.about, known=True, waiting="server 0 waits for worker 3")
+        return known if asked.about == tickets[0].id and setup.servers.now() < last else None
+
+    setup.when_asked(answer)
+    with pytest.raises(JobError):
+        setup.client.wait(tickets)
+    first, *_, end = capfd.readouterr().err.splitlines()
+    assert first.endswith("s: server 0 waits for worker 3; no server stores slice 1 now")
+    assert re.search(r"s: the server of slice 0 at tcp://here:1 has not answered for [34]\d\.\d s; no server", end)
+
+
+def test_a_server_whose_connection_broke_is_asked_at_once_about_its_requests(setup: Setup) -> None:
+    lost, other = setup.send(0), setup.send(1)
+    setup.when_asked(lambda ask: Status(ask.id, ask.about, known=False, waiting=""))
+    setup.servers.broken.add(0)
+    assert not setup.client.ready([lost, other])
+    asked = [(server, ask.about) for server, ask, _ in setup.servers.requests(Ask)]
+    assert asked == [(0, lost.id)]
+    assert not setup.client.ready([lost, other])  # it takes the answer: the server has not received the request
+    assert [server for server, _, _ in setup.servers.requests(Retire)] == [0, 1, 0]
+    setup.servers.broken.add(0)
+    assert not setup.client.ready([lost, other])
+    assert len(setup.servers.requests(Ask)) == 1, "a connection that breaks again at once is not used more often"
+    assert setup.servers.now() == 0
+
+
+def test_a_version_is_that_of_the_keys_of_its_answer(setup: Setup) -> None:
+    """A worker that gives a lost server its weights back must not claim an update that it has not seen."""
+    for keys, version in (([0, 1, 2], 5), ([0], 6), ([2], 4)):
+        ticket = setup.client.send(0, Pull(setup.client.next_id(), 0, keys, True))
+        setup.servers.deliver(0, Done(ticket.id, version=version))
+        setup.client.wait([ticket])
+    pushed = setup.client.send(0, Push(setup.client.next_id(), 3, [1], PushHeader(), False, True))
+    setup.servers.deliver(0, Done(pushed.id))  # of a push without a pull, whose answer has no version
+    setup.client.wait([pushed])
+    assert setup.client.versions(0) == {0: 6, 1: 5, 2: 5}
+    assert setup.client.versions(1) == {}
+
+
+def test_versions_are_kept_however_many_lists_of_keys_a_program_uses(setup: Setup) -> None:
+    for version in range(1, client_module._MAX_VERSIONS + 3):
+        ticket = setup.client.send(0, Pull(setup.client.next_id(), 0, [version % 3], True))
+        setup.servers.deliver(0, Done(ticket.id, version=version))
+        setup.client.wait([ticket])
+    last = client_module._MAX_VERSIONS + 2
+    assert setup.client.versions(0) == {key: max(v for v in range(last + 1) if v % 3 == key) for key in range(3)}
+    assert len(setup.client._versions) < 3
+
+
+def test_open_pushes_have_clocks(setup: Setup) -> None:
+    for clock in (4, 5):
+        setup.client.send(0, Push(setup.client.next_id(), clock, [7, 8], PushHeader(), False, True))
+    setup.client.send(1, Push(setup.client.next_id(), 5, [7], PushHeader(), False, True))
+    assert setup.client.unanswered_pushes(0) == {7: [4, 5], 8: [4, 5]}

@@ -22,12 +22,12 @@ from echelon.transport.outbox import Precedence
 class Setup:
     """A wire to `num_servers` servers that map this worker's memory, or (`framed`) cannot."""
 
-    def __init__(self, num_servers: int = 1, *, framed: bool = False) -> None:
+    def __init__(self, num_servers: int = 1, *, framed: bool = False, timeout_s: float = 60.0) -> None:
         self.framed = framed
         self.answering = True
         self.servers = FakeServers(num_servers, self._answer)
         self.log = RecordingLog()
-        client = Client(self.servers, FakeSession(), self.log, 10.0, 60.0)
+        client = Client(self.servers, FakeSession(), self.log, 10.0, timeout_s)
         self.wire = Wire(client, num_servers, InProcessTransport(), self.log)
 
     def place(self, *lengths: int) -> list[Slot]:
@@ -125,8 +125,21 @@ def test_values_of_a_key_whose_last_push_is_not_answered_are_sent_as_copies() ->
     assert (first.clock, second.clock) == (0, 1)
 
 
-def test_a_worker_that_does_not_pull_waits_before_it_is_too_far_ahead() -> None:
+def test_the_padding_of_copies_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers read it for norms, and to find NaN."""
+    monkeypatch.setattr(
+        "echelon.server.storage.memory.torch.empty", lambda size, dtype: torch.full((size,), torch.nan, dtype=dtype)
+    )
     setup = Setup()
+    (slot,) = setup.place(10)
+    setup.answering = False
+    setup.wire.push([slot], [numbers(10)], pull=False)
+    setup.wire.push([slot], [numbers(10, 50)], pull=False)
+    assert torch.equal(elements(setup.pushes()[1][2])[10:], torch.zeros(54))
+
+
+def test_a_worker_that_does_not_pull_waits_before_it_is_too_far_ahead() -> None:
+    setup = Setup(timeout_s=0.2)
     (slot,) = setup.place(10)
     setup.answering = False
     for _ in range(1 + wire_module.MAX_UNANSWERED):  # the first one is not a copy

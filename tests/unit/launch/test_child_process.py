@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from echelon.launch.processes import ChildProcess
+from echelon.launch.supervision.processes import ChildProcess
 from jobs import until
 
 WAITS = [sys.executable, "-c", "import signal; print('waits', flush=True); signal.pause()"]

@@ -14,9 +14,9 @@ from echelon.launch.agents.messages import Alive, Hello, Output, Started, encode
 from echelon.launch.agents.remote import RemoteProcess
 from echelon.launch.hosts import Host
 from echelon.launch.plan import PlannedProcess, Request, make_plan
-from echelon.transport import admission
-from echelon.transport.admission import ConnectionRefused, connect
-from echelon.transport.credentials import Credentials, Security
+from echelon.transport.admission import admission
+from echelon.transport.admission.admission import ConnectionRefused, connect
+from echelon.transport.admission.credentials import Credentials, Security
 
 SECURITY = Security("auto", Credentials.create())
 
@@ -119,7 +119,7 @@ def test_the_hosts_of_a_plan_keep_their_names(job: Job3) -> None:
     planned = job.hub.connect(plan.processes[0])
     job.processes.append(planned)
     job.agent(hello(3, "the-name-of-its-own"))
-    assert planned.connected
+    assert planned.has_connected
     assert planned.host == "10.0.0.1"
 
 
@@ -150,7 +150,7 @@ def test_an_agent_that_does_not_say_hello_first_is_refused(job: Job3, capfd: pyt
 def test_other_credentials_are_refused(job: Job3, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConnectionRefused, match="credentials of the two processes differ"):
         job.agent(hello(0), security=Security("auto", Credentials.create()))
-    assert [process.connected for process in job.processes] == [False] * 3
+    assert [process.has_connected for process in job.processes] == [False] * 3
     assert "the launcher refused a connection" in capfd.readouterr().err
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from kubernetes_api import Api
 
 from echelon.environment import Job
-from echelon.errors import UsageError
+from echelon.errors import NOT_WHOLE, UsageError
 from echelon.launch.interface import Output
 from echelon.launch.kubernetes.launcher import KubernetesLauncher
 from echelon.launch.kubernetes.manifests import PLACEHOLDER, Manifest, Settings, manifests
@@ -133,10 +134,23 @@ def test_a_job_runs_and_leaves_nothing(cluster: Callable[..., Api], capfd: pytes
 
 
 def test_a_failed_worker_gives_its_status(cluster: Callable[..., Api], capfd: pytest.CaptureFixture[str]) -> None:
-    api = cluster(statuses={"mnist-worker-1": 3})
-    assert run(plan())[0] == 3
-    assert "worker 1 (pod mnist-worker-1) exited with status 3" in capfd.readouterr().err
+    api = cluster(statuses={"mnist-worker-0": 5, "mnist-worker-1": 5})
+    assert run(plan())[0] == 5
+    assert re.search(r"\(pod mnist-worker-[01]\) exited with status 5", capfd.readouterr().err), "the first to end"
     assert api.objects == {}
+
+
+def test_a_lost_worker_whose_work_others_did_not_do_gives_the_status_of_the_scheduler(
+    cluster: Callable[..., Api], capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster(statuses={"mnist-worker-1": 5, "mnist-scheduler-0": NOT_WHOLE})
+    assert run(plan())[0] == NOT_WHOLE
+    assert "worker 1 (pod mnist-worker-1) exited with status 5" in capfd.readouterr().err
+
+
+def test_no_process_waits_for_a_restart_of_a_pod() -> None:
+    """The scheduler would wait for a lost server."""
+    assert all(process.job.max_restarts == 0 for process in plan().processes)
 
 
 def test_ctrl_c_deletes_the_pods_and_the_objects(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.launch.last_lines import HOLD_S, LastLines, advice_for
+from echelon.launch.supervision.last_lines import HOLD_S, LastLines, advice_for
 
 NO_DATA = "train_mnist.py: error: MNIST: no file train-images-idx3-ubyte"
 

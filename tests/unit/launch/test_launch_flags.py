@@ -32,6 +32,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--stall-seconds 0", "--stall-seconds must be above 0 and finite, not 0"),
         ("--stall-seconds nan", "--stall-seconds must be above 0 and finite, not nan"),
         ("--staleness -1", "--staleness must be 0 or more, not -1"),
+        ("--max-restarts -1", "--max-restarts must be 0 or more, not -1"),
+        ("--min-workers 0", "--min-workers must be from 1 to 2 (-n), not 0"),
+        ("--min-workers 3", "--min-workers must be from 1 to 2 (-n), not 3"),
+        ("--max-workers 1", "--max-workers is 1, but the job starts with 2 workers (-n)"),
+        ("--replicas 2", "--replicas must be 0 or 1, not 2"),
+        ("--replicas 1", "--replicas 1 needs at least 2 servers, because the second copy of a slice is on another "),
+        ("-s 0 --min-workers 2", "--min-workers needs servers (-s 1 or more)"),
+        ("-s 0 --max-workers 3", "--max-workers needs servers (-s 1 or more)"),
         ("--run-dir /proc/nope", "--run-dir /proc/nope cannot be created: "),
         ("--run-dir by-host", "--run-dir by-host cannot be created: File exists"),
         ("--groups nosuch", "no groups file nosuch"),
@@ -78,6 +86,38 @@ def test_the_environment_is_used_where_no_flag_is_given(
     add_job_arguments(parser)
     job = job_from(parser.parse_args(["-n", "1", *flags.split()]))
     assert (job.transport, job.stall_seconds) == (transport, stall_seconds)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", (5, 2, 4, 1)),
+        ("--max-restarts 0 --min-workers 1 --max-workers 3 --replicas 0", (0, 1, 3, 0)),
+    ],
+)
+def test_flags_say_which_losses_a_job_survives(
+    monkeypatch: pytest.MonkeyPatch, flags: str, expected: tuple[int, int, int, int]
+) -> None:
+    for name, value in {"MAX_RESTARTS": 5, "MIN_WORKERS": 2, "MAX_WORKERS": 4, "REPLICAS": 1}.items():
+        monkeypatch.setenv(f"ECHELON_{name}", str(value))
+    parser = argparse.ArgumentParser()
+    add_job_arguments(parser)
+    job = job_from(parser.parse_args(["-n", "2", *flags.split()]))
+    assert (job.max_restarts, job.min_workers, job.max_workers, job.replicas) == expected
+
+
+def test_a_launcher_that_cannot_restart_processes_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "train.py").touch()
+    given = ["-n", "1", "-s", "1", "--launcher", "inproc", "--dry-run", "--max-restarts"]
+    assert main(["launch", *given, "2", "python", "train.py"]) == 0
+    out, err = capsys.readouterr()
+    assert err == (
+        "echelon: warning: --max-restarts has no effect with --launcher inproc: the processes of the job are threads "
+        "of one process\n"
+    )
+    assert "ECHELON_MAX_RESTARTS=0" in out
+    assert main(["launch", *given, "0", "python", "train.py"]) == 0
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

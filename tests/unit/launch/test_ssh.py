@@ -13,9 +13,9 @@ from echelon.environment import Job
 from echelon.errors import UsageError
 from echelon.launch.hosts import Host
 from echelon.launch.plan import Request
-from echelon.launch.processes import ChildProcess
 from echelon.launch.ssh.client import READY
 from echelon.launch.ssh.launcher import AgentStream, SshLauncher
+from echelon.launch.supervision.processes import ChildProcess
 
 HOSTS = (Host("h1"), Host("h2", user="anna", port=2222))
 JOB = Job(num_workers=2, num_servers=2, credentials="secret")

@@ -165,3 +165,40 @@ def test_a_curve_has_few_points_and_keeps_the_mean(added: list[tuple[float, int,
     assert [p["seconds"] for p in points] == sorted(p["seconds"] for p in points)
     mean = sum(samples * loss for _, samples, loss in added) / total
     assert min(p["loss"] for p in points) - 1e-9 <= mean <= max(p["loss"] for p in points) + 1e-9
+
+
+def died(rank: int, workers: list[int]) -> Event:
+    return view(workers, "died", f"worker {rank} (pid 7 on host) died: its connection closed")
+
+
+def test_the_samples_of_a_job_are_those_of_its_ledger_although_a_worker_died_after_its_last_report() -> None:
+    opened = event("ledger_opened", store=0, ledger=0, samples=100, epoch=1, done=20)
+    trained = event("epoch_trained", store=0, ledger=0, epochs=3, partial=0)
+    state = taken(begin(0), begin(1), opened, progress(0, 1001.0, 10), progress(1, 1001.0, 5), died(1, [0]))
+    assert state.samples == 120, "reports, because no epoch is complete"
+    state.take([progress(0, 1002.0, 17, "done", seconds=2.0), trained])
+    assert state.samples == 180, "two epochs without the samples that were trained before"
+
+
+@pytest.mark.parametrize("has_begin", [True, False])
+def test_a_restarted_worker_has_the_steps_of_its_earlier_process_too(has_begin: bool) -> None:
+    joined = view([0, 1], "joined", "worker 1 (pid 8 on host) joined")
+    state = taken(begin(0), begin(1), progress(1, 1001.0, 5), died(1, [0]), joined)
+    state.take([begin(1)] if has_begin else [])
+    state.take([progress(1, 1002.0, 2)])
+    worker = state.workers[1]
+    assert (worker.all_steps, worker.all_samples, worker.deaths, worker.restarts) == (7, 56, 1, 1)
+    assert worker.phase == "training"
+    assert [fault.kind for fault in state.faults] == ["died", "joined again"]
+
+
+def test_a_worker_that_is_killed_after_its_last_step_is_lost() -> None:
+    ended = [progress(rank, 1001.0, 5, "done", seconds=1.0) for rank in (0, 1)]
+    state = taken(begin(0), begin(1), *ended, view([1], "left", "worker 0 (pid 6 on host) left: it finished"))
+    assert state.faults == []
+    state.take([died(1, [])])
+    assert [(fault.kind, fault.who) for fault in state.faults] == [("died", "worker 1")], "worker 0 has left before"
+
+
+def test_the_reason_why_a_result_is_not_whole() -> None:
+    assert taken(event("not_whole", reason="worker 0: the disk is full")).not_whole == "worker 0: the disk is full"

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from echelon.cluster.messages import Halt, Heartbeat, Leave, Malformed, Registered
-from echelon.scheduler.awake import LATE_S, AwakeClock
 from echelon.scheduler.peer import (
     BURST,
     MAX_FRAME,
@@ -21,7 +20,8 @@ from echelon.scheduler.peer import (
     PeerError,
     cost,
 )
-from echelon.transport.channel import PlainChannel
+from echelon.transport.admission.channel import PlainChannel
+from echelon.transport.awake import LATE_S, AwakeClock
 from echelon.transport.control import frame
 
 Pair = tuple[Peer, socket.socket]
@@ -67,7 +67,7 @@ def test_a_message_that_goes_to_all_costs_more() -> None:
 def test_a_frame_that_is_too_long_is_refused_before_it_arrives(pair: Pair) -> None:
     peer, other = pair
     other.sendall(struct.pack("!I", MAX_FRAME + 1))
-    with pytest.raises(Malformed, match=f"{MAX_FRAME + 1} bytes; at most {MAX_FRAME}"):
+    with pytest.raises(Malformed, match=f"{MAX_FRAME + 1} bytes, and at most {MAX_FRAME}"):
         list(peer.receive(0.0))
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.server.arrivals import RECENT, Arrivals
+from echelon.server.shard.arrivals import RECENT, Arrivals
 
 
 def in_lock_step(own: list[float], steps: int, transfer: float = 0.0) -> Arrivals:

@@ -39,6 +39,7 @@ class Scripted:
         self._requests = list(requests)
         self._inbox = inbox
         self.timeouts: list[float] = []
+        self.broken: set[Peer] = set()
 
     def recv(self, timeout_s: float) -> tuple[Peer, list[memoryview]] | None:
         self.timeouts.append(timeout_s)
@@ -51,6 +52,9 @@ class Scripted:
         pass
 
     def disconnect(self, peer: Peer) -> None:
+        pass
+
+    def redirect(self, peer: Peer, address: str) -> None:
         pass
 
     def wake(self) -> None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from echelon.cluster.placement import ALIGN, KeySpec, Layout, Piece
-from echelon.server.execute import CHUNK, Storage, Task, Update, WeightedGradient
-from echelon.server.factored import Factored
-from echelon.server.memory import FRAME_ELEMENTS, Mapped, Window, empty_frames, frame_pieces
 from echelon.server.optimizer.kernel import Kernel, Progress, Step
 from echelon.server.optimizer.kernels import kernel_for
+from echelon.server.storage.execute import CHUNK, Storage, Task, Update, WeightedGradient
+from echelon.server.storage.factored import Factored
+from echelon.server.storage.memory import FRAME_ELEMENTS, Mapped, Window, empty_frames, frame_pieces
 
 pytestmark = pytest.mark.numeric
 

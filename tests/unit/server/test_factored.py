@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from echelon.cluster.placement import ALIGN, KeySpec, Layout, Slot
 from echelon.errors import UsageError
-from echelon.server.factored import Factored, factors_length
+from echelon.server.storage.factored import Factored, factors_length
 
 pytestmark = pytest.mark.numeric
 

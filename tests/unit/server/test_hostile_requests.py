@@ -40,9 +40,9 @@ from echelon.cluster.messages import (
 )
 from echelon.cluster.placement import SMALL_SEGMENT, KeySpec, Segment, Slot
 from echelon.kvstore.optimizer_spec import spec_by_name
-from echelon.server import pending_requests
-from echelon.server.frame_limits import BASE_BYTES, frame_limits
-from echelon.server.shard import Shard
+from echelon.server.shard import pending_requests, waiting_requests
+from echelon.server.shard.frame_limits import BASE_BYTES, frame_limits
+from echelon.server.shard.shard import Shard
 from echelon.transport.in_process import InProcessTransport
 
 LENGTH = 64
@@ -78,9 +78,9 @@ class Server:
 
     def state(self) -> object:
         """Return what a rejected request must not change."""
-        requests = self.shard._requests
+        requests = self.shard.requests
         assert requests is not None
-        layout = self.shard._layout
+        layout = self.shard.layout
         return (
             list(layout.segments),
             dict(layout.slots),
@@ -88,9 +88,9 @@ class Server:
             {index: list(ranges) for index, ranges in layout._ranges.items() if ranges},
             layout._num_bytes,
             list(requests.lanes.all()),
-            {index: len(weights) for index, weights in self.shard._storage._weights.items()},
+            {index: len(weights) for index, weights in self.shard.storage._weights.items()},
             dict(requests._gradients),
-            {worker: dict(pending) for worker, pending in requests._pending.items() if pending},
+            {worker: dict(pending) for worker, pending in requests.waiting.by_worker.items() if pending},
         )
 
 
@@ -197,12 +197,12 @@ def test_a_count_of_updates_that_is_not_possible(step: float) -> None:
     server.ask(SetOptimizer(4, spec_by_name("adam", {})))
     for worker in (0, 1):
         server.ask(Push(5, 0, [0, 1], PushHeader(1.0), False, True), [bytes(512)], worker)
-    before = server.shard._storage._states[0]["exp_avg_sq"].clone()
+    before = server.shard.storage._states[0]["exp_avg_sq"].clone()
     rejected(server, PutStates(6, [StateEntry(0, "step", "float32", ())]), [torch.tensor([step]).numpy()])
     rejected(server, PutStates(6, [StateEntry(0, "other", "float32", ())]), [bytes(4)])
     rejected(server, PutStates(6, [StateEntry(0, "exp_avg", "float32", (LENGTH,), 0)]), [bytes(256)])  # without step
     rejected(server, PutStates(6, [StateEntry(0, "exp_avg", "float32", (1 << 40, 1 << 40, 0))]), [bytes(1)])
-    assert torch.equal(server.shard._storage._states[0]["exp_avg_sq"], before)
+    assert torch.equal(server.shard.storage._states[0]["exp_avg_sq"], before)
 
 
 def test_a_worker_can_be_only_so_far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,26 +212,26 @@ def test_a_worker_can_be_only_so_far_ahead(monkeypatch: pytest.MonkeyPatch) -> N
     assert "rounds ahead" in rejected(server, Push(5, most + 1, [0], PushHeader(), True, True), [bytes(256)])
     assert "rounds ahead" in rejected(server, Pull(5, most + 2, [0], True))
     assert "rounds ahead" in rejected(server, MeasureNorm(5, most + 1, [0]))
-    monkeypatch.setattr(pending_requests, "MAX_PENDING", 1)
+    monkeypatch.setattr(waiting_requests, "MAX_PENDING", 1)
     assert "1 requests without an answer" in rejected(server, Push(5, 1, [0], PushHeader(), True, True), [bytes(256)])
     monkeypatch.undo()
-    monkeypatch.setattr(pending_requests, "MAX_HELD_BYTES", 1000)
-    monkeypatch.setattr(type(server.shard._storage), "num_bytes", 0)
+    monkeypatch.setattr(waiting_requests, "MAX_HELD_BYTES", 1000)
+    monkeypatch.setattr(type(server.shard.storage), "num_bytes", 0)
     assert "1 requests without an answer" in rejected(server, Push(5, 1, [0], PushHeader(), True, True), [bytes(256)])
 
 
 def test_a_request_that_is_repeated_while_it_waits_is_kept_once() -> None:
     server = Server(0)
-    requests = server.shard._requests
+    requests = server.shard.requests
     assert requests is not None
     for _ in range(3):
         assert server.ask(Push(4, 0, [0], PushHeader(), True, True), [bytes(256)]) is None
         assert server.ask(Pull(5, 1, [0], True)) is None
-    assert sum(map(len, requests._pulls.values())) == 2
+    assert sum(map(len, requests.waiting.pulls.values())) == 2
     server.answers.clear()
     server.ask(Push(4, 0, [0], PushHeader(), True, True), [bytes(256)], worker=1)
     assert [(worker, answer.id) for worker, answer, _ in server.answers] == [(0, 4), (0, 5), (1, 4)]
-    assert requests._held_bytes == {0: 0, 1: 0}
+    assert requests.waiting.held_bytes == 0
 
 
 @pytest.mark.parametrize("stop", [Pause(6), Retire(6)])
@@ -256,9 +256,9 @@ def test_an_optimizer_is_not_set_while_a_push_waits() -> None:
 def test_integers_are_not_weighted() -> None:
     server = Server(0)
     server.ask(Place(4, [KeySpec("count", (LENGTH,), "int64")]))
-    slot = server.shard._layout.slots[2]
-    assert server.shard._layout.pieces(slot, 0) == [], "it is on server 1"
-    server.ask(Init(5, server.shard._layout.segments, [slot], True))
+    slot = server.shard.layout.slots[2]
+    assert server.shard.layout.pieces(slot, 0) == [], "it is on server 1"
+    server.ask(Init(5, server.shard.layout.segments, [slot], True))
     assert "integers, which are summed" in rejected(server, Push(6, 0, [2], PushHeader(2.0), True, True))
 
 
@@ -282,7 +282,7 @@ def test_a_worker_in_two_groups() -> None:
 def test_a_failed_update_ends_the_store_and_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(0)
     with monkeypatch.context() as patched:
-        patched.setattr(server.shard._storage, "run", lambda tasks: tasks and 1 / 0)
+        patched.setattr(server.shard.storage, "run", lambda tasks: tasks and 1 / 0)
         server.ask(Push(4, 0, [0], PushHeader(), True, True), [bytes(256)])
         with pytest.raises(ZeroDivisionError):
             server.ask(Push(4, 0, [0], PushHeader(), True, True), [bytes(256)], worker=1)
@@ -293,7 +293,7 @@ def test_a_failed_update_ends_the_store_and_is_not_silent(monkeypatch: pytest.Mo
 
 def test_frames_are_limited_by_the_keys_that_a_request_names() -> None:
     server = Server(0)
-    layout = server.shard._layout
+    layout = server.shard.layout
     dense = frame_limits(layout, Push(1, 0, [0], PushHeader(), True, True))
     assert dense == (2, BASE_BYTES + 256)
     assert frame_limits(layout, Push(1, 0, [99], PushHeader(), True, True)) == (2, BASE_BYTES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from echelon.schemes import Engine, bsp
-from echelon.server.lanes import Lanes
+from echelon.server.storage.lanes import Lanes
 
 
 def make(num_keys: int) -> tuple[Lanes, list[tuple[int, tuple[int, ...]]]]:

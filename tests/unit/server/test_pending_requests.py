@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echelon.cluster.messages import Done, OptimizerSpec, PushHeader, Response
+from echelon.cluster.messages import Done, OptimizerSpec, PushHeader, Response, Resumed
 from echelon.cluster.placement import ALIGN, KeySpec, Layout
-from echelon.schemes import Engine, Rules, asp, bsp, ssp
-from echelon.server.execute import Storage
-from echelon.server.memory import Mapped, empty_frames, frame_pieces
-from echelon.server.optimizer.optimization import Optimization, PushedGradient
-from echelon.server.pending_requests import PendingRequests
+from echelon.schemes import Engine, Rules, asp, bsp, gsp, ssp
+from echelon.server.shard.pending_requests import PendingRequests
+from echelon.server.storage.execute import Storage
+from echelon.server.storage.memory import Mapped, empty_frames, frame_pieces
+from echelon.server.storage.optimization import Optimization, PushedGradient
 from echelon.transport.outbox import Precedence
 
 pytestmark = pytest.mark.numeric
@@ -34,6 +34,7 @@ class Server:
         optimization = Optimization(self.layout)
         optimization.set_optimizer(SGD)
         self.answers: list[tuple[int, Done]] = []
+        self.resumed: list[tuple[int, int, dict[int, int]]] = []  # worker, request, clocks
         self.frames: list[Sequence[memoryview]] = []
         self.precedences: list[Precedence | None] = []
         self.now = 0.0  # seconds; tests of times move it
@@ -48,6 +49,9 @@ class Server:
     def answer(
         self, worker: int, response: Response, frames: Sequence[memoryview], precedence: Precedence | None = None
     ) -> None:
+        if isinstance(response, Resumed):
+            self.resumed.append((worker, response.id, dict(zip(response.keys, response.clocks, strict=True))))
+            return
         assert isinstance(response, Done)
         self.answers.append((worker, response))
         self.frames.append(frames)
@@ -110,20 +114,20 @@ def test_a_decision_is_described_with_its_reason_and_who_is_missing() -> None:
     server.now = 10.0
     server.push(1, request=1, clock=0, value=1.0)
     described = "worker 1, clock 1: held: members of the group have not pushed this clock (worker 0, 2)"
-    assert server.requests.decision == described
+    assert server.requests.activity.decision == described
     server.push(0, request=1, clock=0, value=1.0)
-    assert server.requests.decision == described, "a description costs time, so there are few per second"
+    assert server.requests.activity.decision == described, "a description costs time, so there are few per second"
 
 
 def test_a_push_is_answered_with_the_weights_when_its_round_is_applied() -> None:
     server = Server(bsp(), 2)
     server.push(0, 7, 0, 1.0)
     assert server.answered() == []
-    assert server.requests.find(0, 7) is not None
+    assert server.requests.waiting.find(0, 7) is not None
     server.push(1, 9, 0, 10.0)
     assert server.answered() == [(0, Done(7, version=1)), (1, Done(9, version=1))]
     assert (server.seen(0), server.seen(1)) == (11.0, 11.0)
-    assert server.requests.find(0, 7) is None
+    assert server.requests.waiting.find(0, 7) is None
 
 
 def test_an_answer_has_the_priority_and_the_keys_of_its_request() -> None:
@@ -150,7 +154,7 @@ def test_a_pull_waits_for_the_rounds_before_its_clock() -> None:
     server = Server(bsp(), 2)
     server.push(0, 1, 0, 1.0, pull=False)
     server.pull(0, 2, 1)
-    pending = server.requests.find(0, 2)
+    pending = server.requests.waiting.find(0, 2)
     assert pending is not None
     assert pending.waiting == {0}
     server.push(1, 1, 0, 1.0, pull=False)
@@ -178,7 +182,7 @@ def test_a_request_of_several_keys_is_answered_once_when_the_last_key_is_done() 
     server.push(0, 7, 0, 1.0, keys=(0, 1, 2))  # the keys become one lane
     server.push(1, 1, 0, 10.0, keys=(1,))  # which this push splits
     assert [worker for worker, _ in server.answered()] == [1]
-    pending = server.requests.find(0, 7)
+    pending = server.requests.waiting.find(0, 7)
     assert pending is not None
     assert len(pending.waiting) == 1
     server.push(1, 2, 0, 20.0, keys=(0, 2))
@@ -326,7 +330,8 @@ def test_nobody_waits_for_a_paused_worker_which_resumes_at_the_next_round() -> N
     server.requests.pause(1)
     server.push(0, 2, 1, 1.0)
     assert sorted(done.id for _, done in server.answered()) == [1, 2]
-    assert server.requests.resume(1) == {0: 2}
+    server.requests.resuming.add(1, 5, [])
+    assert server.resumed == [(1, 5, {0: 2})]
     server.push(0, 3, 2, 1.0)
     assert server.answered() == [], "it is waited for again"
     server.push(1, 1, 2, 10.0)
@@ -341,8 +346,88 @@ def test_a_paused_worker_that_dies_or_retired_before_does_not_resume() -> None:
     server.requests.retire(2)
     server.requests.pause(2)
     for gone in (1, 2):
-        server.requests.resume(gone)
+        server.requests.resuming.add(gone, 5, [])
         assert not server.requests.engine.is_active(gone)
+
+
+def test_workers_that_waited_together_resume_together() -> None:
+    """Otherwise the first one could make a round without the others."""
+    server = Server(bsp(), 3)
+    for worker in range(3):
+        server.requests.pause(worker)
+    server.requests.resuming.add(0, 5, [0, 1, 2])
+    server.requests.resuming.add(1, 5, [0, 1, 2])
+    assert server.requests.resuming.missing(0, 5) == [2]
+    assert server.resumed == []
+    server.requests.remove(2)  # it dies instead
+    assert server.resumed == [(0, 5, {0: 0}), (1, 5, {0: 0})]
+
+
+def test_a_resume_whose_answer_was_lost_does_not_wait_again() -> None:
+    """The others may wait for this worker by then."""
+    server = Server(bsp(), 2)
+    for request in (5, 6):
+        server.requests.pause(0)
+        server.requests.pause(1)
+        server.requests.resuming.add(0, request, [0, 1])
+        server.requests.resuming.add(1, request, [0, 1])
+    server.requests.pause(0)
+    server.requests.resuming.add(1, 6, [0, 1])
+    assert [worker for worker, request, _ in server.resumed if request == 6] == [0, 1, 1]
+
+
+# --- workers that join
+
+
+def test_a_worker_joins_at_the_next_round_and_others_do_not_wait_for_it_before() -> None:
+    server = Server(bsp(), 2)
+    server.requests.remove(1)
+    server.push(0, 1, 0, 1.0)
+    assert server.requests.next_clocks(1) == {0: 1}
+    assert not server.requests.join(1, 0, {})
+    assert server.requests.join(1, 2, {})
+    server.push(0, 2, 1, 1.0)
+    assert [done.id for _, done in server.answered()] == [1, 2]
+    server.push(0, 3, 2, 1.0)
+    assert server.answered() == [], "from clock 2 on it is waited for"
+    server.push(1, 1, 2, 10.0)
+    assert sorted((worker, done.id, done.version) for worker, done in server.answered()) == [(0, 3, 3), (1, 1, 3)]
+    assert server.seen(1) == 13.0
+
+
+def test_a_worker_that_was_refused_by_another_server_moves_to_a_later_clock() -> None:
+    server = Server(bsp(), 2)
+    server.requests.remove(1)
+    assert server.requests.join(1, 1, {})
+    server.push(0, 1, 0, 1.0)
+    server.push(0, 2, 1, 1.0)
+    assert [done.id for _, done in server.answered()] == [1]
+    assert server.requests.join(1, 3, {})
+    assert [done.id for _, done in server.answered()] == [2], "nobody waits for the clock that it gave up"
+
+
+def test_gradients_of_a_group_that_is_gone_are_not_used_when_it_returns() -> None:
+    server = Server(gsp([[0, 1], [2]]), 3)
+    server.push(0, 1, 0, 100.0)  # waits for worker 1
+    server.requests.remove(0)
+    server.requests.remove(1)
+    assert server.requests.next_clocks(0) == {0: 0}
+    assert server.requests.join(0, 0, {})
+    server.push(0, 2, 0, 1.0)
+    assert server.seen(0) == 1.0
+
+
+def test_keys_that_are_pushed_less_often_have_a_first_clock_of_their_own() -> None:
+    server = Server(ssp(1), 2, num_keys=2)
+    for clock in range(5):
+        server.push(0, clock, clock, 1.0)
+        server.push(1, clock, clock, 1.0)
+    server.requests.remove(1)
+    assert server.requests.next_clocks(1) == {0: 5, 1: 0}
+    assert server.requests.join(1, 6, {1: 0})
+    server.answered()
+    server.pull(1, 10, 0, keys=[1])
+    assert [done.id for _, done in server.answered()] == [10]
 
 
 @pytest.mark.parametrize("pull", [True, False])
@@ -353,7 +438,7 @@ def test_a_worker_that_was_removed_gets_no_answer_and_its_gradient_counts(pull: 
     server.push(0, 1, 0, 1.0)
     assert [worker for worker, _ in server.answered()] == [0]
     assert server.seen(0) == 11.0
-    assert server.requests.find(1, 1) is None
+    assert server.requests.waiting.find(1, 1) is None
 
 
 def test_removing_a_worker_releases_those_who_waited_for_it() -> None:

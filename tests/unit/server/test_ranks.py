@@ -9,6 +9,7 @@ from echelon.cluster.messages import (
     SERVER,
     WORKER,
     Configure,
+    Configured,
     Done,
     Failed,
     Member,
@@ -19,7 +20,7 @@ from echelon.cluster.messages import (
 )
 from echelon.observe.events import EventLog
 from echelon.server.serve import _Server
-from echelon.transport.credentials import Credentials, Security
+from echelon.transport.admission.credentials import Credentials, Security
 from echelon.transport.interface import Endpoint
 from echelon.transport.sockets import TcpTransport
 
@@ -46,10 +47,13 @@ class Job:
 
     def configure(self, client: Endpoint, rank: int) -> Response:
         """Say to be the worker `rank`, and return the answer."""
-        client.send(0, [encode(Configure(1, rank, "dist_sync", None, None, "share"))])
+        return self.ask(client, Configure(1, rank, "dist_sync", None, None, "share"))
+
+    def ask(self, client: Endpoint, request: Configure) -> Response:
+        client.send(0, [encode(request)])
         received = self.endpoint.recv(TIMEOUT_S)
         assert received is not None
-        self.server._receive(*received)
+        self.server.reception.receive(*received)
         answer = client.recv(TIMEOUT_S)
         assert answer is not None
         return decode_response(answer[1][0])
@@ -86,4 +90,16 @@ def test_a_worker_continues_after_a_cut_connection() -> None:
         assert isinstance(job.configure(client, 1), Done)
         client.disconnect(0)
         assert isinstance(job.configure(client, 1), Done)
+    job.endpoint.close()
+
+
+def test_a_worker_that_joins_takes_the_bound_over_when_another_one_has_created_the_store() -> None:
+    job = Job()
+    joining = Configure(1, 1, "dist_ssync", None, None, "share", late=True)
+    with job.client(job.workers[0].endpoint_name) as first, job.client(job.workers[1].endpoint_name) as second:
+        early = job.ask(second, joining)
+        assert isinstance(early, Failed)
+        assert early.not_in_view, "it asks again"
+        assert job.ask(first, Configure(1, 0, "dist_ssync", 3, None, "share")) == Done(1)
+        assert job.ask(second, joining) == Configured(1, None, 3)
     job.endpoint.close()

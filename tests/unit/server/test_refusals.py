@@ -22,7 +22,7 @@ from echelon.cluster.messages import (
     Response,
 )
 from echelon.cluster.placement import KeySpec
-from echelon.server.shard import Shard
+from echelon.server.shard.shard import Shard
 
 pytestmark = pytest.mark.numeric
 

@@ -29,8 +29,8 @@ from echelon.cluster.messages import (
 )
 from echelon.cluster.placement import BLOCK_ROWS, KeySpec, Layout
 from echelon.kvstore.optimizer_spec import spec_by_name
-from echelon.server.rows import ChangeLog, RowMap, as_frame
-from echelon.server.shard import Shard
+from echelon.server.shard.shard import Shard
+from echelon.server.storage.rows import ChangeLog, RowMap, as_frame
 
 pytestmark = pytest.mark.numeric
 

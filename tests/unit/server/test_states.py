@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,8 +31,10 @@ from echelon.cluster.messages import (
 from echelon.cluster.placement import KeySpec
 from echelon.errors import UsageError
 from echelon.kvstore.optimizer_spec import spec_by_name
-from echelon.server.optimizer.states import as_tensor, as_values
-from echelon.server.shard import Shard
+from echelon.server.shard.shard import Shard
+from echelon.server.slices.hosted_slice import HostedSlice
+from echelon.server.slices.state_file import StateFiles, state_of
+from echelon.server.storage.states import as_tensor, as_values
 
 pytestmark = pytest.mark.numeric
 
@@ -151,3 +154,65 @@ def test_numbers_of_python_keep_their_bits_and_kinds() -> None:
     assert isinstance(found["step"], Tensor)
     with pytest.raises(UsageError, match="state 'past' is a list; only tensors and numbers can be sent or saved"):
         as_tensor([1], "state 'past'")
+
+
+# --- what optimizer classes keep
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in a tensor and in a number. `keeps`: something else that it keeps."""
+
+    def __init__(self, params: Any, lr: float = 0.1, keeps: str = "") -> None:
+        super().__init__(params, {"lr": lr, "keeps": keeps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state |= {"tensor": torch.tensor(0), "number": 0}
+            state["tensor"].add_(1)
+            state["number"] += 1
+            if self.param_groups[0]["keeps"]:
+                state["list"] = [1]
+            parameter.sub_(self.param_groups[0]["lr"] * state["tensor"] / state["number"])
+
+
+def of_class(**settings: Any) -> Shard:
+    """Return a shard whose key was updated once."""
+    spec = OptimizerSpec(f"{__name__}:Counting", [{"lr": 0.1, "keeps": "", **settings}])
+    shard = Shard(0, 1, [0], lambda *_: None, lambda _: None, [spec.name])
+    requests: list[Request] = [Configure(1, 0, "dist_sync", None, None, "share"), SetOptimizer(2, spec)]
+    for request in requests:
+        shard.handle(0, request, [])
+    slots = shard.layout.place([KeySpec("a", (LENGTH,), "float32")])
+    ones = torch.ones(LENGTH).view(torch.uint8).numpy().data
+    shard.handle(0, Init(4, shard.layout.segments, slots, True), [ones])
+    shard.handle(0, Push(5, 0, [0], PushHeader(1.0, [0.1]), False, True), [ones])
+    return shard
+
+
+def test_a_server_gives_another_one_tensors_and_numbers_as_they_are() -> None:
+    first, second = of_class(), of_class()
+    state = state_of(first)
+    assert state is not None
+    second.states.fill(state.entries, state.frames)
+    kept = second.storage.objects[0]
+    assert (torch.equal(kept["tensor"], torch.tensor(1)), kept["number"]) == (True, 1)
+    assert isinstance(kept["number"], int)
+
+
+def test_a_state_that_cannot_be_sent_ends_neither_the_server_nor_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard = of_class(keeps="a list")
+    hosted = HostedSlice(0, lambda *_: shard, lambda *_: None, is_primary=True)
+    hosted.shards[0] = shard
+    with pytest.raises(UsageError, match="state 'list' of key 'a' is a list"):
+        hosted.use_backup(lambda _: None, 0.0)
+    assert hosted.stream is None, "it goes on without a backup"
+    files = StateFiles(tmp_path)
+    for now in (0.0, 100.0, 200.0):
+        files.write_if_due(0, 0, shard, now)
+    assert capsys.readouterr().err.count("is not saved: state 'list' of key 'a' is a list") == 1
+    assert not list(tmp_path.iterdir())

@@ -94,6 +94,12 @@ def test_a_flag_that_needs_or_excludes_another_is_rejected(arguments: str, messa
         ("--kv-store dist_ssync", Job(num_servers=1), "dist_ssync needs a bound"),
         ("--kv-store dist_sync --groups 0/1", Job(num_workers=2, num_servers=1), "--groups 0/1 has no meaning"),
         ("--pace 1 --slow 2:3", Job(), "--slow names worker 2, but ranks go from 0 to 0"),
+        (
+            "--kv-store dist_sync --data-allocator 2",
+            Job(num_workers=2),
+            "--data-allocator 2 needs a server, but",
+        ),
+        ("--kv-store dist_sync --batch-by-speed", Job(num_workers=2), "--batch-by-speed needs a server, but -s is 0"),
         ("--data-allocator 1 --data-sharding nosuch", Job(), "--data-allocator 1 needs the file nosuch"),
     ],
 )

@@ -97,8 +97,18 @@ def test_the_newest_valid_file_is_loaded_and_damaged_ones_are_named(
     first, second = (record.getMessage() for record in caplog.records)
     assert "x-0002-s0000005.safetensors is damaged: the digest of tensor 'weights/w'" in first
     assert "x-0002.safetensors is damaged: it is cut off at 40 bytes" in second
+
+
+def test_if_all_checkpoints_are_damaged_all_are_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+    prefix = tmp_path / "x"
+    write(prefix, (0, 1, 0), (0, 2, 0), (0, 2, 5))
+    flip(path_for(prefix, 0, 2, 5))
+    os.truncate(path_for(prefix, 0, 2), 40)
     flip(path_for(prefix, 0, 1))
-    assert load_newest(prefix) is None
+    with pytest.raises(DataError, match="none of the 3 checkpoints") as raised:
+        load_newest(prefix)
+    assert [name in str(raised.value) for name in names(tmp_path)] == [True] * 3
+    assert load_newest(tmp_path / "nothing") is None
 
 
 def test_all_ranks_load_the_same_position_and_each_its_own_file(
@@ -120,7 +130,8 @@ def test_all_ranks_load_the_same_position_and_each_its_own_file(
         assert "x-2-0003.safetensors is damaged" in older
     flip(path_for(prefix, 2, 2))
     flip(path_for(prefix, 0, 1))
-    assert load_newest(prefix, 0, 3) is None
+    with pytest.raises(DataError, match=r"none of the 4 checkpoints .*x-2-0002\.safetensors is damaged"):
+        load_newest(prefix, 0, 3)
 
 
 def test_rank_0s_file_is_used_by_a_rank_without_a_file_and_after_a_change_of_size(tmp_path: Path) -> None:
@@ -168,7 +179,7 @@ def test_files_of_an_older_version_are_ordered_by_the_samples_in_their_metadata(
     assert found.path == old[17]
     write(prefix, (0, 1, 900))
     prune(prefix, path_for(prefix, 0, 1, 900))
-    assert names(tmp_path) == {"x-0001-s0000900.safetensors"}
+    assert names(tmp_path) == {"x-0001-b00017.safetensors", "x-0001-s0000900.safetensors"}
 
 
 def test_the_newest_branch_comes_first_whatever_its_position(tmp_path: Path) -> None:
@@ -204,12 +215,29 @@ def test_prune_keeps_epoch_ends_and_the_newest_mid_epoch_file(tmp_path: Path) ->
     assert find(prefix, 1) == []
 
 
+def test_prune_keeps_the_mid_epoch_file_before_until_there_is_the_end_of_an_epoch(tmp_path: Path) -> None:
+    prefix = tmp_path / "x"
+    write(prefix, (0, 0, 10), (0, 0, 20), (0, 0, 30))
+    prune(prefix, path_for(prefix, 0, 0, 30))
+    assert [one.position for one in find(prefix)] == [(0, 30), (0, 20)]
+    flip(path_for(prefix, 0, 0, 30))
+    found = load_newest(prefix)
+    assert found is not None
+    assert found.path == path_for(prefix, 0, 0, 20)
+    write(prefix, (0, 1, 0), (0, 1, 5))
+    prune(prefix, path_for(prefix, 0, 1, 5))
+    assert [one.position for one in find(prefix)] == [(1, 5), (1, 0)]
+
+
 def test_prune_keeps_the_written_file_newer_files_and_other_branches(tmp_path: Path) -> None:
     prefix = tmp_path / "x"
     write_branch(prefix, 0, (2, 800), (5, 100))
     write_branch(prefix, 1, (1, 300), (1, 200), (1, 400))
     prune(prefix, path_for(prefix, 0, 1, 300))
-    assert [one.position for one in find(prefix)] == [(1, 400), (1, 300), (5, 100), (2, 800)]
+    assert [one.position for one in find(prefix)] == [(1, 400), (1, 300), (1, 200), (5, 100), (2, 800)]
+    write_branch(prefix, 1, (1, 0))
+    prune(prefix, path_for(prefix, 0, 1, 300))
+    assert [one.position for one in find(prefix)] == [(1, 400), (1, 300), (1, 0), (5, 100), (2, 800)]
 
 
 def dataset_of(*classes: str) -> Dataset:
@@ -221,11 +249,14 @@ def test_a_run_is_not_resumed_with_data_of_other_classes(tmp_path: Path) -> None
     options = TrainOptions(model_prefix=str(tmp_path / "m"), load_epoch=1)
     trainer = SimpleNamespace(model=nn.Linear(2, 2), sync=lambda: None, optimizer_state=dict, shards_optimizer=False)
     trainer.load_weights = trainer.model.load_state_dict
+    trainer.kvstore = SimpleNamespace(rank=0, workers=[0], is_first=True)
 
     def saver(*classes: str) -> Saver:
         return Saver(options, ProcessRank(0, 1), cast(Trainer, trainer), dataset_of(*classes), None, None)
 
-    saver("cat", "dog").save(RunPosition(1), {})
+    first = saver("cat", "dog")
+    first.save(RunPosition(1), {})
+    first.finish()
     assert load(path_for(tmp_path / "m", 0, 1)).metadata["classes"] == ["cat", "dog"]
     with pytest.raises(DataError, match=r"class 0 is 'cat' in .*m-0001\.safetensors, but 'dog' in the training data"):
         saver("dog", "cat").load()
@@ -245,9 +276,11 @@ def test_only_the_worker_that_writes_the_optimizer_state_fetches_it(tmp_path: Pa
     for rank in range(4):
         trainer = SimpleNamespace(model=nn.Linear(2, 2), sync=lambda: None, shards_optimizer=sharded)
         trainer.optimizer_state = partial(fetch, rank)
+        trainer.kvstore = SimpleNamespace(rank=rank, workers=[0, 1, 2, 3], is_first=rank == 0)
         options = TrainOptions(model_prefix=str(tmp_path / "m"))
         saver = Saver(options, ProcessRank(rank, 4, 2), cast(Trainer, trainer), dataset_of("a", "b"), None, None)
         saver.save(RunPosition(1), {})
+        saver.finish()
     assert fetched == ([0, 1, 2, 3] if sharded else [0, 1])
     assert [list(load(path_for(tmp_path / "m", rank, 1)).optimizer) for rank in (0, 1)] == [["weight/momentum"], []]
 

@@ -18,8 +18,8 @@ from echelon.data.loading.memory import MemorySource
 from echelon.data.loading.order import RandomPart
 from echelon.data.loading.sources import RecordSource, Source
 from echelon.data.records import Header, IndexedWriter, pack
-from echelon.train.loop import evaluate
-from echelon.train.loop.evaluate import Validation
+from echelon.train.loop.evaluation import evaluate
+from echelon.train.loop.evaluation.evaluate import Validation
 from echelon.train.loop.stopping import Interrupted, StopSignals
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.step.average import MovingAverage

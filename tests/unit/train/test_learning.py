@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from echelon.train.loop.learning import MIN_STEPS, LearningCheck, chance
+from echelon.train.loop.evaluation.learning import MIN_STEPS, LearningCheck, chance
 from echelon.train.recipe.options import TrainOptions
 
 OPTIONS = TrainOptions(lr=0.05, kv_store="dist_async")
@@ -72,3 +72,7 @@ def test_chance_allows_for_few_samples_and_unequal_classes() -> None:
     assert chance(10, 1000) == pytest.approx(0.15, abs=2e-3)
     assert chance(10, 100) == 0.15  # 0.19 of 100 samples may be learned, too
     assert chance(1, 10) == 1.0
+
+
+def test_an_epoch_without_samples_has_no_loss() -> None:
+    assert check().after_epoch(1, 100, 0, math.nan, math.nan) == []

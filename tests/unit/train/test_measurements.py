@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from echelon.observe.events import EventLog, EventReader
-from echelon.train.loop.measurements import EVERY_S, Measurements
+from echelon.train.loop.reports.measurements import EVERY_S, Measurements
 from echelon.train.step.metrics import Metrics
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon.train.loop.monitor import Monitor, monitor_line, size_of
+from echelon.train.loop.reports.monitor import Monitor, monitor_line, size_of
 
 pytestmark = pytest.mark.numeric
 

@@ -93,7 +93,7 @@ def test_without_fixed_steps_every_sample_is_used_once(tmp_path: object) -> None
 def test_the_devices_of_a_worker_divide_its_share(tmp_path: pytest.TempPathFactory) -> None:
     path = tmp_path / "shares"  # type: ignore[operator]
     path.write_text("0 0.25\n0.25 1\n")
-    options = TrainOptions(data_allocator=True, data_sharding=str(path))
+    options = TrainOptions(data_allocator=1, data_sharding=str(path))
     parts = [sharding_for(options, ProcessRank(rank, 4, 2)).positions(1000) for rank in range(4)]
     assert [len(part) for part in parts] == [125, 125, 375, 375]
     assert sorted(np.concatenate(parts)) == list(range(1000))

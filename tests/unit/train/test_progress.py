@@ -10,7 +10,7 @@ import os
 import pytest
 from rich.console import Console
 
-from echelon.train.loop.reporting import Reporter, TrainingProgress
+from echelon.train.loop.reports.reporting import Reporter, TrainingProgress
 from echelon.train.recipe.options import TrainOptions
 
 LINE = "INFO:root:Epoch[0] Batch [0-20]\tSpeed: 12.50 samples/sec\taccuracy=0.500000 [not markup]"
@@ -58,7 +58,7 @@ def test_a_long_validation_is_logged_now_and_then(
     caplog.set_level(logging.INFO)
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    reporter = Reporter(TrainOptions(), None, logs=True, is_rank_0=True)
+    reporter = Reporter(TrainOptions(), None, logs=True, is_first=lambda: True)
     for done in range(0, 5001, 500):  # one batch every four seconds
         reporter.validating(done, 5000)
         now += 4.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echelon.errors import UsageError
-from echelon.train.loop.trackers import ScalarWriter
+from echelon.train.loop.reports.trackers import ScalarWriter
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -43,7 +43,7 @@ def test_closing_twice_and_writing_afterwards_are_ignored(tmp_path: Path) -> Non
 
 CODE = """
 import sys
-from echelon.train.loop.trackers import ScalarWriter
+from echelon.train.loop.reports.trackers import ScalarWriter
 board = ScalarWriter(None)
 board.write("lr", 0.1, 0)
 board.close()

@@ -14,11 +14,11 @@ import pytest
 
 from echelon.environment import Job
 from echelon.errors import UsageError
-from echelon.transport import admission as admission_module
-from echelon.transport.admission import Admission, ConnectionRefused, Strangers, Unproven, connect
-from echelon.transport.channel import Channel, PlainChannel, TlsChannel
-from echelon.transport.credentials import INSECURE, Credentials, Security, read_credentials, user_credentials
-from echelon.transport.handshake import NONCE_BYTES, ClientHandshake, Mode
+from echelon.transport.admission import admission as admission_module
+from echelon.transport.admission.admission import Admission, ConnectionRefused, Strangers, Unproven, connect
+from echelon.transport.admission.channel import Channel, PlainChannel, TlsChannel
+from echelon.transport.admission.credentials import INSECURE, Credentials, Security, read_credentials, user_credentials
+from echelon.transport.admission.handshake import NONCE_BYTES, ClientHandshake, Mode
 
 
 @lru_cache

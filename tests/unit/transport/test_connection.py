@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echelon.transport.channel import PlainChannel
+from echelon.transport.admission.channel import PlainChannel
 from echelon.transport.connection import (
     MAX_FRAMES,
     MAX_HEAD,

@@ -13,10 +13,10 @@ import pytest
 
 from echelon.transport import connection as connection_module
 from echelon.transport import sockets as sockets_module
-from echelon.transport.admission import connect
+from echelon.transport.admission.admission import connect
+from echelon.transport.admission.credentials import Credentials, Security
 from echelon.transport.connection import MAX_NAME
-from echelon.transport.credentials import Credentials, Security
-from echelon.transport.interface import FramesRefused, Peer
+from echelon.transport.interface import FramesDeferred, FramesRefused, Peer
 from echelon.transport.sockets import ClientSockets, ServerSockets
 
 TIMEOUT_S = 30.0
@@ -151,6 +151,24 @@ def test_refused_frames_end_the_connection_before_they_are_received() -> None:
         assert asked == [(b"raw", b"head", [1 << 37])]
 
 
+def test_the_first_message_is_delivered_before_the_frames_of_the_next_one_are_placed() -> None:
+    """A server learns from it whose connection it is, and so which frames it accepts."""
+    delivered: list[bytes] = []
+
+    def accept_once_known(peer: Peer, head: memoryview, sizes: list[int]) -> None:
+        if not delivered:
+            raise FramesRefused
+
+    with a_server() as server, a_client(server) as client:
+        server.placer = accept_once_known
+        client.sendall(message(b"who I am") + message(b"head", b"frame"))
+        while len(delivered) < 2:
+            received = server.recv(1.0)
+            assert received is not None
+            delivered.append(bytes(received[1][-1]))
+        assert delivered == [b"who I am", b"frame"]
+
+
 def test_a_name_is_short() -> None:
     with a_server() as server, a_client(server, bytes(MAX_NAME + 1)) as client:
         wait_for_end(server, client)
@@ -162,8 +180,44 @@ def test_a_client_that_was_disconnected_can_connect_again() -> None:
         client.send(0, [b"one"])
         (name,) = peers_of(server, 1)
         server.disconnect(name)
-        while 0 in client._connections:
-            assert client.recv(0.01) is None
+        assert client.recv(60.0) is None, "it returns when the connection ends"
+        assert client.broken == {0}
+        assert client.recv(0.01) is None, "it waits, although nobody has emptied the set"
         client.send(0, [b"two"])
         assert peers_of(server, 1) == [name]
         client.close()
+
+
+def test_frames_without_room_wait_while_other_connections_are_read() -> None:
+    has_room = False
+
+    def placer(peer: Peer, head: memoryview, sizes: list[int]) -> None:
+        if bytes(head) == b"large" and not has_room:
+            raise FramesDeferred
+
+    with a_server() as server, a_client(server, b"one") as one, a_client(server, b"two") as two:
+        server.placer = placer
+        one.sendall(message(b"small") + message(b"large", b"frame") + message(b"after"))
+        assert peers_of(server, 1) == [b"one"]
+        for _ in range(3):
+            two.sendall(message(b"small"))
+            assert peers_of(server, 1) == [b"two"]
+        assert server.recv(0.05) is None
+        has_room = True
+        received = [server.recv(TIMEOUT_S) for _ in range(2)]
+        assert [[bytes(frame) for frame in one[1]] for one in received if one] == [[b"large", b"frame"], [b"after"]]
+        assert server.traffic.queued == 0
+
+
+def test_a_connection_that_ends_while_its_frames_wait_is_dropped() -> None:
+    def placer(peer: Peer, head: memoryview, sizes: list[int]) -> None:
+        raise FramesDeferred
+
+    with a_server() as server, a_client(server, b"one") as one, a_client(server, b"one") as again:
+        server.placer = placer
+        one.sendall(message(b"large", b"frame"))
+        assert server.recv(0.05) is None
+        again.sendall(message(b"small"))
+        assert peers_of(server, 1) == [b"one"]
+        server.disconnect(b"one")
+        assert server.recv(0.0) is None

@@ -13,10 +13,10 @@ from echelon.cluster.messages import ServersUnused
 from echelon.environment import Job
 from echelon.errors import JobError
 from echelon.scheduler import serve
-from echelon.transport.admission import connect
-from echelon.transport.channel import send_all
+from echelon.transport.admission.admission import connect
+from echelon.transport.admission.channel import send_all
+from echelon.transport.admission.credentials import Security
 from echelon.transport.control import frame
-from echelon.transport.credentials import Security
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.registration import DepartedJobs, register
 

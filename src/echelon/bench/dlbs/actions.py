@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from echelon.atomic_file import AtomicFile
-from echelon.bench.dlbs.config import Config, load_config, single_config
-from echelon.bench.dlbs.experiment import Experiment, build_experiments, check_log_files, notes
-from echelon.bench.dlbs.parameters import PARAMETERS, described, shown
+from echelon.atomic_file import write_json
+from echelon.bench.dlbs.configuration.config import Config, load_config, single_config
+from echelon.bench.dlbs.configuration.experiment import Experiment, build_experiments, check_log_files, notes
+from echelon.bench.dlbs.configuration.parameters import PARAMETERS, described, shown
+from echelon.bench.dlbs.configuration.source import Setting, read_file
 from echelon.bench.dlbs.records import benchmark_data
-from echelon.bench.dlbs.source import Setting, read_file
 from echelon.environment import variable
 from echelon.errors import EchelonError, UsageError
 
@@ -175,8 +175,7 @@ def _check_all(experiments: Sequence[Experiment]) -> None:
 def _write(path: Path, body: Any) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with AtomicFile(path) as file:
-            file.stream.write((json.dumps(body, indent=2) + "\n").encode())
+        write_json(path, body)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from error
 

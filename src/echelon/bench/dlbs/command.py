@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from echelon import models
-from echelon.bench.dlbs.config import DEFAULT
-from echelon.bench.dlbs.experiment import Experiment
+from echelon.bench.dlbs.configuration.config import DEFAULT
+from echelon.bench.dlbs.configuration.experiment import Experiment
 from echelon.environment import Job
 from echelon.errors import UsageError, unknown_name
 from echelon.launch.node import Rendezvous, parse_rendezvous
@@ -25,6 +25,7 @@ from echelon.train.flags.arguments import add_arguments, options_from
 from echelon.train.flags.check import check_flags
 from echelon.train.flags.parser import Parser
 from echelon.train.recipe.options import TrainOptions
+from echelon.transport.listening import LOOPBACK
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def checked_run(experiment: Experiment) -> Run:
         given = parser.parse_args(training_words(experiment))
         options = options_from(given, "imagenet")
         job = Job(num_workers=experiment.num_workers, num_servers=_num_servers(experiment))
-        hosts = dict.fromkeys(range(job.num_workers), "127.0.0.1")
+        hosts = dict.fromkeys(range(job.num_workers), LOOPBACK)
         check_flags(given, options, job, worker_hosts=hosts)
     except UsageError as error:
         raise UsageError(_with_keys(str(error), experiment)) from error

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import msgspec
 
 from echelon.bench.dlbs.command import Run
-from echelon.bench.dlbs.experiment import Experiment
+from echelon.bench.dlbs.configuration.experiment import Experiment
 from echelon.bench.dlbs.files import prepared_folder, time_now, write_records, write_status
 from echelon.bench.dlbs.rerun import FAILURE, OK, RUNNING
 from echelon.bench.dlbs.run_events import RunEvents

@@ -6,7 +6,6 @@ says `running` until the experiment has ended, so that one that was interrupted 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -14,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from echelon.atomic_file import AtomicFile
-from echelon.bench.dlbs.experiment import Experiment
+from echelon.atomic_file import write_json
+from echelon.bench.dlbs.configuration.experiment import Experiment
 from echelon.bench.dlbs.records import read_records, record_line
 from echelon.bench.dlbs.rerun import FAILURE, OK
 from echelon.errors import UsageError
@@ -61,8 +60,7 @@ def write_status(experiment: Experiment, status: str, message: str = "", seconds
         "seconds": seconds,
         "time": time_now(),
     }
-    with AtomicFile(beside_log(experiment.log_file, ".status.json")) as file:
-        file.stream.write((json.dumps(body, indent=2) + "\n").encode())
+    write_json(beside_log(experiment.log_file, ".status.json"), body)
 
 
 def prepared_folder(log_file: Path) -> Path:

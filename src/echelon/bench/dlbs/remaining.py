@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from echelon.report.terminal.lines import duration
+
 
 def seconds_left(finished: Sequence[float], elapsed: float, share: float, num_after: int) -> float | None:
     """Return the seconds until the end of a sweep, or None while nothing is known.
@@ -22,10 +24,6 @@ def seconds_left(finished: Sequence[float], elapsed: float, share: float, num_af
     return max(typical * (1 - share) if share else typical - elapsed, 0.0) + typical * num_after
 
 
-def shown_duration(seconds: float | None) -> str:
-    """Return a duration as `1:05` or `2:00:00`."""
-    if seconds is None:
-        return "-:--"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+def shown_left(seconds: float | None) -> str:
+    """Return the time left as text."""
+    return "-:--" if seconds is None else duration(seconds)

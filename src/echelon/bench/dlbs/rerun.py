@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from echelon.bench.dlbs.parameters import shown
+from echelon.bench.dlbs.configuration.parameters import shown
 
 OK, FAILURE, RUNNING, SKIPPED, DISABLED, SIMULATED = "ok", "failure", "running", "skipped", "disabled", "simulated"
 _NOT_COMPARED = ("exp.status", "exp.status_msg", "exp.rerun", "exp.log_file", "exp.framework_ver", "monitor.")

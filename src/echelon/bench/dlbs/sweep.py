@@ -6,7 +6,6 @@ experiments whose log has a result are not repeated (`exp.rerun`).
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import sys
@@ -22,12 +21,12 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from echelon.atomic_file import AtomicFile
+from echelon.atomic_file import write_json
 from echelon.bench.dlbs.command import Run, checked_run
+from echelon.bench.dlbs.configuration.experiment import Experiment
 from echelon.bench.dlbs.execute import INTERRUPTED, Outcome, execute
-from echelon.bench.dlbs.experiment import Experiment
 from echelon.bench.dlbs.files import read_log, record_failure
-from echelon.bench.dlbs.remaining import seconds_left, shown_duration
+from echelon.bench.dlbs.remaining import seconds_left, shown_left
 from echelon.bench.dlbs.rerun import DISABLED, FAILURE, OK, SIMULATED, decide
 from echelon.bench.dlbs.table import result_line
 from echelon.errors import EchelonError
@@ -58,7 +57,7 @@ class Sweep:
             disable=not console.is_terminal,
             transient=True,
         )
-        self._task = self._bar.add_task("", total=sum(map(_batches, experiments)), left=shown_duration(None))
+        self._task = self._bar.add_task("", total=sum(map(_batches, experiments)), left=shown_left(None))
         self._before = 0  # batches of the experiments that have ended
         self._durations: list[float] = []  # of the experiments that ran
         self._number, self._start_s = 0, 0.0  # of the current experiment
@@ -130,7 +129,7 @@ class Sweep:
         share = done / _batches(self._experiments[self._number - 1])
         elapsed = time.monotonic() - self._start_s
         left = seconds_left(self._durations, elapsed, share, len(self._experiments) - self._number)
-        self._bar.update(self._task, completed=self._before + done, left=shown_duration(left))
+        self._bar.update(self._task, completed=self._before + done, left=shown_left(left))
 
     def _request_stop(self) -> None:
         self._stop.set()
@@ -169,8 +168,7 @@ class Sweep:
             "active_benchmark": self._active,
             "completed_benchmarks": self._completed,
         }
-        with AtomicFile(self._progress_file) as file:
-            file.stream.write((json.dumps(body, indent=2) + "\n").encode())
+        write_json(self._progress_file, body)
 
 
 def _batches(experiment: Experiment) -> int:

@@ -13,8 +13,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from echelon.bench.dlbs.configuration.parameters import shown
 from echelon.bench.dlbs.execute import Outcome
-from echelon.bench.dlbs.parameters import shown
 from echelon.bench.dlbs.rerun import OK
 from echelon.report.tables.scaling import Point, Scaled, scaling
 

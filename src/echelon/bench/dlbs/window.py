@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from echelon.bench.harness.turns import percentile
 from echelon.errors import DataError
 
 
@@ -101,9 +102,9 @@ def results(workers: Sequence[WorkerTimes], num_warmup: int, num_batches: int) -
         "results.time": round(statistics.fmean(times), 4),
         "results.time_std": round(statistics.pstdev(times), 4),
         "results.time_min": round(min(times), 4),
-        "results.time_p50": round(percentile(times, 50), 4),
-        "results.time_p90": round(percentile(times, 90), 4),
-        "results.time_p99": round(percentile(times, 99), 4),
+        "results.time_p50": round(percentile(times, 0.5), 4),
+        "results.time_p90": round(percentile(times, 0.9), 4),
+        "results.time_p99": round(percentile(times, 0.99), 4),
         "results.time_max": round(max(times), 4),
         "results.throughput": round(throughput(workers, window), 3),
         "results.window": [round(window.start, 6), round(window.end, 6)],
@@ -113,12 +114,3 @@ def results(workers: Sequence[WorkerTimes], num_warmup: int, num_batches: int) -
         "results.time_data": [round(one, 4) for one in times],
         "results.worker_time_data": [[round(one, 4) for one in batch_ms] for batch_ms in per_worker],
     }
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile, linear between the two nearest values, as numpy's default."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)

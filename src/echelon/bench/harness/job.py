@@ -15,8 +15,8 @@ from echelon.bench.harness.process import ProcessSpec
 from echelon.bench.harness.remote import Hosts
 from echelon.environment import Job
 from echelon.errors import UsageError
-from echelon.launch.processes import free_port
-from echelon.transport.credentials import Credentials
+from echelon.launch.supervision.processes import free_port
+from echelon.transport.admission.credentials import Credentials
 from echelon.transport.listening import LOOPBACK
 
 NO_VARIABLES: Mapping[str, str] = {}
@@ -33,6 +33,7 @@ class JobPlan:
     kv_store: str = "dist_sync"
     transport: str = "auto"
     security: str = "auto"
+    replicas: int = 0
     hosts: Hosts | None = None
 
     @property
@@ -115,6 +116,7 @@ def _roles(plan: JobPlan) -> list[Job]:
         interface=plan.hosts.interface if plan.hosts else None,
         transport=plan.transport,
         security=plan.security,
+        replicas=plan.replicas,
         credentials=None if plan.security == "none" else Credentials.create().to_text(),
     )
     counts = {"scheduler": 1, "server": job.num_servers, "worker": job.num_workers}

@@ -2,7 +2,8 @@
 
 Commands and answers are lines on pipes (`protocol`). The end of a process is detected through its pidfd, in the same
 wait as answers: a dead server is an error at once and not after a timeout. Everything else that a process prints goes
-to its log file; an error shows the end of that file. `launch/processes.py` starts, kills and reaps the processes.
+to its log file; an error shows the end of that file. `launch/supervision/processes.py` starts, kills and reaps the
+processes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from echelon.bench.harness.remote import first_line
 from echelon.bench.harness.turns import Contender
 from echelon.environment import Job
 from echelon.errors import JobError
-from echelon.launch.processes import ChildProcess
+from echelon.launch.supervision.processes import ChildProcess
 from echelon.transport.listening import LOOPBACK, listen
 
 AnswerKind = TypeVar("AnswerKind", Ready, Times)

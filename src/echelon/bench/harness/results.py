@@ -6,7 +6,6 @@ not contain the host name.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from echelon.atomic_file import AtomicFile
+from echelon.atomic_file import write_json
 from echelon.bench.harness.turns import Case, ratios
 from echelon.observe.machine import command_line, commit, machine
 
@@ -31,8 +30,7 @@ def write_result(path: Path, body: Mapping[str, object], command: str | None = N
         **body,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    with AtomicFile(path) as file:
-        file.stream.write((json.dumps(_finite(stamped), indent=2, allow_nan=False) + "\n").encode())
+    write_json(path, _finite(stamped))
 
 
 def _finite(value: object) -> object:

@@ -71,6 +71,12 @@ def encrypted(plan: PushPullPlan) -> Contender:
     return ProcessContender("encrypted", specs, plan.work_dir, address=plan.address)
 
 
+def replicated(plan: PushPullPlan) -> Contender:
+    """Return Echelon with a backup of every slice."""
+    specs = echelon_specs(replace(plan, replicas=1), "echelon.bench.pushpull.worker_echelon", plan.flags)
+    return ProcessContender("replicated", specs, plan.work_dir, address=plan.address)
+
+
 def iperf3(plan: PushPullPlan) -> Contender:
     """Return iperf3, which moves the bytes of a step between the hosts, in both directions at once."""
     if plan.hosts is None:
@@ -106,5 +112,6 @@ PEERS: dict[str, Callable[[PushPullPlan], Contender]] = {
     "mxnet_tuned": mxnet_tuned,
     "echelon_copy": echelon_copy,
     "encrypted": encrypted,
+    "replicated": replicated,
     "iperf3": iperf3,
 }

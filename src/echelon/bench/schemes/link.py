@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from echelon.errors import JobError
 from echelon.launch.addresses import own_addresses
-from echelon.launch.processes import ChildProcess
+from echelon.launch.supervision.processes import ChildProcess
 
 PROGRAMS = ("ip", "tc", "unshare", "nsenter")
 _NETWORK = "198.18"  # reserved for benchmarks between networks (RFC 2544), so no real network has these addresses

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from echelon.bench.harness.job import JobPlan, echelon_specs, gloo_specs, mxnet_specs
@@ -74,6 +74,11 @@ def echelon(plan: TrainPlan) -> TrainContender:
     return _echelon("echelon", plan)
 
 
+def replicated(plan: TrainPlan) -> TrainContender:
+    """Return Echelon with a backup of every slice."""
+    return _echelon("replicated", replace(plan, replicas=1))
+
+
 def gradients(plan: TrainPlan) -> TrainContender:
     """Return Echelon without --push-factors: large linear layers push their gradient, not its factors."""
     return _echelon("gradients", plan, "--push-factors", "0")
@@ -128,6 +133,7 @@ PEERS: dict[str, Callable[[TrainPlan], TrainContender]] = {
     "mxnet": mxnet,
     "gradients": gradients,
     "lazy": lazy,
+    "replicated": replicated,
     "clipped": clipped,
     "ddp_clipped": ddp_clipped,
 }

@@ -15,6 +15,7 @@ The values are those of `MemoryLoader` and `Loader`, except for the rounding of 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -26,9 +27,10 @@ from echelon.data.images.config import AugmentConfig
 from echelon.data.loading.buffers import CopiesInFlight
 from echelon.data.loading.loader import Loader, RawBatch, mirrored
 from echelon.data.loading.memory import MemorySource, check_fits, choose_crops
-from echelon.data.loading.order import Sampling, State
+from echelon.data.loading.order import BatchPlan, Plans, Sampling, State
 
 _MAX_COPIES_IN_FLIGHT = 2
+_Copied: TypeAlias = tuple[RawBatch, torch.cuda.Event | None, State, BatchPlan | None]
 
 
 class DeviceNormaliser:
@@ -78,19 +80,38 @@ class DeviceLoader:
         if self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device)
         self.state = batches.state
+        self.plan: BatchPlan | None = None
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        ahead: tuple[RawBatch, torch.cuda.Event | None, State] | None = None
+        if self._batches.is_leased:
+            yield from self._leased()
+            return
+        ahead: _Copied | None = None
         for batch in self._batches.raw_batches():
-            copied = (*self._copy(batch), self._batches.state)
+            copied = self._copied(batch)
             if ahead is not None:
                 yield self._finish(*ahead)
             ahead = copied
         if ahead is not None:
             yield self._finish(*ahead)
+
+    def _leased(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches of leases. It waits for the next one only when the consumer has used all before it."""
+        ahead: _Copied | None = None
+        while True:
+            batch = self._batches.next_raw(wait=ahead is None)
+            copied = None if batch is None else self._copied(batch)
+            if ahead is not None:
+                yield self._finish(*ahead)
+            elif copied is None:
+                return
+            ahead = copied
+
+    def _copied(self, batch: RawBatch) -> _Copied:
+        return *self._copy(batch), self._batches.state, self._batches.plan
 
     def _copy(self, batch: RawBatch) -> tuple[RawBatch, torch.cuda.Event | None]:
         """Start to copy a batch; return it with the event that is set when the copy is done."""
@@ -109,14 +130,16 @@ class DeviceLoader:
         """Copy a small tensor. pin_memory() makes a pinned copy, whose memory torch manages."""
         return values.pin_memory().to(self._device, non_blocking=True)
 
-    def _finish(self, batch: RawBatch, done: torch.cuda.Event | None, state: State) -> tuple[Tensor, Tensor]:
+    def _finish(
+        self, batch: RawBatch, done: torch.cuda.Event | None, state: State, plan: BatchPlan | None
+    ) -> tuple[Tensor, Tensor]:
         if done is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(done)
             for tensor in batch:
                 if tensor is not None:
                     tensor.record_stream(current)
-        self.state = state
+        self.state, self.plan = state, plan
         return self._normalise(mirrored(batch.images, batch.mirrors)), batch.labels
 
     def close(self) -> None:
@@ -142,10 +165,14 @@ class DeviceMemoryLoader:
         dtype: torch.dtype = torch.float32,
         *,
         state: State | None = None,
+        plans: Plans | None = None,
     ) -> None:
+        """`plans`: batches of leases; the sampling then has all samples, because any of them may be leased."""
         check_fits(source, augment, sampling)
         self.source, self.augment, self.sampling = source, augment, sampling
         self.state = state or State()
+        self.plan: BatchPlan | None = None
+        self._plans = plans
         self._device = torch.device(device)
         pad = augment.pad_size
         images = torch.from_numpy(source.images).to(self._device)
@@ -164,10 +191,24 @@ class DeviceMemoryLoader:
         return self.sampling.batches_per_epoch
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self._plans is not None:
+            yield from self._leased(self._plans)
+            return
         for _ in range(self.begin()):
             images, labels = self.gather()
             count = self.advance()
             yield images[:count], labels[:count]
+
+    def _leased(self, plans: Plans) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches of leases, which may begin anywhere and have any size."""
+        epoch: int | None = None
+        while (plan := plans.take(wait=True)) is not None:
+            if plan.epoch != epoch:
+                epoch = plan.epoch
+                self._choices[: self._num_mine].copy_(torch.from_numpy(self._epoch(epoch)))
+            rows = self._choices[torch.from_numpy(plan.counters).to(self._device)]
+            self.state, self.plan = plan.after, plan
+            yield self._batch_of(rows)
 
     def begin(self) -> int:
         """Copy the crops of the current epoch to the device; return how many batches are left in it."""
@@ -179,9 +220,13 @@ class DeviceMemoryLoader:
     def gather(self) -> tuple[Tensor, Tensor]:
         """Return the batch at the cursor and advance the cursor, with device operations only."""
         at = (self.cursor + self._within).clamp(max=len(self._choices) - 1)
-        records, tops, lefts, mirrors = self._choices[at].unbind(1)
-        pixels = crop_mirror(self._images, records, tops, lefts, mirrors.bool(), self.augment.shape[1:])
+        batch = self._batch_of(self._choices[at])
         self.cursor.add_(self.sampling.batch_size)
+        return batch
+
+    def _batch_of(self, choices: Tensor) -> tuple[Tensor, Tensor]:
+        records, tops, lefts, mirrors = choices.unbind(1)
+        pixels = crop_mirror(self._images, records, tops, lefts, mirrors.bool(), self.augment.shape[1:])
         return self._normalise(pixels), self._labels[records]
 
     def advance(self) -> int:

@@ -29,7 +29,7 @@ from echelon.data.images.geometry import mirrors_of, num_draws
 from echelon.data.loading.buffers import BufferPool
 from echelon.data.loading.decode_pool import DecodePool
 from echelon.data.loading.decode_process import BadSample, DecodeSettings
-from echelon.data.loading.order import BatchPlan, Sampling, State, uniforms
+from echelon.data.loading.order import BatchPlan, EndlessPlans, Plans, Sampling, State, uniforms
 from echelon.data.loading.sources import Source
 from echelon.errors import DataError, UsageError
 
@@ -43,9 +43,13 @@ _SHOWN_REPORTS = 10
 
 
 class Batches(Protocol):
-    """What a trainer needs from any loader: epochs of (images, labels), and the state to resume from."""
+    """What a trainer needs from any loader: epochs of (images, labels), and the state to resume from.
+
+    `plan` is that of the batch that was yielded last, if batches are leased.
+    """
 
     state: State
+    plan: BatchPlan | None
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rest of the current epoch."""
@@ -141,6 +145,8 @@ class Loader:
       are logged with their location, and their number at the end of every epoch. Where the sampling promises full
       batches (so that no worker waits for a step that never comes), the next good sample of the batch takes the place
       of a bad one, and a batch without good samples is replaced by the next batch that has some.
+    - `plans`: batches of leases instead of those of the sampling. Iterating then ends where the plans say so. A batch
+      may be empty, and one without good samples is, because each must be used.
     """
 
     def __init__(
@@ -157,6 +163,7 @@ class Loader:
         exact: bool = False,
         skip_bad_records: bool = False,
         state: State | None = None,
+        plans: Plans | None = None,
     ) -> None:
         if threads < 1 or prefetch < 1:
             raise UsageError(
@@ -176,7 +183,9 @@ class Loader:
         self._chunk_size = max(1, min(_MAX_CHUNK, size * self._num_ahead // (2 * threads)))
         self._buffers = self._make_buffers(pin_memory, processes)
         self._full = sampling.num_batches is not None or sampling.last_batch != "keep"
-        self._plans = sampling.batches(self.state)
+        self.plan: BatchPlan | None = None
+        self.is_leased = plans is not None
+        self._plans = plans or EndlessPlans(sampling.batches(self.state))
         self._ahead: deque[BatchInProgress] = deque()
         self._decoders_mirror = augment.random_mirror and output == "float32"
         config = replace(augment, random_mirror=self._decoders_mirror)
@@ -192,9 +201,13 @@ class Loader:
 
     def raw_batches(self) -> Iterator[RawBatch]:
         """Yield the rest of the current epoch; "uint8" images are not mirrored yet."""
+        if self.is_leased:
+            while (batch := self.next_raw(wait=True)) is not None:
+                yield batch
+            return
         first, found = self.state, False
         while self.state.epoch == first.epoch:
-            batch = self._take()
+            batch = self.next_raw(wait=True)
             if batch is not None:
                 found = True
                 yield batch
@@ -225,12 +238,24 @@ class Loader:
             return BufferPool((size, height, width, channels), np.uint8, limit, pin_memory, shared=shared)
         return BufferPool((size, channels, height, width), np.float32, limit, pin_memory, shared=shared)
 
-    def _take(self) -> RawBatch | None:
-        """Return the next batch, or None if all its samples are bad and it may be left out."""
+    def next_raw(self, *, wait: bool) -> RawBatch | None:
+        """Return the next batch, or None: all its samples are bad and it may be left out, or there is no plan for it.
+
+        `wait`: the consumer has used all batches, so plans that depend on this can be waited for.
+        """
         if self._decoders.is_closed:
             raise UsageError("this loader is closed; create a new one with its state to continue")
+        for _ in range(self._plans.drop_lost(len(self._ahead))):
+            self._ahead.pop()
         while len(self._ahead) < self._num_ahead:
-            self._ahead.append(self._begin(next(self._plans)))
+            plan = self._plans.take(wait=wait and not self._ahead)
+            if plan is None:
+                break
+            self._ahead.append(self._begin(plan))
+        if not self._ahead:
+            if wait:  # the plans end here: of leases, only they know which batch of an epoch is the last one
+                self._report_epoch()
+            return None
         batch = self._ahead.popleft()
         try:
             batch.wait()
@@ -238,11 +263,15 @@ class Loader:
         except BaseException:
             self.close()
             raise
-        self._report(batch.bad, ends_epoch=batch.plan.after.epoch != batch.plan.epoch)
-        self.state = batch.plan.after
+        self._report(batch.bad)
+        if batch.plan.after.epoch != batch.plan.epoch:
+            self._report_epoch()
+        self.state, self.plan = batch.plan.after, batch.plan
         return finished
 
     def _finish(self, batch: BatchInProgress) -> RawBatch | None:
+        if batch.is_all_bad and self.is_leased:
+            return RawBatch(batch.images[:0], torch.zeros(0, dtype=torch.int64), None)
         if batch.is_all_bad:
             if not self._full:
                 return None
@@ -286,14 +315,16 @@ class Loader:
             else:
                 raise DataError(result.reason)
 
-    def _report(self, bad: dict[int, str], ends_epoch: bool) -> None:
+    def _report(self, bad: dict[int, str]) -> None:
         for _, message in sorted(bad.items()):
             self.num_bad += 1
             self.bad_records.append(message)
             if self.num_bad <= _SHOWN_REPORTS:
                 log.warning("skipped bad record %d: %s", self.num_bad, message)
         self._num_bad_in_epoch += len(bad)
-        if ends_epoch and self._num_bad_in_epoch:
+
+    def _report_epoch(self) -> None:
+        if self._num_bad_in_epoch:
             log.warning("bad records skipped in this epoch: %d", self._num_bad_in_epoch)
             self._num_bad_in_epoch = 0
 

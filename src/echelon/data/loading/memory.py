@@ -23,7 +23,7 @@ from echelon.data.images.config import AugmentConfig
 from echelon.data.images.decode import Decoder, Pixels, inspect
 from echelon.data.images.geometry import Draw, mirrors_of
 from echelon.data.loading.buffers import BufferPool
-from echelon.data.loading.order import Indices, Sampling, State, uniforms
+from echelon.data.loading.order import BatchPlan, EndlessPlans, Indices, Plans, Sampling, State, uniforms
 from echelon.data.loading.sources import Sample, Source, class_number
 from echelon.errors import DataError, UsageError
 
@@ -141,12 +141,21 @@ class MemoryLoader:
     """Float32 batches (N, C, H, W) and int64 labels from a MemorySource, assembled on the caller's thread."""
 
     def __init__(
-        self, source: MemorySource, augment: AugmentConfig, sampling: Sampling, *, state: State | None = None
+        self,
+        source: MemorySource,
+        augment: AugmentConfig,
+        sampling: Sampling,
+        *,
+        state: State | None = None,
+        plans: Plans | None = None,
     ) -> None:
+        """`plans`: batches of leases instead of those of the sampling."""
         _, height, width, channels = source.images.shape
         check_fits(source, augment, sampling)
         self.source, self.augment, self.sampling = source, augment, sampling
         self.state = state or State()
+        self.plan: BatchPlan | None = None
+        self._leases = plans
         self._size = height, width
         pad = augment.pad_size
         planes = np.full((len(source), channels, height + 2 * pad, width + 2 * pad), augment.fill_value, np.uint8)
@@ -159,12 +168,12 @@ class MemoryLoader:
         return self.sampling.batches_per_epoch
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        epoch = self.state.epoch
-        for batch in self.sampling.batches(self.state):
-            images = self._images(batch.records, batch.counters, epoch)
-            self.state = batch.after
+        epoch, plans = self.state.epoch, self._leases or EndlessPlans(self.sampling.batches(self.state))
+        while (batch := plans.take(wait=True)) is not None:
+            images = self._images(batch.records, batch.counters, batch.epoch)
+            self.state, self.plan = batch.after, batch
             yield images, torch.from_numpy(self.source.labels[batch.records])
-            if self.state.epoch != epoch:
+            if self._leases is None and self.state.epoch != epoch:
                 return
 
     def _images(self, records: Indices, counters: Indices, epoch: int) -> Tensor:

@@ -111,12 +111,44 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """The records of one batch and their sample counters. `after` is the state once the batch has been used."""
+    """The records of one batch and their sample counters. `after` is the state once the batch has been used.
+
+    `lease`: the number of the lease that the batch belongs to, and how many of its batches are before this one.
+    """
 
     epoch: int
     records: Indices
     counters: Indices
     after: State
+    lease: tuple[int, int] | None = None
+
+
+class Plans(Protocol):
+    """Where a loader gets its batches from."""
+
+    def take(self, *, wait: bool) -> BatchPlan | None:
+        """Return the next batch, or None if there is none now. With `wait`, None means that the loader stops here.
+
+        A loader waits only if its consumer has used all batches: the next ones may depend on that.
+        """
+
+    def drop_lost(self, limit: int) -> int:
+        """Return how many of the last `limit` batches that were taken must not be used. The loader drops them."""
+
+
+class EndlessPlans:
+    """The batches of a sampling, epoch after epoch."""
+
+    def __init__(self, batches: Iterator[BatchPlan]) -> None:
+        self._batches = batches
+
+    def take(self, *, wait: bool) -> BatchPlan | None:
+        """See Plans."""
+        return next(self._batches)
+
+    def drop_lost(self, limit: int) -> int:
+        """See Plans."""
+        return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from echelon.data.loading.memory import MemorySource
-from echelon.data.loading.order import State
+from echelon.data.loading.order import BatchPlan, State
 
 _NUM_VALIDATION = 360
 _SPLIT_SEED = 1797  # the file is ordered by writer; a fixed shuffle puts every writer into both splits
@@ -66,6 +66,7 @@ class SyntheticLoader:
         if torch.cuda.is_available():
             self.images, self.labels = self.images.pin_memory(), self.labels.pin_memory()
         self.state = state or State()
+        self.plan: BatchPlan | None = None
         self._num_batches = num_batches
 
     def __len__(self) -> int:

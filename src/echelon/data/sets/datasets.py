@@ -19,7 +19,7 @@ import numpy as np
 from echelon.data.images.config import IMAGENET_MEAN, AugmentConfig
 from echelon.data.loading.loader import Batches, Loader
 from echelon.data.loading.memory import MemoryLoader, MemorySource, is_plain
-from echelon.data.loading.order import Sampling, State
+from echelon.data.loading.order import Plans, Sampling, State
 from echelon.data.loading.sources import FolderSource, RecordSource, Source, is_work_for_processes
 from echelon.data.records.class_file import ClassNames, readable
 from echelon.data.sets.builtin import SyntheticLoader, SyntheticSource, load_digits
@@ -123,13 +123,17 @@ def make_loader(
     exact: bool = False,
     skip_bad_records: bool = False,
     state: State | None = None,
+    plans: Plans | None = None,
 ) -> Batches:
-    """Return the fastest loader of float batches. For validation, use `augment.for_validation()` and exact=True."""
+    """Return the fastest loader of float batches. For validation, use `augment.for_validation()` and exact=True.
+
+    `plans`: batches of leases; synthetic data has none.
+    """
     if isinstance(source, SyntheticSource):
         size, count = sampling.batch_size, sampling.batches_per_epoch
         return SyntheticLoader(source, size, seed=sampling.seed, num_batches=count, state=state)
     if isinstance(source, MemorySource) and is_plain(augment, *source.images.shape[1:3]):
-        return MemoryLoader(source, augment, sampling, state=state)
+        return MemoryLoader(source, augment, sampling, state=state, plans=plans)
     return Loader(
         source,
         augment,
@@ -139,6 +143,7 @@ def make_loader(
         exact=exact,
         skip_bad_records=skip_bad_records,
         state=state,
+        plans=plans,
     )
 
 

@@ -26,8 +26,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from echelon.environment import Job
 from echelon.errors import JobError, UsageError
 from echelon.schemes.stores import store_kind
+from echelon.transport.admission.credentials import Security
 from echelon.transport.control import Deadline
-from echelon.transport.credentials import Security
 from echelon.transport.listening import listen
 
 POLL_S = 0.02

@@ -25,6 +25,10 @@ class ClippedRounds:
         self._stored: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}  # of `_servers_of`
         self._scaled: list[Ticket] = []  # the requests that applied the last round
 
+    def restart(self) -> None:
+        """Forget requests that will not be answered."""
+        self._scaled = []
+
     def clip(self, slots: Sequence[Slot], max_norm: float) -> float:
         """Let the servers apply the last pushes of some keys, which were gated, clipped to a norm over all of them.
 

@@ -6,6 +6,7 @@ back are written where the caller keeps it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
@@ -15,12 +16,13 @@ from torch import Tensor
 
 from echelon.cluster.messages import FROM_NOW, Init, PullChanges, PullRows, Push, PushHeader, PutRows
 from echelon.cluster.placement import ITEM_BYTES, Slot
-from echelon.errors import JobError
+from echelon.errors import JobError, UsageError
 from echelon.kvstore.servers.client import Client, Ticket
 from echelon.kvstore.servers.wire import PLAIN, Wire
-from echelon.server.memory import TORCH_DTYPES
-from echelon.server.rows import RowMap, as_frame, row_numbers, row_values
+from echelon.server.storage.memory import TORCH_DTYPES
+from echelon.server.storage.rows import RowMap, as_frame, row_numbers, row_values
 
+CREATE_S = 60.0  # that a worker which joins a job waits for the keys of the others
 PART_BYTES = 4 << 20  # of a whole table that is sent or fetched in parts
 
 
@@ -40,6 +42,11 @@ class RowWire:
         self._versions: dict[tuple[int, int], int] = {}  # (server, key) -> of the rows that this worker has
         self._asked: dict[int, list[int]] = {}  # ticket id -> the keys that its answer brings rows of
 
+    def restart(self) -> None:
+        """Forget the versions of rows: the servers do not know this worker any more."""
+        self._versions.clear()
+        self._asked.clear()
+
     # --- whole tables, in parts
 
     def init(self, slot: Slot, values: Tensor) -> None:
@@ -48,6 +55,18 @@ class RowWire:
         for server in self._servers([slot]):
             self._client.call(server, Init(self._client.next_id(), layout.segments, [slot], True))
         self.put(slot, values)
+
+    def wait_until_created(self, slot: Slot) -> None:
+        """Wait until another worker has created a key, which then may still send its values."""
+        deadline = time.monotonic() + CREATE_S
+        while True:
+            try:
+                self.fetch(slot, torch.zeros(1, dtype=torch.int64, device="cpu"))
+                return
+            except UsageError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.05)
 
     def put(self, slot: Slot, values: Tensor) -> None:
         """Overwrite a whole table."""

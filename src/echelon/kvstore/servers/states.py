@@ -11,10 +11,10 @@ from echelon.cluster.messages import GetStates, OptimizerSpec, PutStates, StateE
 from echelon.cluster.placement import Layout, Slot
 from echelon.kvstore.servers.client import Client
 from echelon.kvstore.state_files import by_key, check_fit, kernel_of
-from echelon.server.memory import master_dtype
 from echelon.server.optimizer.kernel import Kernel
-from echelon.server.optimizer.states import as_frame, dtype_name, from_frame
-from echelon.server.rows import RowMap
+from echelon.server.storage.memory import master_dtype
+from echelon.server.storage.rows import RowMap
+from echelon.server.storage.states import as_frame, dtype_name, from_frame
 
 
 def gather(client: Client, layout: Layout) -> dict[str, Tensor]:

@@ -11,9 +11,10 @@ none of them makes a step that the others do not make.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from msgspec.structs import replace
@@ -21,20 +22,26 @@ from torch import Tensor
 
 from echelon.cluster.messages import (
     Configure,
+    Configured,
     Done,
     Gather,
     Gathered,
+    GiveValues,
     Member,
+    OpenLedger,
     OptimizerSpec,
     PushHeader,
     SetOptimizer,
+    TakeValues,
+    Work,
 )
 from echelon.cluster.placement import KeySpec, Slot
-from echelon.errors import UsageError
+from echelon.errors import UsageError, WorkerRemoved
 from echelon.kvstore import state_files
 from echelon.kvstore.servers import states
 from echelon.kvstore.servers.client import Client, Ticket
 from echelon.kvstore.servers.clipping import ClippedRounds
+from echelon.kvstore.servers.leases import ServerLeases
 from echelon.kvstore.servers.rows import Rows, RowWire, rows_of
 from echelon.kvstore.servers.store_session import StoreSession
 from echelon.kvstore.servers.waiting import Waiting
@@ -42,12 +49,18 @@ from echelon.kvstore.servers.wire import PLAIN, Wire
 from echelon.kvstore.store import KVStore
 from echelon.kvstore.values import Key, Keys, Values, as_keys
 from echelon.observe.events import EventLog
-from echelon.schemes import rules_for
+from echelon.schemes import has_settings, rules_for
 from echelon.schemes.rules import Sharing
-from echelon.server.memory import TORCH_DTYPES
+from echelon.server.storage.memory import TORCH_DTYPES
 from echelon.transport.interface import Transport
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+GIVE_S = 60.0  # that a worker which joins waits for the values of another one
+ASK_AGAIN_S = 2.0
+GREET_AGAIN_S = 0.2
 
 
 class ServerStore(KVStore):
@@ -71,17 +84,44 @@ class ServerStore(KVStore):
         super().__init__(name, events, check_finite=check_finite)
         self._session = session
         self._client = client
-        self._wire = Wire(client, len(session.servers), transport, events)
+        self._transport = transport
+        self._wire = Wire(client, len(session.slice_addresses), transport, events)
         self.rows = RowWire(client, self._wire)
         self._clipped = ClippedRounds(client, self._wire)
         self.waiting = Waiting(session, client, self._wire)
         self._halt_requested = False
+        self.on_ledger: Callable[[], None] = lambda: None  # called when a ledger is opened
+        self.work: list[Work] = []  # the samples of the pushes that follow, if a ledger gave them
         self._noticed = False  # whether a notice of the servers was logged; a later one would say the same
-        self._rules = rules_for(self.kind.name, staleness, groups)
-        self._wire.send_to_all(
-            lambda i: Configure(i, session.rank, self.kind.name, staleness, groups, lr_scale, session.number)
-        )
+        self._settings = staleness, groups, lr_scale
+        self._greet()
         session.on_finish = self.close
+
+    def _greet(self) -> None:
+        """Tell the servers who this worker is. A late one takes over their settings, and joins at once if nobody began.
+
+        A server that is being rebuilt does not know them yet, so a late worker without settings asks until one does.
+        """
+        staleness, groups, lr_scale = self._settings
+        session, late = self._session, self._session.joined_late
+
+        def greeting(slice_number: int) -> Configure:
+            request, kind = self._client.next_id(), self.kind.name
+            return Configure(
+                request, session.rank, kind, staleness, groups, lr_scale, session.number, slice_number, late
+            )
+
+        known = _configured(self._client.greet(greeting))
+        while known is None and late and not has_settings(self.kind.name, staleness, groups):
+            time.sleep(GREET_AGAIN_S)
+            known = _configured(self._client.greet(greeting))
+        if known is not None:
+            groups, staleness = known.groups, known.staleness  # `greeting` sends them to other servers later
+        self._rules = rules_for(self.kind.name, staleness, groups)
+        self._wire.offer_all()
+        self.waiting.takes_part = not late
+        if late and not self.is_late:
+            self.join()
 
     # --- who and where
 
@@ -102,6 +142,18 @@ class ServerStore(KVStore):
     @property
     def workers(self) -> list[int]:
         return sorted(self._session.workers)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no other worker has been in the job for longer, or as long and with a lower rank.
+
+        A worker that was told to end and has left is not the first one, whatever its rank.
+        """
+        return not (self._session.has_elders or self._session.was_told_to_leave)
+
+    @property
+    def survives_deaths(self) -> bool:
+        return True
 
     @property
     def number(self) -> int:
@@ -136,6 +188,31 @@ class ServerStore(KVStore):
         return self._halted if self.kind.lock_step else self._session.halted
 
     @property
+    def may_leave(self) -> bool:
+        return self._session.may_leave
+
+    def announce_leaving(self, reason: str) -> None:
+        """Say that this worker was told to end. The scheduler answers with `may_leave`, or halts all workers."""
+        self._session.announce_leaving(reason)
+
+    def leave_as_told(self) -> None:
+        """Close all stores of this worker and leave the job, after `may_leave`. The others do not wait for it.
+
+        Later calls that need the job end the program with status 0 (WorkerLeft).
+        """
+        self._session.leave_as_told()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this worker was told to end, and has left the job."""
+        return self._session.was_told_to_leave
+
+    def _check_open(self) -> None:
+        if self._session.was_told_to_leave:
+            self._session.check_joined()
+        super()._check_open()
+
+    @property
     def num_servers(self) -> int:
         """The number of servers that the values are spread over."""
         return self._wire.layout.num_servers
@@ -149,6 +226,7 @@ class ServerStore(KVStore):
 
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
         """Send values, without waiting for other workers."""
+        self.take_part()
         dense, sparse = self._by_kind(self._checked(key, value))
         if dense:
             header = self._with_halt(PLAIN)
@@ -175,19 +253,33 @@ class ServerStore(KVStore):
         if any(self._spec_of(name).row_sparse for name in values):
             super().pushpull(key, value, out, priority)
             return
+        self.take_part()
         slots = self.slots(list(values))
         sums = list(values.values())
         self._wait_and_accept_halt(self._wire.push(slots, sums, self._with_halt(PLAIN), pull=True, priority=priority))
         self._copy_weights(slots, outs.values())
 
-    def gather_bytes(self, part: bytes) -> dict[int, bytes | memoryview]:
-        """Return the parts of all workers that take part, by rank."""
-        if self.waiting.on_missed_rounds is None or self.waiting.has_retired:
-            return self._exchange(part)
-        return self.waiting.meet(lambda: self._exchange(part), lambda: self._exchange(b""))
+    def report_defect(self, reason: str) -> None:
+        """Tell the scheduler why the result is not whole: the job ends with another status than 0."""
+        self._session.report_defect(reason)
 
-    def _exchange(self, part: bytes) -> dict[int, bytes | memoryview]:
-        ticket = self._client.send(0, Gather(self._client.next_id()), [part])
+    def gather_bytes(self, part: bytes, about: str = "") -> dict[int, bytes | memoryview]:
+        """Return the parts of all workers that take part, by rank. Parts about different things are kept apart."""
+
+        def exchange() -> tuple[dict[int, bytes | memoryview], list[int]]:
+            parts = self._exchange(part, about)
+            return parts, list(parts)
+
+        def gather() -> dict[int, bytes | memoryview]:
+            self.take_part()
+            if self.waiting.on_missed_rounds is None or self.waiting.has_retired:
+                return self._exchange(part, about)
+            return self.waiting.meet(exchange)
+
+        return self.survive(gather)
+
+    def _exchange(self, part: bytes, about: str) -> dict[int, bytes | memoryview]:
+        ticket = self._client.send(0, Gather(self._client.next_id(), about), [part])
         self._client.wait([ticket])
         assert isinstance(ticket.response, Gathered)
         return {rank: memoryview(part) for rank, part in zip(ticket.response.ranks, ticket.frames, strict=True)}
@@ -196,14 +288,38 @@ class ServerStore(KVStore):
         self.waiting.retire()
 
     def _barrier(self) -> None:
-        if self.waiting.on_missed_rounds is None:
-            self._wait_for_workers()
-        else:
-            self.waiting.meet(self._wait_for_workers, self._wait_for_workers)
+        def wait() -> None:
+            if self.is_late:
+                return  # the others set up their stores long ago
+            if self.waiting.on_missed_rounds is None:
+                self._wait_for_workers()
+            else:
+                self.waiting.meet(self._wait_for_workers)
 
-    def _wait_for_workers(self) -> None:
+        self.survive(wait)
+
+    def survive(self, call: Callable[[], T]) -> T:
+        """Call what waits for other processes, again if the scheduler has removed this worker and it joined again."""
+        while True:
+            try:
+                return call()
+            except WorkerRemoved as error:
+                if self.waiting.on_removed is None:
+                    raise
+                log.warning("%s", error)
+                self.waiting.on_removed()
+
+    def meet(self) -> list[int]:
+        """Wait until all living workers have called this, however long one that lives takes. Return who they were."""
+        self._check_open()
+        self._session.barrier(self._client.stall_seconds)
+        return sorted(self._session.workers_at_barrier)
+
+    def _wait_for_workers(self) -> tuple[None, list[int]]:
+        """Wait for all workers. Return which have waited."""
         halted = self._session.barrier()
         self._halted = self._halted or halted
+        return None, self._session.workers_at_barrier
 
     def save_optimizer_states(self, path: str | Path) -> None:
         """Write the servers' optimizer state to a safetensors file, atomically. Call it on one worker."""
@@ -240,6 +356,59 @@ class ServerStore(KVStore):
                 self.events.close()
                 self.on_closed()
 
+    # --- workers that join a running job
+
+    @property
+    def is_late(self) -> bool:
+        """Whether this worker has joined a job that was running, and does not take part in the rounds yet.
+
+        It waits for nobody, and nobody waits for it. What it sets up must be what the others have set up.
+        """
+        return self._session.is_late
+
+    def join(self) -> None:
+        """Take part in the rounds from the next one on. Only for a worker that is late or paused."""
+        self._session.join()
+        self.waiting.join()
+
+    def take_part(self) -> None:
+        """Join the others before the first call that concerns them, and fetch the weights of the round."""
+        if not self.waiting.takes_part:
+            self.join()
+
+    def rejoin(self) -> None:
+        """Connect to the servers again as a late worker, after the scheduler removed this one. Pushes are lost.
+
+        Of the others, all continue. `take_part` or the next push joins their rounds.
+        """
+        self._session.rejoin()
+        self._client.restart(self._session.connect(self._transport))
+        self._wire.restart()
+        self.rows.restart()
+        self._clipped.restart()
+        self.waiting.restart()
+        self._greet()
+
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether workers have joined since the last `give_values`, and this worker is the one that gives."""
+        return self._session.has_newcomers and self.is_first
+
+    def give_values(self, values: Sequence[memoryview]) -> None:
+        """Send what workers that have joined need besides the keys. It does not wait."""
+        self._session.has_newcomers = False
+        self._client.send(0, GiveValues(self._client.next_id(), self._session.view), values)
+
+    def take_values(self) -> Sequence[memoryview] | None:
+        """Return what another worker has given after this one joined. None: nobody has, and nobody is left to."""
+        view, deadline = self._session.view, time.monotonic() + GIVE_S
+        while self._session.has_elders and time.monotonic() < deadline:
+            ticket = self._client.send(0, TakeValues(self._client.next_id(), view))
+            if self._client.wait_briefly([ticket], ASK_AGAIN_S):
+                self._client.wait([ticket])
+                return [memoryview(frame) for frame in ticket.frames]
+        return None
+
     # --- for the Trainer
 
     def views(self, key: Key) -> tuple[Tensor, Tensor]:
@@ -266,6 +435,7 @@ class ServerStore(KVStore):
 
     def _use_optimizer(self, spec: OptimizerSpec) -> None:
         self._wire.send_to_all(lambda i: SetOptimizer(i, spec))
+        self._wire.optimizer = spec
         self.optimizer_spec = spec
 
     def push_bucket(self, slots: Sequence[Slot], header: PushHeader, priority: int = 0) -> list[Ticket]:
@@ -273,14 +443,51 @@ class ServerStore(KVStore):
 
         With `header.gated`, the servers hold the update until workers call `clip`.
         """
-        return self._wire.push(slots, None, self._with_halt(header), pull=True, priority=priority)
+        return self._wire.push(slots, None, self._of_step(header), pull=True, priority=priority)
 
     def push_rows(self, gradients: Mapping[int, Rows], header: PushHeader) -> list[Ticket]:
         """Push rows of the gradients of row-sparse keys, ask for the rows that change, and do not wait."""
-        return self.rows.push(gradients, self._with_halt(header), pull=True)
+        return self.rows.push(gradients, self._of_step(header), pull=True)
+
+    def _of_step(self, header: PushHeader) -> PushHeader:
+        header = self._with_halt(header)
+        return replace(header, work=self.work) if self.work else header
 
     def _with_halt(self, header: PushHeader) -> PushHeader:
-        return replace(header, halt=True) if self._halt_requested else header
+        """Let a push ask all workers to stop at its clock, if this worker or the scheduler does."""
+        asks = self._halt_requested or (self.kind.lock_step and self._session.halted is not None)
+        return replace(header, halt=True) if asks else header
+
+    def open_leases(self, opened: OpenLedger) -> ServerLeases:
+        """Open the next ledger of the store. All workers open the same ones, in the same order."""
+        opened = replace(opened, store=self.number, ledger=self._session.num_ledgers, lock_step=self.kind.lock_step)
+        self._session.num_ledgers += 1
+        self.on_ledger()
+        return ServerLeases(
+            opened,
+            self._session,
+            pause=self._pause_all,
+            join=self._join_all,
+            survive=self.survive,
+            stall_seconds=self._client.stall_seconds,
+        )
+
+    def _pause_all(self) -> None:
+        """Let others make rounds without this worker, also those of its other Trainers."""
+        self.waiting.pause()
+        for sibling in self._session.siblings:
+            sibling.pause()
+
+    def _join_all(self) -> None:
+        """Take part again after `_pause_all`."""
+        self.waiting.join()
+        for sibling in self._session.siblings:
+            sibling.resume([])
+
+    @property
+    def clock(self) -> int:
+        """The clock of the next step's pushes."""
+        return self._wire.newest_clock
 
     @property
     def group(self) -> list[int]:
@@ -290,9 +497,12 @@ class ServerStore(KVStore):
 
     @property
     def sums_with_others(self) -> bool:
-        """Whether the scheme sums this worker's gradients with those of others. Workers that died count, too."""
+        """Whether the scheme sums this worker's gradients with those of others.
+
+        Workers that have left or may still join count, too: all workers get the same answer, whenever they ask.
+        """
         own = self._rules.group_of(self.rank)
-        return sum(self._rules.group_of(worker) == own for worker in self._session.hosts) > 1
+        return any(self._rules.group_of(rank) == own for rank in self._session.ranks if rank != self.rank)
 
     def clip(self, slots: Sequence[Slot], max_norm: float) -> float:
         """Clip the gated pushes of a step by the global norm of their sum over the group's workers. Return the norm.
@@ -324,32 +534,6 @@ class ServerStore(KVStore):
         for slot in self.slots(list(values)):
             if slot.spec.row_sparse:
                 self.rows.put(slot, values[slot.spec.name])
-
-    def vector_names(self, name: str) -> list[str]:
-        """Return the keys of `make_vectors`, which the optimizer must not update."""
-        return [f"{name}@{rank}" for rank in self.workers]
-
-    def make_vectors(self, name: str, length: int) -> None:
-        """Create one key per worker for vectors that all workers can read. All workers call it."""
-        names = self.vector_names(name)
-        self.init(names, [torch.zeros(length, device="cpu")] * len(names))
-
-    def gather_vectors(self, name: str, vector: Tensor) -> Tensor:
-        """Publish this worker's vector and return those of all living workers, one row per worker. All call it."""
-        self.barrier()  # some workers may still be in rounds
-        tickets: list[Ticket] = []
-        for rank in self.workers:
-            slot = self._slot(f"{name}@{rank}")
-            own = rank == self.rank
-            if own:
-                self._wire.gradient(slot).copy_(vector)
-            tickets += self._wire.push([slot], None, PushHeader(float(own)), pull=False)
-        self._client.wait(tickets)
-        self._wait_for_workers()
-        rows = torch.empty(len(self.workers), vector.numel(), device="cpu")
-        self.pull([f"{name}@{rank}" for rank in self.workers], list(rows))
-        self._wait_for_workers()
-        return rows
 
     def _halt(self, reason: str) -> None:
         """Ask all workers to stop training; `halted` is set when they do."""
@@ -383,13 +567,15 @@ class ServerStore(KVStore):
 
     def _init(self, specs: Sequence[KeySpec], values: Sequence[Tensor]) -> None:
         slots = self._wire.place(specs)
-        if self.rank == min(self._session.workers):
-            pairs = list(zip(slots, values, strict=True))
-            if dense := [(slot, value) for slot, value in pairs if not slot.spec.row_sparse]:
-                self._wire.init([slot for slot, _ in dense], [value for _, value in dense])
-            for slot, value in pairs:
-                if slot.spec.row_sparse:
-                    self.rows.init(slot, value)
+        pairs = list(zip(slots, values, strict=True))
+        dense = [(slot, value) for slot, value in pairs if not slot.spec.row_sparse]
+        if dense and (self.is_first or self.is_late):  # servers keep the first values; the others may send theirs later
+            self._wire.init([slot for slot, _ in dense], [value for _, value in dense])
+        for slot, value in pairs:
+            if slot.spec.row_sparse and self.is_late:
+                self.rows.wait_until_created(slot)
+            elif slot.spec.row_sparse and self.is_first:
+                self.rows.init(slot, value)
         self.barrier()
 
     def _by_kind(self, values: dict[Key, Tensor]) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
@@ -412,6 +598,11 @@ class ServerStore(KVStore):
         slot = self._wire.layout.find(self._spec_of(key).name)
         assert slot is not None
         return slot
+
+
+def _configured(answers: Iterable[object]) -> Configured | None:
+    """Return the first answer with the settings of the store. None: all servers are being rebuilt."""
+    return next((answer for answer in answers if isinstance(answer, Configured)), None)
 
 
 def _all_rows(value: Tensor) -> Tensor:

@@ -11,22 +11,39 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from torch import Tensor
 
-from echelon.cluster.messages import Attach, Init, Place, Placed, Pull, Push, PushHeader, Request
+from echelon.cluster.messages import (
+    Attach,
+    Init,
+    Offer,
+    OptimizerSpec,
+    Part,
+    Place,
+    Placed,
+    Pull,
+    Push,
+    PushHeader,
+    Request,
+)
 from echelon.cluster.placement import ITEM_BYTES, KeySpec, Layout, Piece, Segment, Slot
 from echelon.errors import UsageError
-from echelon.kvstore.servers.client import Client, Ticket
+from echelon.fault_points import fault_point
+from echelon.kvstore.servers.client import Client, Rewritten, Ticket
 from echelon.observe.events import EventLog
-from echelon.server.factored import factors_length
-from echelon.server.memory import as_tensor, empty_frames, frame_pieces
+from echelon.server.storage.factored import factors_length
+from echelon.server.storage.memory import as_tensor, empty_frames, frame_pieces
 from echelon.system import BLOCK_BYTES, LARGEST_INT, keep_freed_memory
 from echelon.transport.interface import Block, Transport
 
 MESSAGE_BYTES = 4 << 20
 MAX_UNANSWERED = 64  # pushes of a key by a worker that does not wait; servers hold up to `MAX_AHEAD`
+MAX_COPY_BYTES = 256 << 20  # of pushes without an answer whose keys are pushed again
+PATIENCE_S = 10.0
 _MAX_CACHED_ROUTES = 4096
 PLAIN = PushHeader()  # a push that is added without weights, and that the optimizer's own settings apply to
 
@@ -73,14 +90,33 @@ class Wire:
         self._clocks: dict[int, int] = {}
         self._last_pushes: dict[int, list[Ticket]] = {}  # by key
         self._copies: dict[int, deque[list[Ticket]]] = {}  # by key: pushes of copies, the oldest first
+        self._copied: deque[tuple[list[Ticket], int]] = deque()  # all of them, with their bytes; some are answered
+        self._copied_bytes = 0  # of these
         self.gated: set[int] = set()  # keys whose last push waits for `ClippedRounds.clip`
         self._routes: dict[tuple[int, ...], list[_Route]] = {}
+        client.on_moved = self._offer_again
+        client.on_recovering = self._offer_state
+        self.part: Callable[[], Part] = lambda: Part.ACTIVE  # set by Waiting
+        self.num_recovered = 0  # servers that have lost their state and got it from the workers
+        self._joined: dict[int, int] = {}  # by key: the clock from which on this worker has joined others
+        self.optimizer: OptimizerSpec | None = None  # as the servers have it
         self.pushed_bytes = self.pulled_bytes = 0  # of tensors, however they travel
 
     @property
     def memory_is_shared(self) -> bool:
         """Whether all servers read and write this worker's memory in place."""
         return not any(self._framed)
+
+    def restart(self) -> None:
+        """Forget pushes that will not be answered."""
+        self._last_pushes.clear()
+        self._copies.clear()
+        self.gated.clear()
+
+    def offer_all(self) -> None:
+        """Let all servers map this worker's memory, after it has connected again."""
+        for server in range(self.layout.num_servers):
+            self._offer_again(server)
 
     def gradient(self, slot: Slot) -> Tensor:
         """Return a key's gradient in this worker's memory, in the key's shape."""
@@ -134,11 +170,14 @@ class Wire:
         tickets: list[Ticket] = []
         self._count_bytes(slots, pushed=not header.absent, pulled=pull)
         for clock, indices in self._messages(slots):
+            fault_point("worker.push", clock)
             chosen = [slots[i] for i in indices]
             given = None if values is None else [values[i] for i in indices]
             unwritten = None if given is None or self._write(chosen, given) else given
             if unwritten is not None:
                 self.wait_for_room(chosen)
+                self._wait_for_memory(chosen)
+                unwritten = None if self._write(chosen, unwritten) else unwritten
             sent = []
             for route in self._route(chosen):
                 framed = unwritten is not None or self._framed[route.server]
@@ -146,6 +185,8 @@ class Wire:
                 message = Push(self._client.next_id(), clock, route.keys, header, pull, framed, priority=priority)
                 places = self._weight_bytes(route) if pull and framed else ()
                 sent.append(self._client.send(route.server, message, frames, places))
+                fault_point("worker.sent", clock)
+            fault_point("worker.pushed", clock)
             keys = [slot.key for slot in chosen]
             self._clocks |= dict.fromkeys(keys, clock + 1)
             self._last_pushes |= dict.fromkeys(keys, sent)
@@ -192,11 +233,21 @@ class Wire:
         """Return how often this worker has pushed a key."""
         return self._clocks[slot.key]
 
+    @property
+    def newest_clock(self) -> int:
+        """How often this worker has pushed the keys that it pushes in every step."""
+        return max(self._clocks.values(), default=0)
+
     def adopt_clocks(self, clocks: Mapping[int, int]) -> bool:
         """Continue with other clocks. Return whether one has changed: this worker missed updates of that key."""
         missed = any(self._clocks.get(key, clock) != clock for key, clock in clocks.items())
         self._clocks |= {key: clock for key, clock in clocks.items() if key in self._clocks}
         return missed
+
+    def join_at(self, clocks: Mapping[int, int]) -> None:
+        """Take part in the rounds of others from these clocks on, which the others may not have reached."""
+        self.adopt_clocks(clocks)
+        self._joined |= clocks
 
     def count_push(self, slots: Sequence[Slot], sent: list[Ticket]) -> None:
         """Record a push of some keys and its tickets."""
@@ -217,7 +268,34 @@ class Wire:
             while copies and self._client.ready(copies[0]):
                 copies.popleft()
 
+    def _wait_for_memory(self, slots: Sequence[Slot]) -> None:
+        """Wait until another copy of keys fits in `MAX_COPY_BYTES`, or their own memory is free.
+
+        Workers that push in the same order cannot wait for each other here: of all pushes that are not applied, the
+        first one in that order waits for nobody who waits. For programs that push in different orders, the wait ends
+        when no answer has come for `PATIENCE_S`, and one more copy is made. A push that waits for `ClippedRounds.clip`
+        of this worker is not waited for at all.
+        """
+        if any(slot.key in self.gated for slot in slots):
+            return
+        size = _num_bytes(slots)
+        while self._copied_bytes + size > MAX_COPY_BYTES and not self._client.ready(self.last_pushes(slots)):
+            self._forget_answered_copies()
+            if self._copied_bytes + size <= MAX_COPY_BYTES:
+                return
+            oldest = self._copied[0][0] if self._copied else self.last_pushes(slots)
+            if not self._client.wait(oldest, PATIENCE_S):
+                self._events.write("copies", bytes=self._copied_bytes + size)
+                return
+
+    def _forget_answered_copies(self) -> None:
+        open_copies = [one for one in self._copied if any(ticket.response is None for ticket in one[0])]
+        self._copied = deque(open_copies)
+        self._copied_bytes = sum(size for _, size in open_copies)
+
     def _count_copies(self, slots: Sequence[Slot], sent: list[Ticket]) -> None:
+        self._copied.append((sent, sum(len(frame) for ticket in sent for frame in ticket.frames[1:])))
+        self._copied_bytes += self._copied[-1][1]
         for slot in slots:
             self._copies.setdefault(slot.key, deque()).append(sent)
 
@@ -277,6 +355,8 @@ class Wire:
                 if stop > piece.start:
                     part = flat[piece.start - slot.start : stop - slot.start]
                     frames.view(slot.segment, piece.start, stop).copy_(part)
+                if piece.stop > max(stop, piece.start):  # the padding after the key: norms and checks read it, too
+                    frames.view(slot.segment, max(stop, piece.start), piece.stop).zero_()
         return frames.buffers()
 
     def _weight_bytes(self, route: _Route) -> list[memoryview]:
@@ -301,12 +381,61 @@ class Wire:
     def _offer(self, mirror: Mirror) -> None:
         """Let every server map a new segment. A server that cannot gets frames from now on."""
         for server in range(self.layout.num_servers):
-            gradients, weights = mirror.gradient_block.descriptor, mirror.weight_block.descriptor
-            if not self._framed[server] and gradients:
-                request = Attach(self._client.next_id(), mirror.segment, gradients, weights)
-                try:
-                    self._client.call(server, request)
-                    continue
-                except UsageError:
-                    self._events.write("frames", server=server, why="the server cannot attach this worker's memory")
-            self._framed[server] = True
+            self._framed[server] = self._framed[server] or not self._is_attached(mirror, server)
+
+    def _is_attached(self, mirror: Mirror, server: int) -> bool:
+        """Let a server map a segment. Return whether it can."""
+        gradients, weights = mirror.gradient_block.descriptor, mirror.weight_block.descriptor
+        if not gradients:
+            return False
+        try:
+            self._client.call(server, Attach(self._client.next_id(), mirror.segment, gradients, weights))
+        except UsageError:
+            self._events.write("frames", server=server, why="the server cannot attach this worker's memory")
+            return False
+        return True
+
+    def _offer_again(self, server: int) -> None:
+        """Let the server that stores a slice now map this worker's memory; if it cannot, send it frames."""
+        framed = not all(self._is_attached(mirror, server) for mirror in self.mirrors.values())
+        if framed and not self._framed[server]:
+            self._client.rewrite(server, partial(self._with_frames, server))
+        self._framed[server] = framed
+
+    def _offer_state(self, server: int) -> None:
+        """Give a new server what this worker has of a slice. It answers when all workers have done so."""
+        keys = {key for key, slot in self.layout.slots.items() if self.layout.pieces(slot, server)}
+        slots = [self.layout.slots[key] for key in sorted(keys | self._tables())]
+        unanswered, seen = self._client.unanswered_pushes(server), self._client.versions(server)
+        answered = [min(unanswered.get(slot.key, [self._clocks[slot.key]])) for slot in slots]
+        versions = [seen.get(slot.key, 0) for slot in slots]
+        dense = [slot for slot in slots if not slot.spec.row_sparse]
+        here = [route for route in self._route(dense) if route.server == server]
+        frames = [frame for route in here for frame in self._weight_bytes(route)]
+        segments = self.layout.segments if slots else []
+        waiting = [len(unanswered.get(slot.key, ())) for slot in slots]
+        joined = [self._joined.get(slot.key, 0) for slot in slots]
+        state, norm = (self.optimizer, answered, versions, waiting, joined), self._client.norms.get(server)
+        self.num_recovered += 1
+        offer = Offer(self._client.next_id(), segments, slots, *state, self.part(), norm)
+        self._client.wait([self._client.send(server, offer, frames)])
+
+    def _tables(self) -> set[int]:
+        return {key for key, slot in self.layout.slots.items() if slot.spec.row_sparse}
+
+    def _with_frames(self, server: int, request: Request) -> Rewritten | None:
+        """Return a request with frames in place of shared memory, and the places for those of its answer."""
+        if not isinstance(request, Push | Pull) or request.framed:
+            return None
+        slots = [self.layout.slots[key] for key in request.keys]
+        pieces = [piece for slot in slots for piece in self.layout.pieces(slot, server)]
+        route = _Route(server, list(request.keys), frame_pieces(pieces))
+        places = self._weight_bytes(route)
+        if isinstance(request, Pull):
+            return replace(request, framed=True), [], places
+        frames = self._gradient_frames(route, slots, None, request.header.factor_rank)
+        return replace(request, framed=True), frames, places if request.pull else []
+
+
+def _num_bytes(slots: Sequence[Slot]) -> int:
+    return sum(slot.padded * ITEM_BYTES[slot.spec.dtype] for slot in slots)

@@ -1,7 +1,8 @@
 """The agent: starts one process of a job for a launcher on another machine. `python -m echelon.launch.agents.agent`.
 
-It reads messages from its standard input and writes messages to its standard output (`agent_messages`); the launcher
-has started it over ssh or the like. When the launcher ends, dies or is silent too long, the agent kills its process.
+It reads messages from its standard input and writes messages to its standard output (`messages`); the launcher has
+started it over ssh or the like. When the process has ended, the launcher may start it again. When the launcher ends,
+dies or is silent too long, the agent kills its process.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from echelon.launch.agents.messages import (
     FromAgent,
     Hello,
     Output,
+    Release,
     ReportExit,
     Signal,
     Start,
@@ -42,9 +44,10 @@ from echelon.launch.agents.messages import (
 from echelon.launch.agents.streams import PipeStream, Stream
 from echelon.launch.devices import library_variables
 from echelon.launch.joining import JoinedFile
-from echelon.launch.processes import READ_BYTES, ChildProcess
+from echelon.launch.plan import SCHEDULER
 from echelon.launch.report import report_worker_exit
 from echelon.launch.shared_folder import check_mark
+from echelon.launch.supervision.processes import READ_BYTES, ChildProcess
 from echelon.system import code_digest
 from echelon.transport.framing import FrameReader
 from echelon.transport.listening import listen
@@ -75,7 +78,7 @@ class Agent:
         self._send(Hello(socket.gethostname(), os.getpid(), code_digest(), task))
 
     def run(self) -> int:
-        """Serve the launcher until the process has ended or the launcher has."""
+        """Serve the launcher until it needs this agent no longer, or has ended."""
         self._selector.register(self._stream.fileno(), selectors.EVENT_READ, self._read_launcher)
         try:
             while not self._ended:
@@ -86,6 +89,8 @@ class Agent:
         finally:
             if self._process is not None:
                 self._process.close()
+            if self._listener is not None:
+                self._listener.close()
             self._selector.close()
         return 0
 
@@ -106,15 +111,15 @@ class Agent:
     def _tick(self) -> None:
         self._stream.flush()
         self._watch_output(self._stream.unsent < MAX_UNSENT)
-        now = time.monotonic()
-        if now - self._last_sent >= ALIVE_S:
-            self._send_alive()
+        now, notes = time.monotonic(), self._joined.new_lines()
+        if notes or now - self._last_sent >= ALIVE_S:
+            self._send_alive(notes)
         if now - self._last_received > LOST_S:
             print(f"agent: no message from the launcher for {LOST_S:g} s; its process is killed", file=sys.stderr)
             self._ended = True
 
-    def _send_alive(self) -> None:
-        self._send(Alive(self._process.cpu_ticks() if self._process else 0, self._joined.new_lines()))
+    def _send_alive(self, notes: list[str]) -> None:
+        self._send(Alive(self._process.cpu_ticks() if self._process else 0, notes))
 
     def _drain(self) -> None:
         """Send what is left, as long as the launcher takes it."""
@@ -149,6 +154,8 @@ class Agent:
             case Signal(number):
                 if self._process is not None:
                     self._process.send_signal(number)
+            case Release():
+                self._ended = True
             case ReportExit(rank, how, failed):
                 if self._job is not None:
                     report_worker_exit(self._job, WorkerExited(rank, how, failed))
@@ -175,8 +182,10 @@ class Agent:
         self._process = process = ChildProcess(
             start.name, start.arguments, environment, pass_fds=fds, shielded=shielded
         )
-        if self._listener is not None:
-            self._listener.close()
+        if self._listener is not None and not (self._job.role == SCHEDULER and self._job.max_restarts):
+            self._listener.close()  # that of a scheduler stays open, so that connections wait until it is restarted
+            self._listener = None
+        self._output_ended = False
         self._send(Started(process.pid))
         self._watch_output(True)
         self._selector.register(process.pidfd, selectors.EVENT_READ, self._handle_end)
@@ -217,9 +226,12 @@ class Agent:
         for _ in range(MAX_PIPE_BYTES // READ_BYTES):  # what the pipe holds; a process that escaped may still write
             if not self._output_ended:
                 self._read_output()
-        self._send_alive()
+        self._send_alive(self._joined.new_lines())
         self._send(Ended(code))
-        self._ended = True
+        self._watch_output(False)
+        self._selector.unregister(self._process.pidfd)
+        self._process.close()
+        self._process = None
 
 
 def main() -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from echelon.launch.processes import READ_BYTES
-from echelon.transport.channel import Channel
+from echelon.launch.supervision.processes import READ_BYTES
+from echelon.transport.admission.channel import Channel
 
 _SEND_BYTES = 1 << 16
 

@@ -12,15 +12,19 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from echelon.cluster.messages import WORKER, WorkerExited
+from echelon.environment import Job
 from echelon.launch.addresses import announced_address
 from echelon.launch.agents.messages import Bind, ReportExit, Start
 from echelon.launch.agents.remote import RemoteProcess
+from echelon.launch.joining import JoinedFile
 from echelon.launch.plan import SCHEDULER, Address, Addresses, Plan, PlannedProcess
-from echelon.launch.processes import ChildProcess, RunningProcess
 from echelon.launch.report import report_worker_exit
 from echelon.launch.shared_folder import SharedFolder
+from echelon.launch.supervision.processes import ChildProcess, RunningProcess
 from echelon.system import code_digest
 from echelon.transport.listening import listen
 
@@ -35,16 +39,18 @@ class AgentPlace:
 
     planned: PlannedProcess
     process: RemoteProcess
+    deadline: float  # for its start
     checked: bool = False
     asked_to_bind: bool = False
     started: bool = False
+    is_restart: bool = False
 
 
 class AgentBackend:
     """Starts processes through agents; the scheduler, if the plan has it on this machine, as a child.
 
-    `connect` starts or awaits the agent of a process. `folder` is the working directory of all processes. `address` is
-    that of this machine, at which the hosts reach it.
+    `connect` starts or awaits the agent of a process; `reconnects`: it can do so again after an agent was lost.
+    `folder` is the working directory of all processes. `address` is that of this machine, at which the hosts reach it.
     """
 
     def __init__(
@@ -55,8 +61,10 @@ class AgentBackend:
         folder: str | None = None,
         start_s: float = START_S,
         address: str | None = None,
+        reconnects: bool = False,
     ) -> None:
         self._plan = plan
+        self._reconnects = reconnects
         self._connect = connect
         self._own_address = address
         self._folder = os.getcwd() if folder is None else folder
@@ -64,7 +72,8 @@ class AgentBackend:
         self._deadline = time.monotonic() + start_s
         self._places: dict[str, AgentPlace] = {}
         self._digest = code_digest()
-        self._scheduler: Address | None = None
+        self._own_scheduler: _OwnScheduler | None = None
+        self._known: Addresses | None = None  # once all ports are known
         self._shared = SharedFolder(plan.request.shared_folder)
         self._stopping = False
         self._on_joined: Callable[[list[str]], None] = lambda lines: None
@@ -72,11 +81,44 @@ class AgentBackend:
     def start(self, planned: PlannedProcess) -> RunningProcess:
         """Begin to start a process. `turn` does the rest."""
         if planned.host is None and planned.role == SCHEDULER:
-            return self._start_scheduler(planned)
-        process = self._connect(planned)
-        process.on_joined = lambda lines: self._on_joined(lines)
-        self._places[planned.name] = AgentPlace(planned, process)
-        return process
+            listening_at = self._own_address or self._announced_address(planned)
+            self._own_scheduler = _OwnScheduler(self._plan, listening_at)
+            return self._own_scheduler.start(planned)
+        return self._place(AgentPlace(planned, self._connect(planned), self._deadline))
+
+    def _place(self, place: AgentPlace) -> RemoteProcess:
+        place.process.on_joined = lambda lines: self._on_joined(lines)
+        self._places[place.planned.name] = place
+        return place.process
+
+    def can_restart(self, planned: PlannedProcess) -> bool:
+        """Return whether its agent is there. Another one can take the place of a lost agent, but not its address."""
+        place = self._places.get(planned.name)
+        if place is None or place.process.has_reported_end:
+            return True
+        return self._reconnects and planned.role != SCHEDULER
+
+    def restart(self, planned: PlannedProcess) -> RunningProcess:
+        """Begin to start a process again, through the same agent or, if that was lost, a new one."""
+        place = self._places.get(planned.name)
+        if place is None:
+            assert self._own_scheduler is not None
+            return self._own_scheduler.start(planned)
+        has_agent = place.process.has_reported_end
+        process = place.process.restarted() if has_agent else self._connect(planned)
+        deadline = time.monotonic() + START_S
+        return self._place(AgentPlace(planned, process, deadline, has_agent, asked_to_bind=True, is_restart=True))
+
+    def scheduler_address(self) -> Address | None:
+        """Return where the scheduler listens, once that is known."""
+        return self._known.scheduler if self._known else None
+
+    def release(self, planned: PlannedProcess) -> None:
+        """Let the agent of a process that has ended for good end."""
+        if place := self._places.get(planned.name):
+            place.process.release()
+        elif self._own_scheduler is not None:
+            self._own_scheduler.close()
 
     def on_joined(self, handler: Callable[[list[str]], None]) -> None:
         """Pass lines of the file of joined workers to a handler."""
@@ -87,7 +129,9 @@ class AgentBackend:
 
         No process is started before all agents are there, and if one cannot be started, the job ends.
         """
-        if any(place.process.pid is None and (place.process.exit_code() or 0) > 0 for place in self._places.values()):
+        if self._own_scheduler is not None and (lines := self._own_scheduler.new_notes()):
+            self._on_joined(lines)
+        if any(place.process.pid is None and (place.process.exit_code() or 0) > 0 for place in self._first_starts()):
             self._stop()
             return
         for place in self._places.values():
@@ -99,13 +143,16 @@ class AgentBackend:
             if all(place.process.pid is not None for place in self._places.values()):
                 self._shared.unmark()
             return
-        ready = all(place.checked and place.process.exit_code() is None for place in self._places.values())
-        addresses = self._addresses() if ready else None
+        if all(place.checked and place.process.exit_code() is None for place in self._first_starts()):
+            self._known = self._known or self._addresses()
         for place in waiting:
             if place.process.exit_code() is None and place.checked:
-                self._advance(place, addresses)
-        if time.monotonic() > self._deadline:
-            self._give_up(waiting)
+                self._advance(place, self._known)
+        if late := [place for place in waiting if time.monotonic() > place.deadline]:
+            self._give_up(late)
+
+    def _first_starts(self) -> list[AgentPlace]:
+        return [place for place in self._places.values() if not place.is_restart]
 
     def _stop(self) -> None:
         """Stop what has started or is about to, once. The supervisor has handled the failure that is the cause."""
@@ -128,9 +175,8 @@ class AgentBackend:
         """Tell the scheduler that a worker's process has ended."""
         if scheduler := self._places.get(f"{SCHEDULER} 0"):
             scheduler.process.send(ReportExit(exited.rank, exited.how, exited.failed))
-        elif self._scheduler is not None:
-            planned = self._plan.complete(self._plan.processes[0], Addresses(self._scheduler, self._scheduler))
-            report_worker_exit(planned.job, exited)
+        elif self._own_scheduler is not None:
+            report_worker_exit(self._own_scheduler.job, exited)
 
     def _advance(self, place: AgentPlace, addresses: Addresses | None) -> None:
         planned = place.planned
@@ -154,7 +200,8 @@ class AgentBackend:
 
     def _addresses(self) -> Addresses | None:
         """Return where scheduler and worker 0 listen, once both are known."""
-        scheduler, first = self._bound(f"{SCHEDULER} 0") or self._scheduler, self._bound(f"{WORKER} 0")
+        own = self._own_scheduler.address if self._own_scheduler else None
+        scheduler, first = self._bound(f"{SCHEDULER} 0") or own, self._bound(f"{WORKER} 0")
         if first is None or (self._plan.job.num_servers and scheduler is None):
             return None
         return Addresses(scheduler or first, first)
@@ -173,15 +220,45 @@ class AgentBackend:
                 f"launcher's (digest {self._digest}); install the same on both, or copy it with --sync-dst-dir"
             )
 
-    def _start_scheduler(self, planned: PlannedProcess) -> RunningProcess:
-        listener = listen(self._own_address or self._announced_address(planned))
-        self._scheduler = Address(*listener.getsockname()[:2])
-        whole = self._plan.complete(planned, Addresses(self._scheduler, self._scheduler))
-        environment = {**whole.environment, "ECHELON_LISTEN_FD": str(listener.fileno())}
-        with listener:
-            fds = [listener.fileno()]
-            return ChildProcess(planned.name, whole.arguments, environment, pass_fds=fds, shielded=True)
-
     def _announced_address(self, planned: PlannedProcess) -> str:
         hosts = [host.name for host in self._plan.hosts()]
         return announced_address(planned.job.interface, os.uname().nodename, hosts)
+
+
+class _OwnScheduler:
+    """A scheduler on the machine of the launcher: its socket, which outlives the process, and its notes."""
+
+    def __init__(self, plan: Plan, address: str) -> None:
+        self._listener = listen(address)
+        self._folder = TemporaryDirectory(prefix="echelon-")
+        self._notes: JoinedFile | None = JoinedFile(Path(self._folder.name) / "joined")
+        self.address = Address(*self._listener.getsockname()[:2])
+        self._plan = plan
+
+    @property
+    def job(self) -> Job:
+        """The job with the address of the scheduler."""
+        return self._complete(self._plan.processes[0]).job
+
+    def start(self, planned: PlannedProcess) -> RunningProcess:
+        """Start the process, the first time or again."""
+        whole, fd = self._complete(planned), self._listener.fileno()
+        assert self._notes is not None
+        variables = {**whole.environment, "ECHELON_LISTEN_FD": str(fd), "ECHELON_JOINED_FILE": str(self._notes.path)}
+        process = ChildProcess(planned.name, whole.arguments, variables, pass_fds=[fd], shielded=True)
+        if not planned.job.max_restarts:
+            self._listener.close()
+        return process
+
+    def new_notes(self) -> list[str]:
+        """Return the notes since the last call."""
+        return self._notes.new_lines() if self._notes is not None else []
+
+    def close(self) -> None:
+        """Stop listening, and remove the notes. A second call does nothing."""
+        self._notes = None
+        self._listener.close()
+        self._folder.cleanup()
+
+    def _complete(self, planned: PlannedProcess) -> PlannedProcess:
+        return self._plan.complete(planned, Addresses(self.address, self.address))

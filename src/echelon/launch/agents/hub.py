@@ -22,8 +22,8 @@ from echelon.launch.agents.channel_stream import ChannelStream
 from echelon.launch.agents.messages import FromAgent, Hello, decode_from_agent
 from echelon.launch.agents.remote import RemoteProcess
 from echelon.launch.plan import PlannedProcess
-from echelon.transport.admission import Admission, Strangers, Unproven
-from echelon.transport.credentials import Security
+from echelon.transport.admission.admission import Admission, Strangers, Unproven
+from echelon.transport.admission.credentials import Security
 from echelon.transport.framing import FrameReader
 from echelon.transport.listening import listen
 
@@ -86,12 +86,12 @@ class Hub:
     @property
     def missing(self) -> list[RemoteProcess]:
         """The processes whose agents have not connected, and which have not been given up."""
-        return [process for process in self._processes if not process.connected and process.exit_code() is None]
+        return [process for process in self._processes if not process.has_connected and process.exit_code() is None]
 
     @property
     def complete(self) -> bool:
         """Whether the agents of all processes have connected."""
-        return all(process.connected for process in self._processes)
+        return all(process.has_connected for process in self._processes)
 
     def fileno(self) -> int:
         """Return what becomes readable when `turn` has something to do."""
@@ -146,7 +146,7 @@ class Hub:
             )
             return
         process = self._processes[number]
-        if process.connected:
+        if process.has_connected:
             self._refuse(newcomer, f"task {number} already runs {process.name} on {process.host}")
             return
         self._forget(newcomer)
@@ -154,7 +154,7 @@ class Hub:
         process.connect(newcomer.stream, message.host if process.host == UNKNOWN_HOST else None)
 
     def _next_free(self) -> int | None:
-        return next((number for number, process in enumerate(self._processes) if not process.connected), None)
+        return next((number for number, process in enumerate(self._processes) if not process.has_connected), None)
 
     def _refuse(self, newcomer: _Newcomer, reason: str) -> None:
         self._forget(newcomer)

@@ -1,8 +1,9 @@
 """The messages between a launcher and its agents, which start processes for it on other machines.
 
 An agent says `Hello`. If its process listens, the launcher asks it to `Bind` a port first. When all ports are known,
-the launcher sends `Start`. From then on the agent sends the process's output, and `Ended` at the end. Both sides send
-`Alive` regularly, because a machine that disappears closes no connection.
+the launcher sends `Start`. From then on the agent sends the process's output, and `Ended` at the end. The launcher then
+sends `Start` again or `Release`. Both sides send `Alive` regularly, because a machine that disappears closes no
+connection.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
+from echelon.cluster.messages import Malformed
 from echelon.errors import JobError
 from echelon.transport.framing import with_length
 
@@ -90,7 +92,10 @@ class Bind(_Message, frozen=True):
 
 
 class Start(_Message, frozen=True):
-    """The process to start. `local_workers`: the workers of this host share its cores. `mark`: see `shared_folder`."""
+    """The process to start, the first time or again.
+
+    `local_workers`: the workers of this host share its cores. `mark`: see `shared_folder`.
+    """
 
     name: str
     arguments: list[str]
@@ -106,6 +111,10 @@ class Signal(_Message, frozen=True):
     number: int
 
 
+class Release(_Message, frozen=True):
+    """The process is not started again: the agent ends."""
+
+
 class ReportExit(_Message, frozen=True):
     """For the scheduler's agent: a worker's process has ended, which the scheduler must know if it never registered."""
 
@@ -115,7 +124,7 @@ class ReportExit(_Message, frozen=True):
 
 
 FromAgent = Hello | Bound | Started | CannotStart | Output | Alive | Ended
-ToAgent = Bind | Start | Signal | ReportExit | Alive
+ToAgent = Bind | Start | Signal | Release | ReportExit | Alive
 _encoder = msgspec.msgpack.Encoder()
 _from_agent: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
 _to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
@@ -124,6 +133,12 @@ _to_agent: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
 def encode(message: FromAgent | ToAgent) -> bytes:
     """Return a message's bytes, preceded by their length."""
     return with_length(_encoder.encode(message))
+
+
+def explain(error: JobError) -> str:
+    """Return the error of reading an agent's messages, with the usual cause if other bytes came instead."""
+    hint = "; does a login script of that host print something?" if isinstance(error, Malformed) else ""
+    return f"{error}{hint}"
 
 
 def decode_from_agent(body: bytes) -> FromAgent:

@@ -18,15 +18,17 @@ from echelon.launch.agents.messages import (
     FromAgent,
     Hello,
     Output,
+    Release,
     Signal,
     Started,
     ToAgent,
     decode_from_agent,
     encode,
+    explain,
 )
 from echelon.launch.agents.streams import Stream
 from echelon.launch.plan import Address
-from echelon.launch.processes import how_ended
+from echelon.launch.supervision.processes import how_ended
 from echelon.transport.framing import FrameReader
 
 CANNOT_RUN, LOST = 127, 255  # exit codes, as shells and ssh have them
@@ -37,7 +39,8 @@ KILLED_S = 5.0  # to confirm that a process was killed
 class RemoteProcess:
     """A process behind an agent. It has no stream until its agent has connected.
 
-    `hello`, `bound` and `pid` are what the agent has said so far. `on_joined` gets lines of the file of joined workers.
+    `hello`, `bound` and `pid` are what the agent has said so far. `on_joined` gets notes (`launch.joining`).
+    `has_connected`: it has had a stream.
     """
 
     def __init__(self, name: str, host: str, stream: Stream | None = None) -> None:
@@ -48,6 +51,7 @@ class RemoteProcess:
         self.has_reported_end = False  # its agent has said how it ended; otherwise that is not certain
         self.on_joined: Callable[[list[str]], None] = lambda lines: None
         self._stream = stream
+        self.has_connected = stream is not None
         self._reader = FrameReader(decode_from_agent)
         self._output = bytearray()
         self._code: int | None = None
@@ -60,14 +64,9 @@ class RemoteProcess:
         """Its number and its host."""
         return f"on {self.host}" if self.pid is None else f"pid {self.pid} on {self.host}"
 
-    @property
-    def connected(self) -> bool:
-        """Whether its agent can be reached."""
-        return self._stream is not None
-
     def connect(self, stream: Stream, host: str | None = None) -> None:
         """Use the stream of the agent that runs this process. `host`: where it runs, if the launcher did not choose."""
-        self._stream = stream
+        self._stream, self.has_connected = stream, True
         self.host = host or self.host
         self._last_received = time.monotonic()
 
@@ -80,12 +79,12 @@ class RemoteProcess:
     def tick(self) -> None:
         """Send what is due, and notice an agent that has disappeared. To be called at least once per second."""
         now = time.monotonic()
-        if self._stream is None or self._code is not None:
+        if self._stream is None:
             return
         if now - self._last_sent >= ALIVE_S:
             self.send(Alive())
         self._stream.flush()
-        if now - self._last_received > LOST_S:
+        if self._code is None and now - self._last_received > LOST_S:
             self.fail(f"was lost: no message from {self.host} for {now - self._last_received:.0f} s", LOST)
 
     def fail(self, how: str, code: int = CANNOT_RUN) -> None:
@@ -140,6 +139,18 @@ class RemoteProcess:
         self.reap()
         if self._stream is not None:
             self._stream.close()
+            self._stream = None
+
+    def restarted(self) -> RemoteProcess:
+        """Return the next process of the same agent, which has reported the end of this one."""
+        other = RemoteProcess(self.name, self.host, self._stream)
+        other.hello, other.bound, other._reader = self.hello, self.bound, self._reader
+        self._stream = None
+        return other
+
+    def release(self) -> None:
+        """Let the agent end, because its process is not started again."""
+        self.send(Release())
 
     def cpu_ticks(self) -> int:
         """Return the processor time that the process has used, as its agent said last."""
@@ -158,7 +169,7 @@ class RemoteProcess:
                 for message in self._reader.feed(data):
                     self._handle(message)
             except JobError as error:
-                self.fail(f"cannot run on {self.host}: {error}")
+                self.fail(f"cannot run on {self.host}: {explain(error)}")
 
     def _handle(self, message: FromAgent) -> None:
         match message:

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from typing import IO, Protocol
 
-from echelon.launch.processes import READ_BYTES, ChildProcess
+from echelon.launch.supervision.processes import READ_BYTES, ChildProcess
 
 ENDING_S = 2.0  # for a program to exit after it has closed its output
 

@@ -12,9 +12,9 @@ from echelon.environment import Job, find_own_python, task_from_environment
 from echelon.errors import EchelonError, JobError
 from echelon.launch.agents.agent import serve
 from echelon.launch.agents.channel_stream import ChannelStream
-from echelon.transport.admission import connect
-from echelon.transport.channel import Channel
-from echelon.transport.credentials import Security
+from echelon.transport.admission.admission import connect
+from echelon.transport.admission.channel import Channel
+from echelon.transport.admission.credentials import Security
 
 CONNECT_S = 20.0
 

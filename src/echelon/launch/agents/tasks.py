@@ -21,12 +21,12 @@ from echelon.launch.agents.coordinate import START_S, AgentBackend
 from echelon.launch.agents.hub import Hub
 from echelon.launch.interface import Output
 from echelon.launch.plan import SCHEDULER, Plan
-from echelon.launch.processes import ChildProcess, how_ended
 from echelon.launch.run import run_job
 from echelon.launch.ssh.client import package_folder
-from echelon.launch.supervise import OnLine
+from echelon.launch.supervision.children import OnLine
+from echelon.launch.supervision.processes import ChildProcess, how_ended
 from echelon.system import PACKAGE
-from echelon.transport.credentials import Security
+from echelon.transport.admission.credentials import Security
 
 END_S = 3.0  # for the program to end after its tasks, or after SIGTERM
 SETTLE_S = 3.0  # after an error of one host, for the agents of the others to connect

@@ -11,7 +11,7 @@ from echelon.errors import UsageError
 from echelon.launch.interface import Output
 from echelon.launch.kubernetes.manifests import PLACEHOLDER, Settings, manifests
 from echelon.launch.kubernetes.pods import Cluster, PodBackend, load_client
-from echelon.launch.plan import Plan, Request, make_plan
+from echelon.launch.plan import Plan, Request, make_plan, without_restarts
 from echelon.launch.run import run_job
 
 
@@ -19,6 +19,7 @@ class KubernetesLauncher:
     """Runs every process of a job as a pod."""
 
     name = "kubernetes"
+    no_restarts = "a Job of Kubernetes starts each pod once"
 
     def add_arguments(self, group: argparse._ArgumentGroup) -> None:
         """Add the flags of this launcher."""
@@ -53,7 +54,7 @@ class KubernetesLauncher:
             if given:
                 raise UsageError(f"{flag} has no meaning with --launcher kubernetes: Kubernetes places the pods")
         settings_of(request.options)
-        return make_plan(request, python="python")
+        return make_plan(without_restarts(request), python="python")
 
     def describe(self, plan: Plan) -> str:
         """Return the objects as documents for `kubectl apply -f -`, which reads JSON. The secret is a placeholder."""

@@ -19,7 +19,7 @@ from echelon.cluster.messages import WORKER, WorkerExited
 from echelon.errors import UsageError
 from echelon.launch.kubernetes.manifests import INDEX, LABEL, ROLE, Manifest, Settings
 from echelon.launch.plan import Plan, PlannedProcess
-from echelon.launch.processes import how_ended
+from echelon.launch.supervision.processes import how_ended
 
 POLL_S = 1.0
 LOST_S = 60.0  # without an answer of the API, after which the job is given up
@@ -293,6 +293,20 @@ class PodBackend:
 
     def report_exit(self, exited: WorkerExited) -> None:
         """Do nothing: the scheduler, inside the cluster, notices the end of a connection itself."""
+
+    def can_restart(self, planned: PlannedProcess) -> bool:
+        """Return False: the Job objects of Kubernetes start each pod once."""
+        return False
+
+    def restart(self, planned: PlannedProcess) -> PodProcess:
+        """Never called, because no process can be restarted."""
+        raise NotImplementedError
+
+    def release(self, planned: PlannedProcess) -> None:
+        """Do nothing."""
+
+    def scheduler_address(self) -> None:
+        """Return None: only pods of the cluster reach the scheduler."""
 
     def _report_waiting(self, process: PodProcess, pod: Any | None) -> None:
         """Say once why a pod is not scheduled, for example because no node has the GPUs."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from echelon.environment import child_environment
-from echelon.launch.processes import ChildProcess, OwnChild, adopt_orphans, how_ended
+from echelon.launch.supervision.processes import ChildProcess, OwnChild, adopt_orphans, how_ended
 
 
 class ForkRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -18,10 +18,10 @@ from echelon.launch.interface import Output
 from echelon.launch.joining import JoinedFile
 from echelon.launch.local.forked import Preloaded, as_python_program
 from echelon.launch.plan import SCHEDULER, Address, Addresses, Plan, PlannedProcess, Request, describe, make_plan
-from echelon.launch.processes import ChildProcess, RunningProcess
 from echelon.launch.report import report_worker_exit
 from echelon.launch.run import protect, run_job
-from echelon.launch.supervise import OnLine, print_line
+from echelon.launch.supervision.children import OnLine, print_line
+from echelon.launch.supervision.processes import ChildProcess, RunningProcess
 from echelon.transport.listening import LOOPBACK, listen
 from echelon.transport.registration import interface_address
 
@@ -94,6 +94,7 @@ class ChildBackend:
         self._one_machine = one_machine
         self._joined = JoinedFile(Path(stack.enter_context(TemporaryDirectory(prefix="echelon-"))) / "joined")
         self._on_joined: Callable[[list[str]], None] = lambda lines: None
+        self._restarts = plan.job.num_servers > 0 and plan.job.max_restarts > 0
         self._programs = _forkable(plan)
         self._preloaded: Preloaded | None = None
         if len(self._programs) > 1:
@@ -102,11 +103,31 @@ class ChildBackend:
 
     def start(self, planned: PlannedProcess) -> RunningProcess:
         """Start a process."""
+        return self._start(planned, self._listeners.get(planned.name))
+
+    def can_restart(self, planned: PlannedProcess) -> bool:
+        """Return True: its machine is this one."""
+        return True
+
+    def restart(self, planned: PlannedProcess) -> RunningProcess:
+        """Start a process again. Worker 0 does not listen again: only workers without servers connect to it."""
+        return self._start(planned, self._listeners[planned.name] if planned.role == SCHEDULER else None)
+
+    def release(self, planned: PlannedProcess) -> None:
+        """Stop listening for a scheduler that has ended for good."""
+        if listener := self._listeners.get(planned.name):
+            listener.close()
+
+    def scheduler_address(self) -> Address | None:
+        """Return where the scheduler listens."""
+        return self._addresses.scheduler
+
+    def _start(self, planned: PlannedProcess, listener: socket.socket | None) -> RunningProcess:
         whole = self._plan.complete(planned, self._addresses)
         environment = {**self._variables(whole), **whole.environment, "ECHELON_JOINED_FILE": str(self._joined.path)}
-        listener = self._listeners.get(planned.name)
         shielded = planned.role != WORKER and in_batch_job()
-        if self._preloaded and (program := self._programs.get(planned.name)):
+        program = self._programs.get(planned.name)
+        if program and self._preloaded and not self._preloaded.failure():
             inherited = None if listener is None else listener.fileno()
             return self._preloaded.start(program, environment, inherited, shielded=shielded)
         fds = [] if listener is None else [listener.fileno()]
@@ -125,10 +146,14 @@ class ChildBackend:
         }
 
     def turn(self) -> None:
-        """Close what the children have inherited, and read which workers have joined."""
-        for listener in self._listeners.values():
-            listener.close()
-        if self._preloaded:
+        """Close what the children have inherited, and read their notes.
+
+        The socket of the scheduler stays open for a restart, so that connections wait until it listens again.
+        """
+        for name, listener in self._listeners.items():
+            if not (self._restarts and name == f"{SCHEDULER} 0"):
+                listener.close()
+        if self._preloaded and not self._restarts:
             self._preloaded.no_more()
         if lines := self._joined.new_lines():
             self._on_joined(lines)

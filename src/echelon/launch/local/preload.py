@@ -23,7 +23,7 @@ import torch
 from echelon.environment import replace_environment
 from echelon.launch.local.forked import Forked, ForkRequest
 from echelon.launch.local.run_as_python import run_as_python
-from echelon.launch.processes import die_with_parent, ignore_termination
+from echelon.launch.supervision.processes import die_with_parent, ignore_termination
 
 MODULES = ("echelon.train.trainer", "echelon.server.serve")
 MAX_FDS = 3

@@ -13,7 +13,7 @@ from pathlib import Path
 from echelon.environment import child_environment, variable
 from echelon.errors import JobError
 from echelon.launch.agents.messages import Ended, Output, Started, decode_from_agent
-from echelon.launch.processes import READ_BYTES, how_ended
+from echelon.launch.supervision.processes import READ_BYTES, how_ended
 from echelon.transport.framing import FrameReader
 
 _PYTHONS = str(Path(sys.executable).parent)  # where a process finds the Python that runs Ray, as `python`

@@ -16,7 +16,6 @@ from echelon.launch.agents.messages import Bind
 from echelon.launch.agents.remote import RemoteProcess
 from echelon.launch.agents.streams import PipeStream
 from echelon.launch.plan import Plan, PlannedProcess
-from echelon.launch.processes import READ_BYTES
 from echelon.launch.ray.placement import (
     Connected,
     Event,
@@ -28,6 +27,7 @@ from echelon.launch.ray.placement import (
     decode_event,
     encode,
 )
+from echelon.launch.supervision.processes import READ_BYTES, RunningProcess
 
 END_S = 20.0  # for the driver to end the actors, and a cluster that it has started
 UNPLACED = "Ray"  # the host of a process before Ray has placed it
@@ -148,6 +148,13 @@ class RayBackend(AgentBackend):
             self._handle(event)
         super().turn()
 
+    def restart(self, planned: PlannedProcess) -> RunningProcess:
+        """Start a process again, in the same actor."""
+        process = super().restart(planned)
+        assert isinstance(process, RemoteProcess)
+        self._processes[planned.name] = process
+        return process
+
     def lost(self) -> list[str]:
         """Return the processes that had started and whose agents never reported their end."""
         return [
@@ -181,7 +188,7 @@ class RayBackend(AgentBackend):
 
     def _cannot_start(self, process: RemoteProcess, reason: str) -> None:
         """End a process that has no agent. One that has an agent ends when its stream does."""
-        if not process.connected:
+        if not process.has_connected:
             process.fail(f"cannot start: {reason}")
 
 

@@ -24,7 +24,6 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from echelon.environment import variable
-from echelon.launch.processes import READ_BYTES
 from echelon.launch.ray.actor import AgentActor
 from echelon.launch.ray.placement import (
     ActorPlace,
@@ -38,6 +37,7 @@ from echelon.launch.ray.placement import (
     decode_placement,
     encode,
 )
+from echelon.launch.supervision.processes import READ_BYTES
 from echelon.system import usable_cores
 
 LOCAL = "local"  # Ray's word for a cluster of this machine that the driver starts

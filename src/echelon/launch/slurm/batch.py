@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 from echelon.environment import SLURM_REQUEST
@@ -23,6 +22,7 @@ from echelon.errors import JobError
 from echelon.launch.interface import Output
 from echelon.launch.slurm.commands import run_command
 from echelon.launch.slurm.script import BatchState, output_file, parse_state
+from echelon.launch.supervision.signals import collected_signals
 
 POLL_S = 2.0  # between two questions to slurmctld, which all users share
 READ_S = 0.2
@@ -47,7 +47,7 @@ def submit(command: Sequence[str], request_text: str) -> str:
 def follow(job_id: str, folder: str, output: Output) -> int:
     """Show the output of a batch job until it has ended, and return its exit status."""
     lines = _Lines(output_file(folder, job_id), output)
-    with _cancelled_at_end(job_id), _collecting_signals() as signals:
+    with _cancelled_at_end(job_id), collected_signals() as signals:
         follower = _Follower(job_id, signals)
         while not follower.state.has_ended:
             lines.show_new()
@@ -152,22 +152,6 @@ def _cancelled_at_end(job_id: str) -> Iterator[None]:
         yield
         assert watcher.stdin is not None
         watcher.stdin.write(b"done\n")
-
-
-@contextmanager
-def _collecting_signals() -> Iterator[deque[int]]:
-    """Collect the signals that stop a job."""
-    signals: deque[int] = deque()
-
-    def collect(number: int, frame: FrameType | None) -> None:
-        signals.append(number)
-
-    before = {number: signal.signal(number, collect) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _cancel(job_id: str, *options: str) -> None:

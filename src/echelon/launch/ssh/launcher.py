@@ -23,10 +23,10 @@ from echelon.launch.agents.streams import ProgramStream
 from echelon.launch.hosts import Host
 from echelon.launch.interface import Output
 from echelon.launch.plan import Plan, PlannedProcess, Request, describe, make_plan
-from echelon.launch.processes import ChildProcess
 from echelon.launch.run import run_job
 from echelon.launch.ssh.client import AGENT, READY, SshClient, explain, module_command, package_folder
 from echelon.launch.ssh.sync import NOT_COPIED, Copy, copy_to_hosts
+from echelon.launch.supervision.processes import ChildProcess
 from echelon.system import PACKAGE
 
 LOGINS_AT_ONCE = 8  # per host: sshd refuses some of more than ten connections that have not logged in (MaxStartups)
@@ -84,7 +84,7 @@ class _SshBackend(AgentBackend):
     """Agents over ssh. Those of one host log in a few at a time."""
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__(plan, self._enqueue, folder=plan.request.sync_dst_dir)
+        super().__init__(plan, self._enqueue, folder=plan.request.sync_dst_dir, reconnects=True)
         self._request = plan.request
         self._waiting: deque[tuple[Host, RemoteProcess]] = deque()
         self._logging_in: list[tuple[Host, RemoteProcess]] = []

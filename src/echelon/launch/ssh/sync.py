@@ -27,8 +27,8 @@ from typing import IO
 from echelon.errors import JobError
 from echelon.launch.addresses import is_this_machine
 from echelon.launch.hosts import Host
-from echelon.launch.processes import ChildProcess
 from echelon.launch.ssh.client import SshClient, explain, recognize
+from echelon.launch.supervision.processes import ChildProcess
 
 NOT_COPIED = (".git", ".venv", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache")
 _AT_ONCE = 16  # hosts

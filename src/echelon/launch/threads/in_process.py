@@ -17,7 +17,7 @@ from echelon.kvstore.servers.session import SESSIONS
 from echelon.kvstore.worker import thread_is_worker
 from echelon.scheduler import serve as serve_scheduler
 from echelon.server.serve import serve as serve_server
-from echelon.transport.credentials import with_credentials
+from echelon.transport.admission.credentials import with_credentials
 from echelon.transport.in_process import InProcessTransport
 from echelon.transport.interface import Transport
 from echelon.transport.listening import LOOPBACK, listen
@@ -77,9 +77,10 @@ class JobThreads:
 
     def __init__(self, job: Job, listener: socket.socket, transport: Transport, work: Callable[[Job], object]) -> None:
         self.errors: dict[str, BaseException] = {}
+        self.scheduler_status = 0
         self._transport = transport
         self._work = work
-        programs: dict[str, Callable[[], object]] = {"scheduler 0": partial(serve_scheduler, job, listener)}
+        programs: dict[str, Callable[[], object]] = {"scheduler 0": partial(self._run_scheduler, job, listener)}
         for rank in range(job.num_servers):
             programs[f"server {rank}"] = partial(self._run_server, job.as_role("server", rank))
         for rank in range(job.num_workers):
@@ -102,6 +103,9 @@ class JobThreads:
             left = deadline - time.monotonic()
             thread.join(None if left == math.inf else max(0.0, left))
         return not any(thread.is_alive() for thread in threads)
+
+    def _run_scheduler(self, job: Job, listener: socket.socket) -> None:
+        self.scheduler_status = serve_scheduler(job, listener)
 
     def _run_server(self, job: Job) -> None:
         with job_of_thread(job):

@@ -25,9 +25,9 @@ from echelon.cluster.messages import WorkerExited
 from echelon.environment import Job, set_variables
 from echelon.errors import UsageError
 from echelon.launch.interface import Output
-from echelon.launch.plan import Plan, Request, describe, make_plan
-from echelon.launch.processes import how_ended
+from echelon.launch.plan import Plan, Request, describe, make_plan, without_restarts
 from echelon.launch.report import report_worker_exit
+from echelon.launch.supervision.processes import how_ended
 from echelon.launch.threads.output import labelled_output
 from echelon.system import raised_by_sigterm
 from echelon.transport.in_process import InProcessTransport
@@ -85,6 +85,7 @@ class InprocLauncher:
     """Runs a job as threads of this process."""
 
     name = "inproc"
+    no_restarts = "the processes of the job are threads of one process"
 
     def add_arguments(self, group: argparse._ArgumentGroup) -> None:
         """Add nothing: the flags of all launchers are enough."""
@@ -101,7 +102,7 @@ class InprocLauncher:
         if any(request.variables_of.values()):
             raise UsageError("--launcher inproc cannot set variables per role, because threads share one environment")
         python_program(request.command)
-        return make_plan(replace(request, job=replace(request.job, scheduler_host=LOOPBACK)))
+        return make_plan(without_restarts(replace(request, job=replace(request.job, scheduler_host=LOOPBACK))))
 
     def describe(self, plan: Plan) -> str:
         """Return the plan as text. Commands of the scheduler and the servers are what the threads stand for."""
@@ -148,7 +149,7 @@ def _run(job_threads: JobThreads, output: Output) -> int:
         return 128 + number
     failed = [(name, error) for name, error in job_threads.errors.items() if _status(error)]
     if not failed:
-        return 0
+        return job_threads.scheduler_status
     name, first = failed[0]
     print(f"echelon: {name} exited with status {_status(first)}", file=sys.stderr, flush=True)
     return _status(first)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from echelon.launch.supervise import OnLine
+from echelon.launch.supervision.children import OnLine
 
 
 class _State(threading.local):

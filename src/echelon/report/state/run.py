@@ -24,6 +24,8 @@ from echelon.report.state.worker import (
 
 Event = dict[str, Any]
 MAX_FAULTS = 1000  # the newest
+JOINED_AGAIN = "joined again"  # the kind of a fault: a worker that was lost is back
+LOST = (Departure.FAILED.value, Departure.DIED.value)  # kinds of faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,10 @@ class RunState:
     stores: dict[int, Event] = field(default_factory=dict)  # by number: name, scheme, groups, staleness
     servers: dict[int, ServerState] = field(default_factory=dict)  # that have reported, by rank
     faults: list[Fault] = field(default_factory=list)
+    partial: dict[tuple[int, int], int] = field(default_factory=dict)  # partial steps, by store and ledger
+    ledgers: dict[tuple[int, int], Event] = field(default_factory=dict)  # how they were opened, by store and ledger
+    trained: dict[tuple[int, int], int] = field(default_factory=dict)  # epochs that are complete, by store and ledger
+    not_whole: str = ""  # why the result is not whole
     worker_addresses: set[str] = field(default_factory=set)
     resources: Resources = field(default_factory=Resources)  # while it trains
 
@@ -122,6 +128,13 @@ class RunState:
                     self.servers.setdefault(event["rank"], ServerState(event["rank"])).take(event)
                 case "resources" if self.has_trained and self.ended is None:
                     self.resources.take(event)
+                case "epoch_trained":
+                    self.partial[event["store"], event["ledger"]] = event["partial"]
+                    self.trained[event["store"], event["ledger"]] = event.get("epochs", 0)
+                case "ledger_opened":
+                    self.ledgers[event["store"], event["ledger"]] = event
+                case "not_whole":
+                    self.not_whole = event["reason"]
                 case "warning":
                     self.warnings.append(event["text"])
                     self.news.append(News(event["at"], event["text"]))
@@ -132,14 +145,22 @@ class RunState:
     def _begin(self, event: Event) -> None:
         rank = event["rank"]
         if rank in self.workers and self.workers[rank].is_gone:
-            self.news.append(News(event["at"], f"worker {rank} joined again"))
-            self._add_fault(event, "joined again", f"worker {rank}", "")
+            self._restart(rank, event)
         self.began = min(self.began or event["at"], event["at"])
-        worker = self.workers[rank] = WorkerState(rank, reported_at=event["at"])
+        worker = self.workers.get(rank)
+        if worker is None or worker.clock:
+            worker = self.workers[rank] = WorkerState(rank)
+        worker.phase, worker.reported_at = FIRST_STEP, event["at"]
         for name in ("batches_per_epoch", "num_epochs", "first_step"):
             setattr(worker, name, event.get(name, 0))
         worker.device, worker.num_devices = event.get("device", ""), event.get("num_devices", 1)
         self.processes[f"worker {rank}"] = FIRST_STEP
+
+    def _restart(self, rank: int, event: Event) -> None:
+        """Continue with another process of a rank whose last one is gone."""
+        self.news.append(News(event["at"], f"worker {rank} joined again"))
+        self._add_fault(event, JOINED_AGAIN, f"worker {rank}", "")
+        self.workers[rank] = self.workers[rank].successor(event["at"])
 
     def _report(self, event: Event) -> None:
         worker = self.workers.setdefault(event["rank"], WorkerState(event["rank"], reported_at=event["at"]))
@@ -156,15 +177,16 @@ class RunState:
             setattr(worker, name, event[name])
         for name in ("compute_s", "push_s", "pull_s", "other_s"):
             setattr(worker, name, event.get(name, 0.0))
+        worker.epochs = event.get("epochs")
         worker.bytes = event.get("bytes", {})
         worker.steps.extend(Step(*step) for step in event.get("steps", ()))
         worker.rounds_ahead = event.get("rounds_ahead", {})
         if worker.clock and worker.first_report is None:
-            worker.first_report = (event["at"], worker.clock)
+            worker.first_report = (event["at"], worker.steps_done)
         if worker.clock and not worker.is_gone:
             worker.phase = TRAINING
         if event["event"] == "done":
-            worker.phase = STOPPED if worker.clock < worker.num_steps else FINISHED
+            worker.phase = STOPPED if worker.steps_done < worker.num_steps else FINISHED
             worker.seconds = event["seconds"]
             self.ended = max(self.ended or 0.0, event["at"])
 
@@ -185,12 +207,19 @@ class RunState:
             self.validating = event if event["done"] < event["total"] else None
 
     def _leave(self, event: Event) -> None:
-        if event.get("departure") in (Departure.FAILED.value, Departure.DIED.value):
+        departure = event.get("departure")
+        if departure in LOST:
             self.news.append(News(event["at"], event["reason"]))
-        for worker in self.workers.values():
-            if worker.rank not in event["workers"] and not (worker.finished or worker.is_gone):
+        named = re.match(r"worker (\d+) ", event["reason"])  # also one that has trained all, and had yet to save it
+        for worker in list(self.workers.values()):
+            is_lost = departure in LOST and named is not None and int(named[1]) == worker.rank
+            if worker.rank in event["workers"]:
+                if worker.is_gone and departure == Departure.JOINED.value:
+                    self._restart(worker.rank, event)
+            elif not worker.is_gone and (is_lost or not worker.finished):
                 worker.phase = event["departure"]
                 if worker.phase != Departure.LEFT.value:
+                    worker.deaths += 1
                     self._add_fault(event, worker.phase, f"worker {worker.rank}", event["reason"])
 
     def _add_fault(self, event: Event, kind: str, who: str, text: str) -> None:
@@ -254,8 +283,14 @@ class RunState:
 
     @property
     def samples(self) -> int:
-        """The samples of all workers."""
-        return sum(worker.samples for worker in self.workers.values())
+        """The samples of all workers. A worker that died had trained some since its last report: ledgers count them."""
+        by_store: dict[int, int] = {}
+        for number, opened in self.ledgers.items():
+            epochs = self.trained.get(number, 0) - opened.get("epoch", 0)
+            if epochs > 0:
+                by_store[number[0]] = by_store.get(number[0], 0) + epochs * opened["samples"] - opened.get("done", 0)
+        reported = sum(worker.all_samples for worker in self.workers.values())
+        return max([reported, *by_store.values()])
 
     @property
     def seconds(self) -> float:
@@ -266,7 +301,7 @@ class RunState:
     @property
     def fraction_done(self) -> float | None:
         """The part of its steps that the slowest worker has done; None if not known. The run ends when it ends."""
-        parts = [worker.clock / worker.num_steps for worker in self.active if worker.num_steps]
+        parts = [worker.steps_done / worker.num_steps for worker in self.active if worker.num_steps]
         if not parts:
             return 1.0 if self.has_trained and not self.active else None
         return min(parts)

@@ -46,6 +46,7 @@ class _Progress(_OfRank):
     wait_s: Seconds
     staleness: dict[Count, Count]
     rounds_ahead: dict[Count, Count] = {}
+    epochs: Amount | None = None
     store: Count = 0
     compute_s: Seconds = 0.0
     push_s: Seconds = 0.0
@@ -143,6 +144,25 @@ class _Resources(_Event):
     gpus: list[_Gpu]
 
 
+class _LedgerOpened(_Event):
+    store: Count
+    ledger: Count
+    samples: Count
+    epoch: Count = 0
+    done: Count = 0
+
+
+class _EpochTrained(_Event):
+    store: Count
+    ledger: Count
+    partial: Count
+    epochs: Count = 0
+
+
+class _NotWhole(_Event):
+    reason: str
+
+
 class _Warning(_Event):
     text: str
 
@@ -170,6 +190,9 @@ _FIELDS: dict[str, type[_Event]] = {
     "settings": _Settings,
     "server": _Server,
     "resources": _Resources,
+    "ledger_opened": _LedgerOpened,
+    "epoch_trained": _EpochTrained,
+    "not_whole": _NotWhole,
     "warning": _Warning,
     "stall": _Stall,
 }

@@ -55,8 +55,34 @@ class WorkerState:
     first_step: int = 0  # steps of the run before this worker began
     loss: float | None = None  # of the training samples since the last event
     accuracy: float | None = None
-    first_report: tuple[float, int] | None = None  # time and clock of the first report with a step
+    first_report: tuple[float, float] | None = None  # time and `steps_done` of the first report with a step
+    epochs: float | None = None  # of the whole job, with a fraction, if leases follow the workers' speeds
+    clock_before: int = 0  # the steps of earlier processes of this rank, which died
+    samples_before: int = 0
+    deaths: int = 0
+    restarts: int = 0
     store: int | None = None  # the number of the store whose steps are shown, of those that the worker has open
+
+    @property
+    def all_steps(self) -> int:
+        """The steps of all processes of this rank."""
+        return self.clock_before + self.clock
+
+    @property
+    def all_samples(self) -> int:
+        """The samples of all processes of this rank. Those of a dead one end with its last report."""
+        return self.samples_before + self.samples
+
+    def successor(self, at: float) -> WorkerState:
+        """Return the next process of this rank, after this one has died."""
+        return WorkerState(
+            self.rank,
+            reported_at=at,
+            clock_before=self.all_steps,
+            samples_before=self.all_samples,
+            deaths=self.deaths,
+            restarts=self.restarts + 1,
+        )
 
     @property
     def finished(self) -> bool:
@@ -71,7 +97,14 @@ class WorkerState:
     @property
     def epochs_done(self) -> float:
         """The epochs done, with a fraction."""
+        if self.epochs is not None:
+            return self.epochs
         return (self.first_step + self.clock) / self.batches_per_epoch if self.batches_per_epoch else 0.0
+
+    @property
+    def steps_done(self) -> float:
+        """The part of `num_steps` that is done: own steps, or as many as the epochs of the whole job amount to."""
+        return self.clock if self.epochs is None else self.epochs * self.batches_per_epoch - self.first_step
 
     @property
     def num_steps(self) -> int:
@@ -82,12 +115,12 @@ class WorkerState:
         """Return the expected time to the end of this worker, or None before its second report."""
         if self.first_report is None or not self.num_steps:
             return None
-        began, clock = self.first_report
-        if self.clock <= clock:
+        began, done = self.first_report
+        if self.steps_done <= done:
             return None
-        per_step = (self.reported_at - began) / (self.clock - clock)
+        per_step = (self.reported_at - began) / (self.steps_done - done)
         since = min(now - self.reported_at, max(per_step, REPORT_S))  # a worker that waits does not come nearer
-        return max(0.0, per_step * (self.num_steps - self.clock) - since)
+        return max(0.0, per_step * (self.num_steps - self.steps_done) - since)
 
 
 def sum_histograms(histograms: Iterable[dict[str, int]]) -> dict[int, int]:

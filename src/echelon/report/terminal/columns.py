@@ -36,13 +36,17 @@ class Cells:
 
 
 def _phase(worker: WorkerState, state: RunState) -> str:
-    return "" if worker.phase == TRAINING else worker.phase
+    phase = "" if worker.phase == TRAINING else worker.phase
+    if not worker.restarts:
+        return phase
+    times = "restarted" if worker.restarts == 1 else f"restarted {worker.restarts} times"
+    return f"{phase}, {times}" if phase else times
 
 
 def _rate(worker: WorkerState, state: RunState) -> str:
     if worker.is_gone:
         return "–"
-    return f"{worker.samples / _elapsed(worker, state) if worker.finished else worker.rate:.0f}"
+    return f"{worker.all_samples / _elapsed(worker, state) if worker.finished else worker.rate:.0f}"
 
 
 def _waiting(worker: WorkerState, state: RunState) -> str:
@@ -74,8 +78,8 @@ _WAITING = Column("waiting", _waiting, 5)
 _LOSS = Column("loss", lambda w, _: metric(w.loss), 6)
 _ACCURACY = Column("accuracy", lambda w, _: metric(w.accuracy), 7)
 _MISSED = Column("updates\nmissed (max)", lambda w, _: _mean_max(w.staleness), 8)
-_SAMPLES = Column("samples", lambda w, _: str(w.samples), 9)
-_STEPS = Column("steps", lambda w, _: str(w.clock), 10)
+_SAMPLES = Column("samples", lambda w, _: str(w.all_samples), 9)
+_STEPS = Column("steps", lambda w, _: str(w.all_steps), 10)
 _WAITED = Column("seconds\nwaiting", lambda w, _: f"{w.wait_s:.1f}", 11)
 
 _ALL = (_WORKER, _EPOCH, _STEPS, _SAMPLES, _RATE, _LOSS, _ACCURACY, _AHEAD, _MISSED, _WAITED, _WAITING, _STATUS)
@@ -98,7 +102,11 @@ def table_cells(
         hidden |= {_WAITED, _WAITING}
     if at_end:
         hidden |= {_LOSS, _ACCURACY}
-    if len({worker.phase for worker in state.workers.values()} | ({TRAINING} if not at_end else set())) < 2:
+    restarted = any(worker.restarts for worker in state.workers.values())
+    if (
+        not restarted
+        and len({worker.phase for worker in state.workers.values()} | ({TRAINING} if not at_end else set())) < 2
+    ):
         hidden.add(_STATUS)
     columns = [column for column in _ALL if column not in hidden]
     shown, others = _split(state.ranked, max_rows)

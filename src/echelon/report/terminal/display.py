@@ -14,7 +14,7 @@ from echelon.report.state.run import JobInfo, RunState
 from echelon.report.terminal import lines
 from echelon.report.terminal.columns import table_cells
 from echelon.report.terminal.screen import line, render_table, screen
-from echelon.train.loop.reporting import print_verbatim
+from echelon.train.loop.reports.reporting import print_verbatim
 
 PLAIN_FIRST_S = 5.0  # between two lines without a terminal, at first
 PLAIN_LAST_S = 60.0  # and in a long run

@@ -23,6 +23,8 @@ def result_lines(result: dict[str, Any], directory: str, width: int, block: str 
     speed = f"{result['samples_per_s']:.0f}  ({result['samples']} samples in {result['seconds']:.1f} s)"
     lines += _entry("samples/s", speed, width)
     lines += _staleness(result, width, block)
+    if result.get("not_whole"):
+        lines += _entry("not whole", result["not_whole"], width)
     for warning in result["warnings"]:
         lines += _entry("warning", warning, width)
     written, also = f"{'written to':{LABEL}}{directory}/", "(also runs/latest)"

@@ -1,5 +1,5 @@
-"""The optimizer of a server: `optimization` (which kernel updates which keys), kernels, and states.
+"""The optimizers of a server as kernels, which update pieces of memory in place.
 
 Read `kernel` (what a kernel is), `kernels` (updates of pieces of memory), `class_kernels` (classes of torch.optim and
-users' own), `row_kernels` (sparse gradients), then `optimization` and `states`.
+users' own), `row_kernels` (sparse gradients) and `settings` (checks of what workers send).
 """

@@ -13,7 +13,7 @@ second per gigabyte.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -82,17 +82,27 @@ class _Header:
     metadata: Metadata
 
 
-def save(path: str | os.PathLike[str], checkpoint: Checkpoint) -> None:
+class Abandoned(Exception):
+    """The file was not written, because the caller of `save` did not want it any more."""
+
+
+def save(
+    path: str | os.PathLike[str], checkpoint: Checkpoint, is_abandoned: Callable[[], bool] = lambda: False
+) -> None:
     """Write the file atomically and flush it to the disk. Creates the folder if necessary.
 
-    Tensors may be on any device, have any strides, and share memory.
+    Tensors may be on any device, have any strides, and share memory. If `is_abandoned`, which is called now and then,
+    returns True, no file appears, and Abandoned is raised.
     """
     path = Path(path)
     tensors = _sorted_tensors(checkpoint)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with AtomicFile(path) as file:
-            _write(file.stream, tensors, checkpoint.metadata)
+            _write(file.stream, tensors, checkpoint.metadata, is_abandoned)
+            file.sync()
+            if is_abandoned():
+                raise Abandoned
         _sync_folder(path.parent)
     except OSError as error:
         raise DataError(
@@ -123,6 +133,11 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         raise DataError(f"cannot read the checkpoint {path}: {error.strerror or error}") from error
 
 
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Raise UsageError for a tensor that a file cannot hold."""
+    _sorted_tensors(checkpoint)
+
+
 def _sorted_tensors(checkpoint: Checkpoint) -> Tensors:
     """Return all tensors by their name in the file, widest types first, so that readers can map them aligned."""
     named = {f"{group}/{name}": tensor for group in _GROUPS for name, tensor in getattr(checkpoint, group).items()}
@@ -136,7 +151,7 @@ def _sorted_tensors(checkpoint: Checkpoint) -> Tensors:
     return dict(sorted(named.items(), key=lambda item: (-item[1].element_size(), item[0])))
 
 
-def _write(stream: BinaryIO, tensors: Tensors, metadata: Metadata) -> None:
+def _write(stream: BinaryIO, tensors: Tensors, metadata: Metadata, is_abandoned: Callable[[], bool]) -> None:
     entries: dict[str, _Entry] = {}
     end = 0
     for name, tensor in tensors.items():
@@ -147,8 +162,9 @@ def _write(stream: BinaryIO, tensors: Tensors, metadata: Metadata) -> None:
         _encode(header)
     )  # reserves the space: all digests have the same length, so the final header has this length too
     for name, tensor in tensors.items():
-        copied = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        data = _bytes_of(copied)
+        if is_abandoned():
+            raise Abandoned
+        data = _bytes_of(tensor.detach().cpu().contiguous())
         header.digests[name] = _digest(data)
         stream.write(data)
     stream.seek(0)

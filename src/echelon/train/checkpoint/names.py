@@ -83,15 +83,23 @@ def find(prefix: Prefix, rank: int = 0) -> list[CheckpointName]:
 
 
 def load_newest(prefix: Prefix, rank: int = 0, size: int = 1) -> ResumeFrom | None:
-    """Load the newest position that is valid for all of `size` processes; None if there is none.
+    """Load the newest position that is valid for all of `size` processes; None if the prefix has no checkpoints.
 
-    Damaged checkpoints are skipped with a warning.
+    Damaged checkpoints are skipped with a warning. If all are damaged, raises DataError, which names them: a run that
+    started from the beginning would overwrite what may still be restored.
     """
-    for name in find(prefix):
+    names, damages = find(prefix), []
+    for name in names:
         try:
             return _load_for_all(prefix, name.path, rank, size)
         except DataError as error:
+            damages.append(str(error))
             log.warning("skipped a damaged checkpoint: %s", error)
+    if damages:
+        raise DataError(
+            f"none of the {len(names)} checkpoints {prefix}-* can be loaded: {'; '.join(damages)}. Restore one from a "
+            "copy; or move them away, or give another prefix, to start from the beginning"
+        )
     return None
 
 
@@ -169,13 +177,22 @@ def _load_model(model: Prefix, epoch: int | None, wanted: Wanted | None) -> tupl
 def prune(prefix: Prefix, written: Path, ranks: Sequence[int] = (0,)) -> None:
     """Delete the mid-epoch files of some ranks that the file `written` replaces: older ones of the same branch.
 
-    `written` is never deleted. Also deletes the temporary files of processes that were killed while they saved.
+    `written` is never deleted. Of its own rank another file stays, in case that `written` is damaged later: the newest
+    of those that it replaces, if there is no end of an epoch. Also deletes the temporary files of processes that were
+    killed while they saved.
     """
-    names = [name for rank in ranks for name in _listed(prefix, rank) if name.is_mid_epoch or name.path == written]
-    found = [_with_header(name) for name in names]
-    newest = next((name for name in found if name.path == written), None)
-    replaced = [name.path for name in found if newest is not None and _is_replaced(name, newest)]
-    for path in replaced + [path for rank in ranks for path in _unfinished(prefix, rank)]:
+    replaced: list[CheckpointName] = []
+    written_name = next((one for rank in ranks for one in _listed(prefix, rank) if one.path == written), None)
+    if written_name is not None:
+        newest = _with_header(written_name)
+        for rank in ranks:
+            listed = list(_listed(prefix, rank))
+            found = [_with_header(name) for name in listed if name.is_mid_epoch]
+            older = sorted((one for one in found if _is_replaced(one, newest)), key=lambda name: name.position)
+            has_spare = any(name.path != written and not name.is_mid_epoch for name in listed)
+            replaced += older if has_spare or written_name not in listed else older[:-1]
+    unfinished = [path for rank in ranks for path in _unfinished(prefix, rank)]
+    for path in [name.path for name in replaced] + unfinished:
         path.unlink(missing_ok=True)
 
 

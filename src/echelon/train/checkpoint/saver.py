@@ -1,18 +1,21 @@
 """What a run saves, and how it resumes.
 
-Rank 0's file holds the weights, the optimizer state and the random number generators. The other ranks' files hold only
-what differs between ranks: BatchNorm statistics and random number generators. A resumed run continues with the same
-weights to the bit, the same learning rate schedule and the same order of samples.
+The file without a rank holds the weights, the optimizer state and the random number generators. The lowest living rank
+writes it, usually rank 0. The other ranks' files hold only what differs between ranks: BatchNorm statistics and random
+number generators. A resumed run continues with the same weights to the bit, the same learning rate schedule and the
+same order of samples.
 
-Workers of a lock-step store save at the same position. Those of the other stores are at different places in the data:
-after a run was stopped, each continues at its own place if the job has the same layout. Otherwise all of them continue
-at rank 0's.
+With leases (`--data-allocator 2`), the position is the samples of the epoch that are trained, and a run continues with
+the others, with any number of workers. With fixed shares, workers of a lock-step store save at the same position. Those
+of the other stores are at different places in the data: after a run was stopped, each continues at its own place if the
+job has the same layout. Otherwise all of them continue at rank 0's.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -27,8 +30,9 @@ from echelon.data.sets.datasets import Dataset
 from echelon.errors import DataError, UsageError
 from echelon.schemes.stores import store_kind
 from echelon.train import log_lines
+from echelon.train.checkpoint.background import BackgroundWriter
 from echelon.train.checkpoint.compatibility import check_network_and_optimizer, check_sample_order, check_shapes
-from echelon.train.checkpoint.format import Checkpoint, Metadata, Tensors, load, save
+from echelon.train.checkpoint.format import Checkpoint, Metadata, Tensors, load, load_metadata
 from echelon.train.checkpoint.mxnet.params import SUFFIX as PARAMS_SUFFIX
 from echelon.train.checkpoint.mxnet.recognise import Network
 from echelon.train.checkpoint.names import (
@@ -41,7 +45,7 @@ from echelon.train.checkpoint.names import (
     path_for,
     prune,
 )
-from echelon.train.recipe.options import TrainOptions
+from echelon.train.recipe.options import LEASES, TrainOptions
 from echelon.train.recipe.plan import ProcessRank, shares_of
 from echelon.train.step.average import MovingAverage
 from echelon.train.step.precision import LossScaler
@@ -52,11 +56,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunPosition:
-    """How far a run is: completed epochs; in the current epoch, this process's steps and all processes' samples."""
+    """How far a run is: completed epochs; in the current epoch, this process's steps and all processes' samples.
+
+    `done` are the samples of the current epoch, as intervals of its order, if they were leased.
+    """
 
     epoch: int = 0
     batch: int = 0
     samples_done: int = 0
+    done: tuple[tuple[int, int], ...] = ()
 
 
 class Saver:
@@ -85,37 +93,68 @@ class Saver:
         self._shares = shares_of(options, place)
         self._branch = 0  # see `names`
         self._session = 0  # counts how often the run was started
-        self._gone: range = range(0)  # ranks of the run before, if it had more processes; rank 0 deletes their files
+        self._wrote: tuple[RunPosition, bool] | None = None  # where, and whether as the first process
+        self._gone: range = range(0)  # ranks of the run before, if it had more processes; their files are deleted
+        self._final: list[Path] = []  # the files of the end of the run
+        self.writer = BackgroundWriter(self._report_failure)
 
     def save(self, position: RunPosition, metrics: dict[str, float], *, is_last: bool = False) -> None:
         """Save this process's checkpoint if the run has a prefix; `is_last`: it stops here.
 
-        All processes of a lock-step store call it at the same position.
+        All processes of a lock-step store call it at the same position. The file is written in the background.
         """
         self._trainer.sync()
-        prefix, rank = self._options.model_prefix, self._place.rank
-        if prefix is None:
-            return
-        path = path_for(prefix, rank, position.epoch, position.samples_done)
-        checkpoint = self._checkpoint(position, metrics, self.optimizer_state())
-        save(path, replace(checkpoint, metadata={**checkpoint.metadata, "is_last": is_last}))
-        prune(prefix, path, [rank, *self._gone])
-        if rank == 0:
-            log.info(log_lines.saved_line(str(path)))
+        prefix, rank, is_first = self._options.model_prefix, self._place.rank, self._trainer.kvstore.is_first
+        if prefix is None or (self._wrote == (position, is_first) and not is_last):
+            return  # a cut at the end of an epoch has saved it
+        optimizer = self.optimizer_state()
+        if rank == 0 and not is_first:
+            return  # this worker was removed from the job, and another one writes the file without a rank
+        path = path_for(prefix, 0 if is_first else rank, position.epoch, position.samples_done)
+        checkpoint = self._checkpoint(position, metrics, optimizer, is_first=is_first)
+        self._final = [path] if is_last else []
+        self._wrote = (position, is_first)
+
+        def on_saved() -> None:
+            prune(prefix, path, sorted({0 if is_first else rank, rank, *(self._gone if is_first else ())}))
+            if is_first:
+                log.info(log_lines.saved_line(str(path)))
+
+        self.writer.write(path, replace(checkpoint, metadata={**checkpoint.metadata, "is_last": is_last}), on_saved)
+        if is_last:
+            self.writer.wait()
+
+    def save_if_missing(self, position: RunPosition, metrics: dict[str, float]) -> None:
+        """Save the end of a run again if this process has become the first one after it had saved as another rank.
+
+        The process that was the first before may have died before its file was complete.
+        """
+        if self._wrote == (position, False) and self._trainer.kvstore.is_first:
+            self.save(position, metrics, is_last=True)
 
     def optimizer_state(self) -> Tensors:
-        """Return the optimizer's state, on rank 0 at least. All processes call it.
+        """Return the optimizer's state, on the first living process at least. All processes call it.
 
         The state may be large, so only the worker that writes it fetches it, unless every process holds a part.
         """
-        is_first_worker = self._place.rank < self._place.num_devices
+        kvstore, num_devices = self._trainer.kvstore, self._place.num_devices
+        is_first_worker = kvstore.workers[:1] == [kvstore.rank - kvstore.rank % num_devices]
         return self._trainer.optimizer_state() if is_first_worker or self._trainer.shards_optimizer else {}
 
     def save_result(self, directory: str, position: RunPosition, metrics: dict[str, float], optimizer: Tensors) -> Path:
-        """Save the final checkpoint in the run directory, as rank 0. `optimizer` is from `optimizer_state`."""
+        """Save the final checkpoint in the run directory, as the first process. `optimizer`: see `optimizer_state`."""
         path = Path(directory) / RESULT_FILE
-        save(path, self._checkpoint(position, metrics, optimizer))
+        self._final.append(path)
+        self.writer.write(path, self._checkpoint(position, metrics, optimizer, is_first=True))
         return path
+
+    def finish(self) -> str | None:
+        """Wait until all files are written. Return why one with the final weights was not, or None if all were."""
+        self.writer.wait()
+        return next((self.writer.failures[path] for path in self._final if path in self.writer.failures), None)
+
+    def _report_failure(self, path: Path, reason: str) -> None:
+        self._trainer.kvstore.events.write("not_saved", file=path.name, reason=reason)
 
     def load(self) -> RunPosition:
         """Restore the checkpoint that the options name; returns its position, or the start if they name none."""
@@ -126,14 +165,28 @@ class Saver:
         _check_writable(prefix)
         return position
 
-    def _checkpoint(self, position: RunPosition, metrics: dict[str, float], optimizer: Tensors) -> Checkpoint:
-        model, is_rank_0 = self._trainer.model, self._place.rank == 0
+    def follow(self) -> RunPosition:
+        """Save from now on as the other workers of a running job do, which this one joins; returns no position.
+
+        Its own files, if it becomes the first one, must count as newer than those from before the run.
+        """
+        prefix = self._options.model_prefix
+        if prefix is not None and (names := find(prefix)):
+            self._branch = names[0].branch or 0
+            with suppress(DataError):  # a damaged file
+                self._session = load_metadata(names[0].path).get("session", 0)
+        return RunPosition()
+
+    def _checkpoint(
+        self, position: RunPosition, metrics: dict[str, float], optimizer: Tensors, *, is_first: bool
+    ) -> Checkpoint:
+        model = self._trainer.model
         extra = capture_rng(self._device) | (self._scaler.state() if self._scaler else {})
-        if self._average is not None and is_rank_0:
+        if self._average is not None and is_first:
             extra |= self._average.state()
         return Checkpoint(
-            weights=dict(model.state_dict()) if is_rank_0 else dict(model.named_buffers()),
-            optimizer=optimizer if is_rank_0 else {},
+            weights=dict(model.state_dict()) if is_first else dict(model.named_buffers()),
+            optimizer=optimizer if is_first else {},
             extra=extra,
             metadata=self._metadata(position, metrics),
         )
@@ -149,6 +202,7 @@ class Saver:
             "epoch": position.epoch,
             "batch": position.batch,
             "samples_done": position.samples_done,
+            "done": position.done,
             "branch": self._branch,
             "session": self._session,
             "order": self._order,
@@ -190,21 +244,28 @@ class Saver:
         if own is not None:
             found = replace(found, own=own)
         self._restore(found)
-        if rank == 0:
-            self._gone = range(size, metadata.get("num_processes", size))
+        self._gone = range(size, metadata.get("num_processes", size))
         self._session = metadata.get("session", 0) + 1
         log.info(log_lines.loaded_line(path))
-        if found.path.suffix == PARAMS_SUFFIX and rank == 0:
+        if found.path.suffix == PARAMS_SUFFIX and self._trainer.kvstore.is_first:
             log.info("%s holds only weights, as MXNet saves them: the state of the optimizer starts from zero", path)
         return self._position(metadata if own is None else own.metadata, path)
 
     def _position(self, metadata: Metadata, path: str) -> RunPosition:
         """Return where this process continues: after a change of the workers' shares, where the epoch began."""
         epoch, batch, samples_done = (metadata[name] for name in ("epoch", "batch", "samples_done"))
-        if not samples_done or metadata.get("shares", self._shares) == self._shares:
+        done = tuple((start, stop) for start, stop in metadata.get("done", ()))
+        if not samples_done:
+            return RunPosition(epoch)
+        if self._options.data_allocator == LEASES and (done or metadata.get("shares") is None):
+            whole = ((0, min(samples_done, self._order["num_examples"])),)  # equal shares advance together
+            return RunPosition(epoch, 0, samples_done, done or whole)
+        if done and done != ((0, samples_done),):
+            return self._without_gaps(epoch, done, samples_done, path)
+        if metadata.get("shares", self._shares) == self._shares:
             return RunPosition(epoch, batch, samples_done)
         self._branch += 1  # the next positions are before this one
-        if self._place.rank == 0:
+        if self._trainer.kvstore.is_first:
             log.warning(
                 "%s was saved in the middle of an epoch, when the workers had other shares of the data: epoch %d "
                 "starts again, so that no sample is left out",
@@ -212,6 +273,20 @@ class Saver:
                 epoch,
             )
         return RunPosition(epoch)
+
+    def _without_gaps(self, epoch: int, done: Sequence[tuple[int, int]], samples_done: int, path: str) -> RunPosition:
+        """Return where fixed shares continue after leases: they cannot leave out samples after the first gap."""
+        first = next((stop for start, stop in done if start == 0), 0)
+        self._branch += 1  # the next positions are before this one
+        if self._trainer.kvstore.is_first:
+            log.warning(
+                "%s was saved with --data-allocator 2: of its %d samples, %d are seen again, because equal shares "
+                "cannot leave them out",
+                path,
+                samples_done,
+                samples_done - first,
+            )
+        return RunPosition(epoch, 0, first)
 
     def _own_last(self, prefix: str, found: ResumeFrom) -> Checkpoint | None:
         """Return the checkpoint with which this process stopped, if its worker may continue at its own place.
@@ -222,6 +297,8 @@ class Saver:
         place, metadata = self._place, found.rank_0.metadata
         worker = place.rank // place.num_devices
         if worker == 0 or store_kind(self._trainer.kvstore.type).lock_step:
+            return None
+        if self._options.data_allocator == LEASES:
             return None
         if not metadata.get("is_last"):
             return None
@@ -255,7 +332,7 @@ class Saver:
             self._average.load(dict(rank_0.extra))
 
     def _warn_about_earlier_run(self, newest: Path) -> None:
-        if self._place.rank == 0:
+        if self._trainer.kvstore.is_first:
             log.warning(
                 "%s exists from an earlier run, but this run starts from the beginning; use --resume auto to continue "
                 "the earlier run, or another --model-prefix to keep the two apart",

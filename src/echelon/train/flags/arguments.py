@@ -146,15 +146,26 @@ def _add_own_arguments(own: Add, defaults: TrainOptions) -> None:
         "mxnet (not scaled)",
     )
     own("--groups", help="groups of dist_gsync: a file, or ranks such as 0,1,2/3")
-    own("--data-allocator", type=int, default=0, help="1: read the workers' shares of the data from --data-sharding")
+    own(
+        "--data-allocator",
+        type=int,
+        unset="2 with servers and eager steps, else 0",
+        help="how the data is divided: 0 equally, 1 by the shares in --data-sharding, 2 in leases of a few batches, so "
+        "that shares follow the workers' speeds and the samples of a lost worker are trained by others",
+    )
     own("--data-sharding", default=defaults.data_sharding, help="file with the shares of the data")
+    own(
+        "--batch-by-speed",
+        action="store_true",
+        help="dist_sync: batches in proportion to the workers' speeds, with the same sum, so that steps end together",
+    )
     own("--metrics", default="", metavar="NAMES", help=f"also show these, separated by commas: {', '.join(METRICS)}")
     own("--seed", type=int, default=defaults.seed, help="seed of all random numbers")
     own("--resume", choices=("auto", "no"), default="no", help="auto: resume from the newest valid checkpoint")
     own("--save-batches", type=int, default=0, help="also save a checkpoint every N batches; 0: only after epochs")
     own("--tensorboard", metavar="DIR", help="write curves for TensorBoard")
     own("--wandb", metavar="DIR", help="write an offline run of Weights & Biases, without any network")
-    own("--eval-every", type=int, default=0, help="also validate every N steps of rank 0; 0: only after epochs")
+    own("--eval-every", type=int, default=0, help="also validate every N steps of the lowest rank; 0: after epochs")
     own(
         "--num-val-examples",
         type=int,
@@ -255,7 +266,7 @@ def options_from(given: argparse.Namespace, data: str) -> TrainOptions:
             "groups": given.groups or None,
             "data_train_idx": get("data_train_idx") or None,
             "data_val_idx": get("data_val_idx") or None,
-            "data_allocator": bool(given.data_allocator),
+            "data_allocator": given.data_allocator,
             "benchmark": bool(get("benchmark")),
             "test_io": bool(given.test_io),
             "push_factors": bool(given.push_factors),

@@ -22,7 +22,7 @@ from echelon.environment import Job
 from echelon.errors import UsageError, unknown_name
 from echelon.schemes import rules_for
 from echelon.schemes.stores import store_kind, stores_with
-from echelon.train.recipe.options import DTYPES, ENGINES, TrainOptions
+from echelon.train.recipe.options import ALLOCATORS, DTYPES, ENGINES, LEASES, SHARES_FROM_FILE, TrainOptions
 from echelon.train.recipe.plan import ProcessRank, device_batch, schedule_for, shares_for
 
 if TYPE_CHECKING:
@@ -124,7 +124,8 @@ def _check_single_flags(given: Namespace) -> None:
         raise UsageError(f"--model-prefix {prefix!r} does not end with a file name; add one, for example {prefix}model")
     _check_choice("--dtype", given.dtype, DTYPES)
     _check_choice("--engine", given.engine, ENGINES)
-    _check_choice("--data-allocator", str(given.data_allocator), ("0", "1"))
+    if given.data_allocator is not None:
+        _check_choice("--data-allocator", str(given.data_allocator), tuple(map(str, ALLOCATORS)))
 
 
 def _check_choice(flag: str, value: str, choices: Sequence[str]) -> None:
@@ -141,11 +142,31 @@ def _check_combinations(options: TrainOptions) -> None:
         raise UsageError(f"--save-batches {options.save_batches} needs a file name: give --model-prefix too")
     if (options.resume or options.load_epoch is not None) and not options.model_prefix:
         raise UsageError("to resume from a checkpoint, give its prefix: --model-prefix PREFIX")
-    if options.data_sharding != TrainOptions().data_sharding and not options.data_allocator:
+    if options.data_sharding != TrainOptions().data_sharding and options.data_allocator != SHARES_FROM_FILE:
         raise UsageError(f"--data-sharding {options.data_sharding} is not read without --data-allocator 1: give both")
+    _check_leases(options)
     if options.resume and options.load_epoch is not None:
         raise UsageError(
             f"--load-epoch {options.load_epoch} and --resume auto both choose a checkpoint: give only one of them"
+        )
+
+
+def _check_leases(options: TrainOptions) -> None:
+    """Reject leases where nobody hands them out, and batches by speed where steps do not end together."""
+    kind = store_kind(options.kv_store)
+    if options.data_allocator == LEASES and kind.collective:
+        raise UsageError(
+            f"--data-allocator 2 needs servers, and --kv-store {options.kv_store} has none: use dist_sync, dist_async, "
+            "dist_ssync or dist_gsync, or leave it out"
+        )
+    if options.batch_by_speed and (kind.collective or not kind.lock_step):
+        raise UsageError(
+            f"--batch-by-speed has no meaning for --kv-store {options.kv_store}: use dist_sync, whose steps end "
+            "together, or leave it out"
+        )
+    if options.batch_by_speed and options.data_allocator not in (None, LEASES):
+        raise UsageError(
+            f"--batch-by-speed needs leases, not --data-allocator {options.data_allocator}: give only one of them"
         )
 
 
@@ -165,13 +186,16 @@ def _check_job(options: TrainOptions, job: Job, worker_hosts: Mapping[int, str])
         raise UsageError(f"--kv-store {name} is for one worker; with -n {num_workers} use a dist_ store")
     if kind.needs_servers and not job.num_servers:
         raise UsageError(f"--kv-store {name} needs a server, but -s is 0: give -s 1 or more (dist_sync needs none)")
+    if (options.data_allocator == LEASES or options.batch_by_speed) and not job.num_servers:
+        flag = "--batch-by-speed" if options.batch_by_speed else "--data-allocator 2"
+        raise UsageError(f"{flag} needs a server, but -s is 0: give -s 1 or more, or leave it out")
     _check_scheme_flags(options)
     if not kind.collective:
         rules_for(name, options.staleness, _groups(options, worker_hosts), options.lr_scale)
     ranks = [rank for rank in options.pace.slow if rank >= num_workers]
     if ranks:
         raise UsageError(f"--slow names worker {ranks[0]}, but ranks go from 0 to {num_workers - 1}")
-    if options.data_allocator:
+    if options.data_allocator == SHARES_FROM_FILE:
         shares_for(options, num_workers)
 
 

@@ -23,7 +23,7 @@ import torch
 
 from echelon.environment import use_compile_cache
 from echelon.errors import EchelonError
-from echelon.launch.processes import ChildProcess
+from echelon.launch.supervision.processes import ChildProcess
 from echelon.train.loop.compile_child import CompileRequest, TensorSpec
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import ProcessRank

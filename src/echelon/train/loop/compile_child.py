@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from echelon.data.loading.device import DeviceMemoryLoader
-from echelon.train.loop.inputs import open_data, train_loader
+from echelon.train.loop.feeds.inputs import open_data, train_loader
 from echelon.train.loop.network import make_network, prepare_device
 from echelon.train.recipe.options import TrainOptions
 from echelon.train.recipe.plan import ProcessRank, sampling_for

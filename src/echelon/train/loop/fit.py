@@ -13,10 +13,10 @@ from echelon.kvstore import create
 from echelon.observe.events import append_event
 from echelon.train import log_lines
 from echelon.train.flags.check import check_with_data
-from echelon.train.loop.inputs import open_data, read_only
+from echelon.train.loop.feeds.inputs import open_data, read_only
 from echelon.train.loop.memory import explain_memory_errors
 from echelon.train.loop.network import make_network, prepare_device, shares_gpu
-from echelon.train.loop.reporting import TrainingProgress
+from echelon.train.loop.reports.reporting import TrainingProgress
 from echelon.train.loop.run import Run
 from echelon.train.loop.threads import set_threads
 from echelon.train.pretrained import load_pretrained
@@ -63,7 +63,7 @@ def fit(
         if owns_process:
             set_threads(options, job, dataset, model, device)
         trainer = _make_trainer(options, model, device, len(dataset.train), job.num_workers)
-        return Run(options, dataset, trainer, device, run_dir, job.device_index, progress).run()
+        return Run(options, dataset, trainer, device, run_dir, job.device_index, job.num_workers, progress).run()
 
     return explain_memory_errors(train, options, dataset.num_classes, dataset.image_shape, device)
 

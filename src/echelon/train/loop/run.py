@@ -7,6 +7,7 @@ steps. `reporting` writes the log lines and curves.
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -14,24 +15,21 @@ from dataclasses import asdict
 
 import torch
 
-from echelon.data.loading.loader import Batches
-from echelon.data.loading.order import State
 from echelon.data.sets.datasets import Dataset
 from echelon.environment import use_compile_cache
-from echelon.schemes.stores import store_kind
+from echelon.errors import NOT_WHOLE
 from echelon.train import log_lines
 from echelon.train.checkpoint.saver import RunPosition, Saver
-from echelon.train.loop.batch_times import BatchTimes
 from echelon.train.loop.compile_beside import CompileBeside, request_for
-from echelon.train.loop.evaluate import Validation
-from echelon.train.loop.inputs import train_loader
-from echelon.train.loop.learning import LearningCheck
-from echelon.train.loop.measurements import Measurements
-from echelon.train.loop.monitor import Monitor
-from echelon.train.loop.reporting import Reporter, TrainingProgress
+from echelon.train.loop.evaluation.evaluator import Evaluator
+from echelon.train.loop.feeds.choose import plan_feed
+from echelon.train.loop.reports.batch_times import BatchTimes
+from echelon.train.loop.reports.measurements import Measurements
+from echelon.train.loop.reports.monitor import Monitor
+from echelon.train.loop.reports.reporting import Reporter, TrainingProgress
 from echelon.train.loop.stopping import EXIT_STATUS, Interrupted, StopSignals
 from echelon.train.recipe.options import TrainOptions
-from echelon.train.recipe.plan import ProcessRank, epoch_size, resume_line, sampling_for, schedule_for, state_at
+from echelon.train.recipe.plan import ProcessRank, epoch_size, schedule_for
 from echelon.train.step.average import MovingAverage
 from echelon.train.step.captured import set_learning_rate
 from echelon.train.step.choose import choose_engine, log_duration, make_step, prepare_optimizer
@@ -55,16 +53,17 @@ class Run:
         device: torch.device,
         run_dir: str | None,
         device_index: int,
+        num_workers: int,
         progress: TrainingProgress | None,
     ) -> None:
+        """`num_workers`: those that the job was started with."""
         kvstore = trainer.kvstore
-        self._options = options
         self._dataset = dataset
         self._trainer = trainer
         self._kvstore = kvstore
+        self._is_late = kvstore.is_late  # the others have weights and a position, whatever the checkpoints say
         self._run_dir = run_dir
-        self._place = ProcessRank(kvstore.workers.index(kvstore.rank), len(kvstore.workers), len(options.devices))
-        self._is_rank_0 = self._place.rank == 0
+        place = ProcessRank(kvstore.workers.index(kvstore.rank), len(kvstore.workers), len(options.devices))
         self._is_device_0 = device_index == 0
         self._metrics = Metrics(options.top_k, options.loss, options.metrics)
         self._logged = self._metrics.names
@@ -75,64 +74,70 @@ class Run:
         self._scaler = LossScaler(device) if self._precision.half is torch.float16 else None
         num_samples = len(dataset.train)
         examples = min(options.num_examples or num_samples, num_samples)
-        num_steps = options.num_epochs * epoch_size(examples, self._place.num_workers, options.batch_size)
-        self._choice = choose_engine(options, trainer, self._precision, self._place, num_steps)
-        self._sampling = sampling_for(options, num_samples, self._place, fixed=self._has_fixed_steps)
-        self._per_epoch = self._sampling.batches_per_epoch
+        num_steps = options.num_epochs * epoch_size(examples, place.num_workers, options.batch_size)
+        self._choice = choose_engine(options, trainer, self._precision, place, num_steps)
+        self._plan = plan = plan_feed(options, dataset, trainer, self._choice, place, num_workers)
+        self._options, self._place, self._per_epoch = plan.options, plan.place, plan.per_epoch
         self._forward_pass = ForwardPass(
-            trainer.model, self._precision, self._metrics, self._sampling.batch_size, options.label_smoothing
+            trainer.model, self._precision, self._metrics, plan.batch_size, options.label_smoothing
         )
         horizon = options.ema_epochs * self._per_epoch
-        self._average = MovingAverage(trainer.model, horizon) if horizon and self._is_rank_0 else None
-        self._saver = Saver(options, self._place, trainer, dataset, self._scaler, self._average)
-        self._validation = self._make_validation()
-        checked = self._is_rank_0 and self._is_device_0 and not options.benchmark  # random labels cannot be learned
-        self._learning = LearningCheck(options, dataset.num_classes) if checked else None
+        averages = kvstore.is_first or (kvstore.survives_deaths and self._is_device_0)  # it may become the first one
+        self._average = MovingAverage(trainer.model, horizon) if horizon and averages else None
+        self._saver = Saver(self._options, self._place, trainer, dataset, self._scaler, self._average)
         self._monitor = Monitor(trainer.model, options.monitor) if options.monitor else None
-        self._report = Reporter(options, progress, logs=self._is_device_0, is_rank_0=self._is_rank_0)
+        self._report = Reporter(options, progress, logs=self._is_device_0, is_first=lambda: kvstore.is_first)
         self._batch_times = BatchTimes.from_environment(device, device_index)
         self._stop = StopSignals()
+        self._evaluator = Evaluator(
+            options,
+            dataset,
+            trainer,
+            self._metrics,
+            self._logged,
+            self._precision,
+            self._average,
+            self._stop,
+            self._report,
+        )
         self._beside: CompileBeside | None = None
         self._position = RunPosition()
+        self._num_steps = 0  # since the beginning of the run, as the schedule counts them
         self._start_s = 0.0
         self._lr: float | None = None
-        self._measured: dict[str, float] = {}  # by the last evaluation
-        self._reached_target = False
         self._reported_stop = False
-
-    @property
-    def _has_fixed_steps(self) -> bool:
-        """Whether all steps have the full batch size and all processes run the same number of steps."""
-        in_lock_step = self._place.size > 1 and store_kind(self._kvstore.type).lock_step
-        return self._choice.captured or self._choice.compiled or in_lock_step
-
-    def _make_validation(self) -> Validation | None:
-        """Only rank 0 evaluates."""
-        source = self._dataset.validation
-        if source is None or not self._is_rank_0:
-            return None
-        metrics = self._metrics.with_cross_entropy()
-        return Validation(source, self._dataset.augment, self._options, metrics, self._precision, self._average)
+        self._not_whole = False  # the result of the run: it could not be saved, or has NaN
+        self._announced_leaving = False
+        self._has_stopped = False  # where all workers stop
 
     # --- training
 
     def run(self) -> int:
         """Train to the end, or until the run is stopped; returns the exit status of the process."""
         prepare_optimizer(self._choice, self._trainer, self._precision, self._scaler)
-        self._position = self._saver.load()
-        state = state_at(self._sampling, self._position.epoch, self._position.samples_done, self._place.size)
+        self._position = self._saver.follow() if self._is_late else self._saver.load()
+        device = self._precision.device
+        self._feed = feed = self._plan.open(
+            self._dataset,
+            self._trainer,
+            device,
+            self._position,
+            self._save_at_cut,
+            self._is_stopping,
+            is_late=self._is_late,
+        )
         self._schedule = schedule_for(self._options, self._place, self._per_epoch, self._position.epoch)
-        num_steps = self._num_steps(state.epoch, state.position // self._sampling.batch_size)
+        self._num_steps = num_steps = feed.num_steps(feed.epoch, feed.first)
         self._step = make_step(
             self._choice, self._options, self._forward_pass, self._trainer, self._scaler, self._average, num_steps
         )
-        loader = train_loader(self._options, self._dataset, self._sampling, self._precision.device, state)
-        with closing(loader), self._compile_beside() as self._beside, self._stop.recorded():
-            self._log_settings(loader.state)
-            self._kvstore.barrier()
+        with closing(feed), self._compile_beside() as self._beside, self._stop.recorded(), self._saver.writer:
+            self._log_settings()
+            if not self._is_late:  # the others make the next barrier at their end, and wait for this one's samples
+                self._kvstore.barrier()
             self._start_s = time.monotonic()
             self._batch_times.start()
-            if self._is_rank_0:
+            if self._kvstore.is_first and not self._is_late:
                 self._kvstore.events.write("settings", **asdict(self._options))
             self._kvstore.events.write(
                 "begin",
@@ -144,14 +149,20 @@ class Run:
                 first_step=num_steps,
             )
             try:
-                while loader.state.epoch < self._options.num_epochs and not self._kvstore.halted:
-                    self._train_epoch(loader)
-            except Interrupted as signal:
+                while feed.epoch < self._options.num_epochs and not self._is_stopping():
+                    self._train_epoch()
+                self._stop_between_epochs()
+            except Interrupted as interrupted:
                 # The other processes receive the signal too, or notice that this one has disconnected.
-                self._report.info(f"training stopped: {signal}, in a step that was not finished and is not saved")
+                self._saver.finish()
+                self._report.info(f"training stopped: {interrupted}, in a step that was not finished and is not saved")
                 self._report.close()
-                return EXIT_STATUS[str(signal)]
+                return EXIT_STATUS[str(interrupted)]
+            if self._kvstore.may_leave and not self._kvstore.halted:
+                return self._leave()
             self._finish()
+        if self._not_whole:
+            return NOT_WHOLE
         reason = self._kvstore.halted if self._was_interrupted else self._stop.requested  # a signal after training
         return EXIT_STATUS.get(reason or "", 0)
 
@@ -170,11 +181,11 @@ class Run:
         self._report.info(line)
         self._kvstore.events.write("engine", rank=self._kvstore.worker_rank, line=line)
 
-    def _log_settings(self, start: State) -> None:
-        first_epoch, saved = start.epoch, self._position
-        if (line := resume_line(saved.epoch, saved.samples_done, start, self._place.size)) is not None:
+    def _log_settings(self) -> None:
+        first_epoch = self._feed.epoch
+        if (line := self._feed.resume_line(self._position)) is not None:
             self._report.info(line)
-        if self._has_fixed_steps and self._place.size > 1:
+        if self._plan.in_lock_step:
             self._report.info(log_lines.resize_line(self._per_epoch))
         if (line := self._schedule.adjustment()) is not None:
             self._report.info(line)
@@ -185,38 +196,42 @@ class Run:
                 f"nothing is left to train: {first_epoch} of --num-epochs {self._options.num_epochs} epochs are done"
             )
 
-    def _train_epoch(self, loader: Batches) -> None:
-        epoch = loader.state.epoch
-        first = loader.state.position // self._sampling.batch_size
+    def _train_epoch(self) -> None:
+        epoch, first = self._feed.epoch, self._feed.first
         speedometer = log_lines.Speedometer(self._options.batch_size, self._options.disp_batches)
         self._forward_pass.sums.zero_()
         reported = torch.zeros(len(self._forward_pass.sums), dtype=torch.float64)
         start_s = time.perf_counter()
         self._trainer.model.train()
-        for index in self._run_steps(loader, first):
+        for index in self._run_steps(epoch, first):
             if index % self._options.disp_batches == 0 or index == first:
                 sums = self._trainer.sum_over_devices(self._forward_pass.sums)  # waits for the device
                 if (due := speedometer.tick(epoch, index)) is not None:
                     self._report.speed(
-                        epoch, due, self._logged_means(sums - reported), self._num_steps(epoch, due[1] + 1)
+                        epoch, due, self._logged_means(sums - reported), self._feed.num_steps(epoch, due[1] + 1)
                     )
                     reported = sums
-            self._report.step(epoch, index + 1, self._per_epoch)
-            self._measurements.step(epoch + (index + 1) / self._per_epoch, self._forward_pass.sums)
+            done = self._feed.epochs(epoch, index + 1)
+            self._report.step(epoch, round((done - epoch) * self._per_epoch), self._per_epoch)
+            self._measurements.step(done, self._forward_pass.sums)
+            if self._feed.is_leased:
+                self._trainer.epochs = round(done, 4)
             if self._stops_after(epoch, index + 1):
                 return
-        self._end_epoch(epoch, start_s)
+        if self._feed.epoch > epoch:
+            self._end_epoch(epoch, start_s)
+        else:  # the run was stopped while this worker waited for samples
+            self._stop_at(epoch, 0)
 
     def _logged_means(self, sums: torch.Tensor) -> dict[str, float]:
         means = self._metrics.values(sums)
         return {name: means[name] for name in self._logged}
 
-    def _run_steps(self, loader: Batches, first: int) -> Iterator[int]:
+    def _run_steps(self, epoch: int, first: int) -> Iterator[int]:
         """Run the remaining steps of an epoch; yields the index of each after it has run."""
-        before = self._num_steps(loader.state.epoch, 0)
         with self._stop.instead_of_errors():
-            for index, batch in enumerate(self._step.batches(loader), first):
-                self._run_step(before + index + 1, batch)
+            for index, batch in enumerate(self._feed.batches(self._step), first):
+                self._run_step(self._feed.num_steps(epoch, index) + 1, batch)
                 self._batch_times.end_step()
                 yield index
 
@@ -251,26 +266,71 @@ class Run:
             if self._precision.device.type == "cuda":
                 torch.cuda.synchronize()
 
-    def _num_steps(self, epoch: int, done: int) -> int:
-        """Return the steps since the beginning of the run, including those before it was resumed."""
-        return epoch * self._per_epoch + done
-
     # --- between steps
 
     def _stops_after(self, epoch: int, done: int) -> bool:
         """Evaluate and save if due after `done` steps of an epoch; returns whether training stops here."""
         options = self._options
+        self._num_steps += 1
         self._request_halt()
-        if done == self._per_epoch:
+        if self._feed.ends_epoch(done):
             return False  # `_end_epoch` evaluates and saves
-        due = options.eval_every and self._num_steps(epoch, done) % options.eval_every == 0
-        if self._is_rank_0 and due and not self._stop.requested:
+        due = options.eval_every and self._num_steps % options.eval_every == 0
+        if due and self._kvstore.is_first and not self._stop.requested:
             self._evaluate(epoch, done)
-        self._position = RunPosition(epoch, done, done * self._sampling.batch_size * self._place.size)
-        if self._kvstore.halted or (options.save_batches and done % options.save_batches == 0):
+        if self._is_stopping():
+            self._stop_at(epoch, done)
+            return True
+        if options.save_batches and done % options.save_batches == 0:
+            self._save_here(epoch, done)
+        if self._kvstore.is_first and options.model_prefix is not None and self._saves_after(epoch):
+            self._feed.prepare_save(epoch)
+        return False
+
+    def _is_stopping(self) -> bool:
+        """Whether training ends here: for all workers, or for this one because it was told to end."""
+        self._request_halt()
+        return bool(self._kvstore.halted) or self._kvstore.may_leave
+
+    def _saves_after(self, epoch: int) -> bool:
+        return epoch + 1 == self._options.num_epochs or (epoch + 1) % self._options.save_period == 0
+
+    def _stop_between_epochs(self) -> None:
+        """Stop at a cut, if the run was stopped at the end of this worker's epoch: others may be in the next one.
+
+        They wait until all workers have returned their leases. In lock-step all stop after the same step.
+        """
+        is_cut = self._feed.is_leased and not self._plan.in_lock_step
+        if is_cut and not self._has_stopped and self._feed.epoch < self._options.num_epochs:
+            self._stop_at(self._feed.epoch, 0)
+
+    def _stop_at(self, epoch: int, done: int) -> None:
+        """Save where all workers stop. A worker that leaves alone saves nothing: the others train on."""
+        self._pause_measuring()
+        if not self._kvstore.halted:
+            return
+        self._has_stopped = True
+        self._position = self._feed.stop(epoch, done)
+        if self._feed.is_leased:
+            self._trainer.refresh()
+        self._save(self._evaluator.measured, is_last=True)
+
+    def _save_here(self, epoch: int, done: int) -> None:
+        """Save in the middle of an epoch, now or at the next cut. Without lock-step only one worker makes a cut."""
+        if self._feed.is_leased and not (self._plan.in_lock_step or self._kvstore.is_first):
+            return
+        if (position := self._feed.save_here(epoch, done)) is not None:
             self._pause_measuring()
-            self._save(self._measured, is_last=bool(self._kvstore.halted))
-        return bool(self._kvstore.halted)
+            self._position = position
+            self._save(self._evaluator.measured, is_last=False)
+
+    def _save_at_cut(self, position: RunPosition) -> None:
+        """Save while no worker is in a step. At the end of an epoch, this comes before `_end_epoch`."""
+        self._position = position
+        self._trainer.refresh()  # with the last steps of all workers
+        ends_epoch = position.epoch > self._feed.epoch
+        sums = self._forward_pass.sums.cpu()
+        self._save(self._logged_means(sums) if ends_epoch else self._evaluator.measured, is_last=False)
 
     def _save(self, measured: dict[str, float], *, is_last: bool) -> None:
         with self._trainer.times.during(Phase.OTHER):
@@ -298,97 +358,92 @@ class Run:
             )
         self._position = RunPosition(epoch + 1)
         is_last = epoch + 1 == self._options.num_epochs or bool(self._kvstore.halted)
-        saves = is_last or (epoch + 1) % self._options.save_period == 0
-        if saves:
+        if self._feed.is_leased:
+            self._trainer.epochs = float(epoch + 1)
+            if epoch + 1 == self._options.num_epochs:
+                self._trainer.refresh()  # with the last steps of all workers
+        saves = is_last or self._saves_after(epoch)
+        if saves and (self._feed.saves_end(epoch) or not self._kvstore.is_first):
             self._save(means, is_last=is_last)
         if not self._was_interrupted:
             self._evaluate(epoch, self._per_epoch)
         if self._kvstore.halted and not is_last:
             self._save(means, is_last=True)
-        self._warn_if_not_learning(epoch, sums)
-
-    def _warn_if_not_learning(self, epoch: int, sums: torch.Tensor) -> None:
-        """Judge the epoch by its training metrics; by the validation loss if the training loss is not measured."""
-        if self._learning is None:
-            return
-        means = self._metrics.values(sums)
-        loss = means.get("cross-entropy", self._measured.get("cross-entropy"))
-        for text in self._learning.after_epoch(epoch + 1, self._per_epoch, int(sums[-1]), means["accuracy"], loss):
-            log.warning(text)
-            self._kvstore.events.write("warning", text=text)
+        if self._is_device_0:
+            self._evaluator.check_learning(epoch, self._per_epoch, sums)
 
     def _evaluate(self, epoch: int, done: int) -> None:
-        """Evaluate after `done` batches of an epoch, and stop the run if the target accuracy is reached."""
+        """Evaluate after `done` batches of an epoch, in the first living process."""
         self._trainer.sync()
-        if self._validation is None or self._reached_target:
+        if not self._kvstore.is_first:
             return
         self._pause_measuring()
-        epochs = round(epoch + done / self._per_epoch, 3)
-        measured = self._measure(self._validation, epochs)
-        if measured is None:
-            self._request_halt()
-            return
-        self._measured = measured
-        seconds = round(time.monotonic() - self._start_s, 6)
-        accuracy = measured["accuracy"]
-        self._kvstore.events.write(
-            "validation",
-            epoch=epochs,
-            accuracy=accuracy,
-            loss=measured["cross-entropy"],
-            metrics=self._added_metrics(measured),
-            seconds=seconds,
-        )
+        epochs = round(self._feed.epochs(epoch, done), 3)
         batch = None if done == self._per_epoch else done
-        self._report.validation(epoch, batch, {name: measured[name] for name in self._logged})
-        target = self._options.target_accuracy
-        if target is not None and accuracy >= target and not self._kvstore.halted:
-            self._reached_target = True
-            steps = self._num_steps(epoch, done)
-            self._kvstore.halt(f"target accuracy {target:g} reached: {accuracy:.4f} after {steps} steps")
-
-    def _measure(self, validation: Validation, epochs: float) -> dict[str, float] | None:
-        """Measure the validation data after some epochs. A signal ends it at once; then the result is None."""
-
-        def report(done: int, total: int) -> None:
-            self._kvstore.events.write("validation", epoch=epochs, done=done, total=total)
-            self._report.validating(done, total)
-
-        try:
-            with self._trainer.times.during(Phase.OTHER):
-                return validation.measure(self._trainer.model, self._stop, report)
-        except Interrupted as signal:
-            self._report.info(f"validation stopped: {signal}")
-            return None
+        seconds = time.monotonic() - self._start_s
+        wait_for_file = self._saver.writer.wait  # MXNet logs a checkpoint before its validation
+        self._evaluator.evaluate(epoch, epochs, batch, seconds, self._feed.num_steps(epoch, done), wait_for_file)
+        self._request_halt()  # a signal may have ended the validation
 
     def _request_halt(self) -> None:
-        """Ask all workers to stop if a signal asked this one."""
-        if self._stop.requested is not None and not self._kvstore.halted:
-            self._kvstore.halt(self._stop.requested)
-
-    def _added_metrics(self, measured: dict[str, float]) -> dict[str, float]:
-        """Return what --top-k, --loss and --metrics added to the accuracy."""
-        return {name: measured[name] for name in self._logged if name != "accuracy"}
+        """Ask all workers to stop if a signal asked this one. With leases, SIGTERM may be for this worker alone."""
+        reason = self._stop.requested
+        if reason is None or self._kvstore.halted:
+            return
+        if not (self._feed.is_leased and reason == signal.SIGTERM.name):
+            self._kvstore.halt(reason)
+        elif not self._announced_leaving:
+            self._announced_leaving = True
+            self._kvstore.announce_leaving(reason)
 
     # --- the end
+
+    def _leave(self) -> int:
+        """Leave the job alone, because a signal asked this worker only. Others train what it has not."""
+        self._report.info(f"leaving the job: {self._stop.requested}; the other workers continue")
+        self._saver.finish()
+        self._feed.close()
+        self._kvstore.retire()
+        self._report.close()
+        self._step.close()
+        self._trainer.close()
+        return 0
 
     def _finish(self) -> None:
         """Wait for the other workers, then evaluate and save the final weights."""
         self._trainer.sync()
         self._report_stop()
         self._trainer.average_buffers()
-        self._batch_times.write(self._kvstore, self._sampling.batch_size)
+        self._batch_times.write(self._kvstore, self._plan.batch_size)
         self._kvstore.retire()
         seconds = time.monotonic() - self._start_s
         self._kvstore.events.write("done", seconds=round(seconds, 6), **self._trainer.progress())
         self._kvstore.barrier()
         self._report_stop()  # the request of another worker may have arrived with the barrier
         self._trainer.refresh()  # the weights now include the pushes of all workers
-        if self._run_dir is not None:
-            self._save_result(self._run_dir)
+        self._hand_in_result()
+        if (defect := self._trainer.not_finite()) is not None:
+            self._report_defect(defect)
         self._report.close()
         self._step.close()
         self._trainer.close()
+
+    def _hand_in_result(self) -> None:
+        """Save and evaluate the final weights in the first living process. If that one dies, the next one does it."""
+        while True:
+            first = self._kvstore.workers[0]
+            self._saver.save_if_missing(self._position, self._evaluator.measured)
+            if self._run_dir is not None:
+                self._save_result(self._run_dir)
+            if (defect := self._saver.finish()) is not None:
+                self._report_defect(defect)
+            if not self._kvstore.survives_deaths or first in self._kvstore.meet():
+                return
+
+    def _report_defect(self, defect: str) -> None:
+        self._not_whole = True
+        log.error("the result is not whole: %s", defect)
+        self._kvstore.report_defect(defect)
 
     @property
     def _was_interrupted(self) -> bool:
@@ -402,27 +457,21 @@ class Run:
             self._report.info(f"training stopped: {self._kvstore.halted}")
 
     def _save_result(self, run_dir: str) -> None:
-        """Save the final weights in the run directory, and evaluate them. All processes call it; rank 0 writes.
+        """Save the final weights in the run directory, and evaluate them. All processes call it; the first one writes.
 
         They are saved before the validation, which may take minutes, and again with its result.
         """
         optimizer = self._saver.optimizer_state()
-        if not self._is_rank_0:
+        if not self._kvstore.is_first:
             return
-        path = self._saver.save_result(run_dir, self._position, self._measured, optimizer)
-        if self._validation is not None and not self._was_interrupted:
-            epochs = round(self._position.epoch + self._position.batch / self._per_epoch, 3)
-            measured = self._measure(self._validation, epochs)
+        path = self._saver.save_result(run_dir, self._position, self._evaluator.measured, optimizer)
+        if not self._was_interrupted:
+            epochs = round(self._feed.epochs_at(self._position), 3)
+            measured = self._evaluator.measure_final(epochs)
             if measured is not None:
                 self._saver.save_result(run_dir, self._position, measured, optimizer)
-                self._kvstore.events.write(
-                    "final",
-                    epoch=epochs,
-                    accuracy=measured["accuracy"],
-                    loss=measured["cross-entropy"],
-                    metrics=self._added_metrics(measured),
-                )
-        self._kvstore.events.write("checkpoint", file=path.name)
+        if self._saver.finish() is None:
+            self._kvstore.events.write("checkpoint", file=path.name)
 
 
 def _device_name(device: torch.device) -> str:

@@ -14,6 +14,7 @@ OPTIMIZERS = (  # the names of `recipe.optimizers.NAMES`, which cannot be import
 )
 OPTIMIZER_STYLES = ("torch", "mxnet")
 METRICS = ("acc", "ce", "nll_loss", "loss", "perplexity", "f1", "mcc", "pearsonr", "mae", "mse", "rmse")
+EQUAL_SHARES, SHARES_FROM_FILE, LEASES = ALLOCATORS = (0, 1, 2)  # the values of --data-allocator
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
@@ -47,8 +48,9 @@ class TrainOptions:
     staleness: int | None = None
     groups: str | None = None
     lr_scale: str = "share"
-    data_allocator: bool = False
+    data_allocator: int | None = None  # see ALLOCATORS; None: leases where they are possible
     data_sharding: str = "data_sharding"
+    batch_by_speed: bool = False
     devices: tuple[str, ...] = ("cpu",)
     # steps
     batch_size: int = 32  # per worker, over all its devices

@@ -9,7 +9,7 @@ from echelon.cluster.shares import read_shares
 from echelon.data.loading.order import ByFraction, ByPart, Sampling, Sharding, State
 from echelon.errors import UsageError
 from echelon.schemes.stores import store_kind
-from echelon.train.recipe.options import TrainOptions
+from echelon.train.recipe.options import EQUAL_SHARES, LEASES, SHARES_FROM_FILE, TrainOptions
 from echelon.train.recipe.schedules import Schedule, make_schedule
 
 
@@ -68,6 +68,31 @@ def device_batch(batch_size: int, num_devices: int) -> int:
     return part
 
 
+def choose_allocator(
+    options: TrainOptions, *, with_servers: bool, num_devices: int, fixed_batches: bool, synthetic: bool
+) -> int:
+    """Return how the data is divided: as the options say, or in leases where these are possible.
+
+    `fixed_batches`: steps are captured or compiled for one batch size. Raises UsageError for leases that are not
+    possible.
+    """
+    obstacle = None
+    if not with_servers:
+        obstacle = "needs servers, and this job has none: give -s 1 or more"
+    elif num_devices > 1:
+        obstacle = f"needs workers of one device, and these have {num_devices}: give each device a worker (-n)"
+    elif fixed_batches:
+        obstacle = "needs steps of any size, which captured and compiled steps are not: give --engine eager"
+    elif synthetic:
+        obstacle = "needs samples, and --benchmark 1 has none: leave one of them out"
+    wanted = LEASES if options.batch_by_speed else options.data_allocator
+    if wanted is None:
+        return EQUAL_SHARES if obstacle else LEASES
+    if wanted == LEASES and obstacle:
+        raise UsageError(f"{'--batch-by-speed' if options.batch_by_speed else '--data-allocator 2'} {obstacle}")
+    return wanted
+
+
 def sampling_for(options: TrainOptions, num_samples: int, place: ProcessRank, *, fixed: bool) -> Sampling:
     """Return which samples this process trains on. `fixed`: all processes run the same number of full-size steps.
 
@@ -105,7 +130,7 @@ def _largest_share(options: TrainOptions, num_samples: int, place: ProcessRank) 
 
 def sharding_for(options: TrainOptions, place: ProcessRank) -> Sharding:
     """Return this process's share of the data: from its worker's line in data_sharding, or an equal share."""
-    if not options.data_allocator:
+    if options.data_allocator != SHARES_FROM_FILE:
         return ByPart(place.rank, place.size)
     worker, device = divmod(place.rank, place.num_devices)
     start, end = shares_for(options, place.num_workers)[worker]
@@ -116,7 +141,7 @@ def sharding_for(options: TrainOptions, place: ProcessRank) -> Sharding:
 
 def shares_of(options: TrainOptions, place: ProcessRank) -> list[list[float]] | None:
     """Return the share of the data [start, end] of every process, or None if all are equal."""
-    if not options.data_allocator:
+    if options.data_allocator != SHARES_FROM_FILE:
         return None
     shards = [sharding_for(options, replace(place, rank=rank)) for rank in range(place.size)]
     return [[shard.start, shard.end] for shard in shards if isinstance(shard, ByFraction)]

@@ -87,6 +87,9 @@ class EagerStep:
     def step(self, batch: Batch | None) -> None:
         """Make one step."""
         assert batch is not None
+        if not len(batch[1]):  # of records that cannot be read
+            self._trainer.make_empty_step()
+            return
         device = self.forward_pass.precision.device
         images = batch[0].to(device, non_blocking=True).contiguous(memory_format=torch.channels_last)
         labels = batch[1].to(device, non_blocking=True)

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import operator
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, Self
 
@@ -27,16 +28,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from echelon.cluster.ledger.intervals import Interval
+from echelon.cluster.messages import OpenLedger, Work
 from echelon.cluster.shares import Groups
 from echelon.environment import Job
-from echelon.errors import UsageError
+from echelon.errors import UsageError, WorkerRemoved
 from echelon.kvstore import KVStore, create
 from echelon.kvstore.create import store_class
+from echelon.kvstore.leases import EqualLeases, Leases
 from echelon.kvstore.state_files import by_key
 from echelon.kvstore.values import is_finite
 from echelon.schemes.stores import StoreKind, store_kind
 from echelon.train.trainer.attached import AttachedOptimizer, Closure, StateInStore
 from echelon.train.trainer.clipping import check_max_norm, clip_gradients
+from echelon.train.trainer.epoch_order import EpochOrder
+from echelon.train.trainer.leased import LeasedBatches
 from echelon.train.trainer.model_hook import ModelHook
 from echelon.train.trainer.optimizer_state import load_state, state_of
 from echelon.train.trainer.ownership import Ownership, check_parameters
@@ -149,7 +155,12 @@ class Trainer:
         self.clock = 0
         self._has_retired = False  # whether this worker only takes part in the steps of others
         self._clock_at_barrier = 0  # the clock when all workers last waited for each other
-        self.samples = 0
+        self.samples_trained = 0
+        self._leased: LeasedBatches | None = None  # where the samples of the steps come from
+        self._clocks_beside: deque[dict[int, int]] = deque(maxlen=2)  # of other Trainers at the last batches, by store
+        self._next_epoch = 0  # of `samples`
+        self.epoch = 0  # of the samples that `samples` yielded last
+        self.epochs: float | None = None  # of all workers together, for reports, if the loop sets it
         self.times = StepTimes()
         self.staleness: Counter[int] = Counter()  # steps by updates of others between the read and the push
         self.rounds_ahead: Counter[int] = Counter()  # steps by rounds ahead of the slowest worker
@@ -243,8 +254,22 @@ class Trainer:
 
     def make_step(self, samples: int) -> None:
         """Exchange gradients, update the weights and count the step."""
+        if self._leased is not None:
+            has_forward = not self._samples_accumulated or self._samples_seen != self._samples_accumulated
+            self._leased.begin_step(adds_batch=has_forward)
+            if self._reads_ahead:
+                self._note_clocks_beside()
+            if self._leased.loses_step:
+                with self._without_gradients():
+                    self._make_step(0)
+                return
+        self._make_step(samples)
+
+    def _make_step(self, samples: int) -> None:
         self._step(samples)
         self.count(samples)
+        if self._leased is not None:
+            self._leased.stepped(is_applied=self._is_applied)
 
     def _end_step(self, closure: Closure | None) -> Any:
         """Do what `optimizer.step(closure)` does."""
@@ -259,20 +284,214 @@ class Trainer:
     def count(self, samples: int) -> None:
         """Do the host's part of a step: count it and report progress."""
         self.clock += 1
-        self.samples += samples
+        self.samples_trained += samples
         self.times.end_step()
         self._samples_seen, self._samples_accumulated = None, 0
         if time.monotonic() - self._last_report >= REPORT_S:
             self.report()
 
     @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """For batches in several parts: inside, backward only adds to the gradients and `step` does nothing."""
+    def accumulate(self, *, batches: int | None = None) -> Iterator[None]:
+        """For batches in several parts: inside, backward only adds to the gradients and `step` does nothing.
+
+        `batches`: how many batches of a LeaseSampler are used up inside: 0 for a part of a batch that is not its last
+        one. By default it is one batch, and the forward passes must have seen as many samples as it has.
+        """
+        before = self._samples_accumulated
         self._accumulating = True
         try:
             yield
         finally:
             self._accumulating = False
+        if self._leased is not None:
+            self._leased.accumulated(batches, self._samples_accumulated - before)
+
+    # --- which samples
+
+    @property
+    def stopped(self) -> str | None:
+        """Why this worker trains no more samples, although there are some: it was told to end, or all workers were."""
+        return None
+
+    def samples(
+        self, num_samples: int, batch_size: int, *, epochs: int = 1, seed: int = 0, shuffle: bool = True
+    ) -> Iterator[Tensor]:
+        """Yield the indices of the samples of each step of this worker, as int64 tensors on the CPU.
+
+        Over all workers, each index of 0 … num_samples - 1 comes once per epoch, also when workers are lost or join.
+        With servers, faster workers get more, except in lock-step (`dist_sync`). The step after a batch trains it. A
+        batch without a step counts as trained with the next one. All workers call this with the same arguments.
+
+        With servers, SIGTERM ends the iteration after the step at hand (`stopped`), unless the program handles it.
+        """
+        order = EpochOrder(num_samples, seed, shuffle)
+        return self._indices(self._lease_epochs(num_samples, batch_size, epochs, order, reads_ahead=False), order)
+
+    def _indices(self, leased: LeasedBatches, order: EpochOrder) -> Iterator[Tensor]:
+        try:
+            while not self.stopped and (batch := leased.take()) is not None:
+                self.epoch = batch.epoch
+                self._note_clocks_beside()
+                yield order.indices(batch)
+        finally:
+            self.end_leases()
+
+    def _lease_epochs(
+        self, num_samples: int, batch_size: int, epochs: int, order: EpochOrder, *, reads_ahead: bool
+    ) -> LeasedBatches:
+        """Lease the next epochs. Calls one after the other count the epochs on, so that each has its own order."""
+        first, self._next_epoch = self._next_epoch, self._next_epoch + _whole(epochs)
+        self._handle_sigterm()
+        leased = self.lease(
+            num_samples,
+            batch_size,
+            num_epochs=self._next_epoch,
+            epoch=first,
+            reads_ahead=reads_ahead,
+            order=order.description,
+        )
+        leased.leases.is_interrupted = lambda: self.stopped is not None
+        return leased
+
+    def end_leases(self) -> None:
+        """End the use of `samples` or of a LeaseSampler: return what no step has used."""
+        self.close_leases()
+
+    def _handle_sigterm(self) -> None:
+        """Let SIGTERM end the iteration over samples, if the others can train on without this worker."""
+
+    def lease(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        num_epochs: int,
+        epoch: int = 0,
+        done: Sequence[Interval] = (),
+        by_speed: bool = False,
+        max_batch: int = 0,
+        reads_ahead: bool = True,
+        order: str = "",
+    ) -> LeasedBatches:
+        """Return the batches that this worker trains, as positions of an epoch's order. The steps use them in order.
+
+        The epochs are those from `epoch` to before `num_epochs`, without the positions `done` of the first one.
+        `max_batch`: no batch has more samples with `by_speed`. `order` describes the order; the scheduler refuses a
+        worker whose order is another one.
+        """
+        if self._leased is not None:
+            raise UsageError("samples() and LeaseSampler cannot be used twice at the same time with one Trainer")
+        if _whole(num_samples) < 1 or _whole(batch_size) < 1:
+            raise UsageError(f"there must be samples and a batch size, not {num_samples} and {batch_size}")
+        opened = OpenLedger(
+            0,
+            num_samples,
+            batch_size,
+            num_epochs,
+            epoch,
+            list(done),
+            by_speed=by_speed,
+            order=order,
+            max_batch=max_batch,
+        )
+        self._leased = LeasedBatches(self._open_leases(opened), self, reads_ahead=reads_ahead)
+        self._clocks_beside.clear()
+        return self._leased
+
+    def close_leases(self) -> None:
+        """Return the samples that no step has used, so that other workers train them. Without leases, do nothing."""
+        if self._leased is not None:
+            leased, self._leased = self._leased, None
+            leased.close()
+
+    def skip_batch(self) -> None:
+        """Train no gradient of the batch at hand; it counts as used. Other workers do not have to skip theirs."""
+        if self._leased is not None and self._leased.has_accumulated:
+            self._leased.accumulated(1)  # with the step that uses the gradients so far
+        else:
+            self.make_empty_step()
+
+    def make_empty_step(self) -> None:
+        """Take part in a step of all workers without a gradient."""
+        with self._without_gradients():
+            self.make_step(0)
+
+    def make_empty_round(self) -> None:
+        """Make an empty step that others have samples for, with all Trainers of this worker that have the round.
+
+        The steps are made at the same time, because another worker may make them in any order.
+        """
+        counts = {trainer: self._steps_per_batch(trainer) for trainer in self._beside()}
+        with ThreadPoolExecutor(1 + len(counts)) as pool:
+            others = [pool.submit(trainer._make_empty_steps, count) for trainer, count in counts.items()]
+            self._make_empty_steps(1)
+        for other in others:
+            other.result()
+        if not self._reads_ahead:
+            self._note_clocks_beside()  # so that the next empty round finds the same counts
+            for trainer, count in counts.items():
+                self._clocks_beside[-1][trainer.kvstore.number] = trainer.clock - count
+
+    def _make_empty_steps(self, count: int) -> None:
+        """Make empty steps between batches, of which some may be accumulated for one step."""
+        samples = self._samples_seen, self._samples_accumulated
+        for _ in range(count):
+            self.make_empty_step()
+        self._samples_seen, self._samples_accumulated = samples
+
+    def _beside(self) -> list[Trainer]:
+        """Return the other Trainers of this worker in whose rounds all workers wait for it, too."""
+        return []
+
+    def _steps_per_batch(self, other: Trainer) -> int:
+        """Return how many steps of another Trainer the loop has made for the last batch of this one.
+
+        If batches are read ahead, the loop may not have made them yet, so those of the batch before count. One step is
+        assumed if there was none.
+        """
+        number = other.kvstore.number
+        clocks = [known[number] for known in self._clocks_beside if number in known]
+        if not self._reads_ahead:
+            return other.clock - clocks[-1] if clocks else 1
+        return clocks[-1] - clocks[0] if len(clocks) > 1 else 1
+
+    @property
+    def _reads_ahead(self) -> bool:
+        return self._leased is not None and self._leased.reads_ahead
+
+    def _note_clocks_beside(self) -> None:
+        self._clocks_beside.append({trainer.kvstore.number: trainer.clock for trainer in self._beside()})
+
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        """Set the gradients aside."""
+        gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
+        self._clear_gradients()
+        try:
+            yield
+        finally:
+            for name, gradient in gradients.items():
+                self._parameters[name].grad = gradient
+
+    @property
+    def next_clock(self) -> int:
+        """The clock of the next step in the store."""
+        return self.clock
+
+    def set_work(self, work: list[Work]) -> None:
+        """Say which samples the next step uses."""
+
+    def join_again(self, error: WorkerRemoved) -> None:
+        """Join the job again, after the scheduler removed this worker."""
+        raise error
+
+    @property
+    def _is_applied(self) -> bool:
+        """Whether the last step is applied when `_step` has returned."""
+        return True
+
+    def _open_leases(self, opened: OpenLedger) -> Leases:
+        return EqualLeases(opened, self.kvstore.workers, self.kvstore.rank)
 
     def close(self) -> None:
         """Wait for the last step, remove the hooks and close the store. The model keeps its weights.
@@ -281,6 +500,7 @@ class Trainer:
         """
         self.sync()
         if not self.kvstore.is_closed:
+            self.close_leases()
             with self.times.during(Phase.WAIT):
                 self._wait_for_others()
             if self._state_in_store is not None:
@@ -288,6 +508,13 @@ class Trainer:
         self.remove_hooks()
         self.report()
         self.kvstore.close()
+
+    def not_finite(self) -> str | None:
+        """Return which weights of the model have NaN or infinity, as a text; None if all are finite."""
+        bad = [name for name, parameter in self._parameters.items() if not is_finite(parameter.detach())]
+        if not bad:
+            return None
+        return f"{len(bad)} of {len(self._parameters)} weights have NaN or infinity, for example {bad[0]!r}"
 
     def all_reduce(self, value: Any, op: str = "mean") -> Any:
         """Return the mean, sum, max or min over the workers of a tensor or a number, for example a metric.
@@ -477,7 +704,8 @@ class Trainer:
             "rank": self.kvstore.worker_rank,
             "store": self.kvstore.number,
             "clock": self.clock,
-            "samples": self.samples,
+            "samples": self.samples_trained,
+            **({} if self.epochs is None else {"epochs": self.epochs}),
             "staleness": _as_json(self.staleness),
             "rounds_ahead": _as_json(self.rounds_ahead),
             "bytes": self.kvstore.traffic(),

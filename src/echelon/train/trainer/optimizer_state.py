@@ -19,7 +19,7 @@ from echelon.errors import UsageError
 from echelon.kvstore.collective.process_group import ProcessGroup, Reduction
 from echelon.kvstore.state_files import SCALARS, by_key
 from echelon.optim import RULES, torch_classes
-from echelon.server.optimizer.states import as_tensor, as_values
+from echelon.server.storage.states import as_tensor, as_values
 from echelon.train.trainer.clipping import clip_shards
 from echelon.train.trainer.workers.flat_buckets import FlatBucket, flat_weights, shard_of
 

@@ -30,26 +30,45 @@ def copy_from_first_worker(kvstore: KVStore, tensors: Mapping[str, Tensor]) -> N
     if kvstore.num_workers == 1:
         return
     _check_same_forms(kvstore, tensors)
-    flat = [tensor.detach().to("cpu", copy=True).reshape(-1).view(torch.uint8) for tensor in tensors.values()]
+    flat = [as_bytes(tensor) for tensor in tensors.values()]
     for chunk in _chunks(flat):
         _copy_chunk(kvstore, chunk)
-    for tensor, values in zip(tensors.values(), flat, strict=True):
-        first = values.view(tensor.dtype).view(tensor.shape)
-        if not same_bits(tensor.detach().cpu(), first):  # a write would look like an edit to another Trainer
-            with torch.no_grad():
-                tensor.copy_(first)
+    overwrite(tensors.values(), flat)
 
 
 def _check_same_forms(kvstore: KVStore, tensors: Mapping[str, Tensor]) -> None:
-    own = {name: f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}" for name, t in tensors.items()}
-    first = kvstore.gather(own)[0]
+    own = forms_of(tensors)
+    check_forms(kvstore.rank, own, kvstore.gather(own)[0])
+
+
+def forms_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return dtype and shape of tensors as texts."""
+    return {name: f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}" for name, t in tensors.items()}
+
+
+def check_forms(rank: int, own: Mapping[str, str], first: Mapping[str, str]) -> None:
+    """Raise UsageError if this worker's tensors differ from those of the first worker in name, dtype or shape."""
     for name in {**first, **own}:
         if first.get(name) != own.get(name):
             raise UsageError(
-                f"worker {kvstore.rank}: the frozen parameters and buffers of the model must have the same names and "
+                f"worker {rank}: the frozen parameters and buffers of the model must have the same names and "
                 f"shapes on all workers: {name!r} is {own.get(name, 'missing')} here, and {first.get(name, 'missing')} "
                 "on the first worker; Trainer(start_equal=False) lets each worker keep its own"
             )
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor's bytes, on the CPU."""
+    return tensor.detach().to("cpu", copy=True).reshape(-1).view(torch.uint8)
+
+
+def overwrite(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """Copy the bytes of values into tensors that differ from them."""
+    for tensor, flat in zip(tensors, values, strict=True):
+        first = flat.view(tensor.dtype).view(tensor.shape)
+        if not same_bits(tensor.detach().cpu(), first):  # a write would look like an edit to another Trainer
+            with torch.no_grad():
+                tensor.copy_(first)
 
 
 def _chunks(flat: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -70,8 +89,7 @@ def _chunks(flat: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _copy_chunk(kvstore: KVStore, chunk: Sequence[Tensor]) -> None:
     """Overwrite parts with those of the first worker. If it dies before it has sent them, the next one is the first."""
     while True:
-        is_first = kvstore.rank == kvstore.workers[0]
-        own = b"".join(piece.numpy().tobytes() for piece in chunk) if is_first else b""
+        own = b"".join(piece.numpy().tobytes() for piece in chunk) if kvstore.is_first else b""
         sent = [part for _, part in sorted(kvstore.gather_bytes(own).items()) if len(part)]
         if sent:
             break

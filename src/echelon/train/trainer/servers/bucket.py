@@ -113,6 +113,13 @@ class Bucket:
         self.arrived.clear()
         self.cleared_late.clear()
 
+    def forget(self) -> None:
+        """Forget the pushes and gradients of a worker that was removed from the job."""
+        self._pushed = self._in_flight = None
+        self.edits = 0
+        self.arrived.clear()
+        self.cleared_late.clear()
+
     # --- new weights
 
     @property

@@ -81,7 +81,7 @@ class SparseTables:
         """Copy whole tables from the servers into the parameters."""
         self._store.rows.forget(list(self._slots.values()))
         self.fetch_changes()  # there are none, but from now on servers keep for this worker what changes
-        if self._store.rank != self._store.workers[0]:  # whose values the servers have
+        if self._store.is_late or not self._store.is_first:  # the servers have the values of the first
             for name, slot in self._slots.items():
                 self._store.rows.pull(slot, [self.parameters[name].data])
         self._see()
@@ -122,6 +122,11 @@ class SparseTables:
                 write_rows(rows, [self.parameters[self._names[key]].data])
         self._see()
         return tickets
+
+    def forget(self) -> None:
+        """Forget the pushes of a worker that was removed from the job."""
+        self._in_flight = []
+        self.edits = 0
 
     def edited(self) -> list[str]:
         """Return the tables that the loop has written to since their rows arrived, and that were not returned before.

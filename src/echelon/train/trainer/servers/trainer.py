@@ -8,21 +8,26 @@ parameters (`weights`), unless `lazy_pull` leaves that to the next forward pass.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from echelon.cluster.messages import NO_OPTIMIZER, Done, OptimizerSpec
-from echelon.errors import UsageError
+from echelon.cluster.messages import Done, OpenLedger, OptimizerSpec, Work
+from echelon.errors import JobError, UsageError, WorkerRemoved
+from echelon.kvstore.leases import EqualLeases, Leases
 from echelon.kvstore.optimizer_spec import StepSettings, spec_of
 from echelon.kvstore.servers.client import Ticket
 from echelon.kvstore.servers.store import ServerStore
-from echelon.train.trainer.base import Hook, Trainer, flatten, unflatten
+from echelon.train.trainer.base import Hook, Trainer
 from echelon.train.trainer.buckets import names_by_bucket
+from echelon.train.trainer.leaving import SIGTERM, SigtermHandler
 from echelon.train.trainer.model_hook import ModelHook
 from echelon.train.trainer.optimizer_state import state_of
 from echelon.train.trainer.servers.bucket import Bucket
@@ -30,16 +35,20 @@ from echelon.train.trainer.servers.factors import FactoredLinear, factorable_lay
 from echelon.train.trainer.servers.gradients import WatchedGradient
 from echelon.train.trainer.servers.lazy_pull import LazyPull
 from echelon.train.trainer.servers.loop_watch import LoopWatch
+from echelon.train.trainer.servers.newcomers import average_over_workers, give_to_newcomers, take_as_newcomer
 from echelon.train.trainer.servers.overlap import Overlap
 from echelon.train.trainer.servers.sparse_rows import SparseTables, as_dense, check_optimizer, find_tables
 from echelon.train.trainer.servers.weights import ModelWeights, digest, real
 from echelon.train.trainer.start_equal import copy_from_first_worker, untrained_tensors
 from echelon.train.trainer.step_times import Phase
 
+log = logging.getLogger(__name__)
+
 # A gradient's copy from a GPU takes longer to start than to make. On an H200, ResNet-20 (1 MB) made 1.4 times as many
 # steps without overlap, and a language model of 43 MB 0.9 times as many (docs/results.md).
 SMALL_ON_GPU = 8 << 20
-BUFFERS = "buffers"  # the name of the vectors of buffers
+
+_OPEN: WeakSet[ServerTrainer] = WeakSet()  # in whose rounds this worker may have to take part
 
 
 class ServerTrainer(Trainer, store=ServerStore):
@@ -57,6 +66,8 @@ class ServerTrainer(Trainer, store=ServerStore):
             )
         self._step_hooks: list[Hook] = []
         self._num_workers_at_start = self.kvstore.num_workers
+        self._sigterm = SigtermHandler(self.kvstore.announce_leaving)
+        self._removed: WorkerRemoved | None = None  # noticed outside of `step`, which then drops the step
         self._captured = False  # whether the caller moves gradients and weights, in place of the hooks
         self._pushed_step = 0  # the step that pushes in flight belong to
         self._halts_at: int | None = None  # the step after which all workers stop
@@ -86,10 +97,21 @@ class ServerTrainer(Trainer, store=ServerStore):
         self._initialise_servers()
         self._add_hooks()
         self.kvstore.waiting.on_missed_rounds = self.refresh
+        self.kvstore.waiting.on_joined = self._fetch_all
+        self.kvstore.waiting.on_removed = self._join_again
+        _OPEN.add(self)
 
     # --- the loop
 
+    def _take_part(self) -> None:
+        """Join the rounds of the others before the first step of a late worker."""
+        try:
+            self.kvstore.take_part()
+        except WorkerRemoved as error:
+            self._removed = error
+
     def _step(self, samples: int) -> None:
+        self.kvstore.take_part()
         self._check_frozen()
         if self._gradients_sent:
             replaced = [name for name in self._names if self._replaced(name)]
@@ -119,13 +141,133 @@ class ServerTrainer(Trainer, store=ServerStore):
             self.sync()
         else:
             self._lazy.end_step()
+        self._raise_if_removed()
+
+    def make_step(self, samples: int) -> None:
+        """Exchange gradients, update the weights and count the step.
+
+        If the scheduler has removed this worker because it was stopped or cut off, the step is dropped, and the worker
+        joins the job again.
+        """
+        try:
+            self._raise_if_removed()
+            super().make_step(samples)
+        except WorkerRemoved as error:
+            log.warning("%s; this worker drops the step and joins the job again", error)
+            if self._leased is not None:
+                self._leased.drop_step()
+            self._join_again()
+
+    def _beside(self) -> list[Trainer]:
+        others = [trainer for trainer in _OPEN if trainer is not self and trainer._is_in_rounds]
+        return sorted(others, key=lambda trainer: trainer.kvstore.number) if self.kvstore.has_siblings else []
+
+    @property
+    def _is_in_rounds(self) -> bool:
+        """Whether rounds wait for a step of this Trainer that the loop may not make, because it has no samples.
+
+        Not if it has leases of its own, has not joined the rounds yet, or has sent the gradients of a step.
+        """
+        store = self.kvstore
+        in_rounds = store.kind.lock_step and store.waiting.takes_part and not store.waiting.has_retired
+        return in_rounds and not store.is_closed and self._leased is None and not self._gradients_sent
+
+    def join_again(self, error: WorkerRemoved) -> None:
+        log.warning("%s; this worker joins the job again", error)
+        self._join_again()
+        self.kvstore.take_part()
+
+    def _raise_if_removed(self) -> None:
+        if self._removed is not None:
+            raise self._removed
+
+    def _join_again(self) -> None:
+        """Join the job again as a late worker: what was pushed and not answered is lost. The next step takes part."""
+        if self._captured:
+            raise JobError(
+                f"worker {self.kvstore.rank} was removed from the job while it was stopped or cut off, and captured "
+                "steps cannot join it again; start the worker again"
+            )
+        while True:
+            self._removed = None
+            for bucket in self._buckets:
+                bucket.forget()
+            self._tables.forget()
+            self._watch.end_step()
+            if self._leased is not None:
+                self._leased.forget()  # its leases were given to others
+            self._samples_at_backward, self._samples_seen, self._samples_accumulated = None, None, 0
+            try:
+                self.kvstore.rejoin()
+                self._fetch_all()
+            except WorkerRemoved as error:  # once more
+                log.warning("%s", error)
+                continue
+            self.kvstore.events.write("rejoined", worker=self.kvstore.rank)
+            return
 
     def count(self, samples: int) -> None:
         """Do the host's part of a step: count it, report progress, and stop if all workers stop here."""
         super().count(samples)
         self._samples_at_backward = None
+        if self._start_equal and self.kvstore.has_newcomers:
+            give_to_newcomers(self.kvstore, untrained_tensors(self.model, self._parameters.values()))
         if self._halts_at is not None and self.clock >= self._halts_at and not self.kvstore.halted:
             self.kvstore.accept_halt()
+
+    @property
+    def _loses_step(self) -> bool:
+        """Whether other workers train the samples of this step, so that its gradients must not be sent."""
+        return self._leased is not None and self._leased.loses_step
+
+    @property
+    def next_clock(self) -> int:
+        self.kvstore.survive(self.kvstore.take_part)  # a late worker has no clock before it has joined the rounds
+        return self.kvstore.clock
+
+    def set_work(self, work: list[Work]) -> None:
+        self.kvstore.work = work
+
+    @property
+    def _is_applied(self) -> bool:
+        return self._lazy is None
+
+    @property
+    def stopped(self) -> str | None:
+        if self.kvstore.halted:
+            return self.kvstore.halted
+        return SIGTERM if self.kvstore.may_leave else None
+
+    def _handle_sigterm(self) -> None:
+        self._sigterm.install()
+
+    def end_leases(self) -> None:
+        """End the use of samples. A worker that was told to end leaves the job then, and the others continue."""
+        opened = None if self._leased is None else self._leased.leases
+        self.close_leases()
+        if self.kvstore.may_leave and not self.kvstore.halted:
+            if not self.kvstore.has_left:
+                log.warning("worker %d leaves the job: %s; the other workers continue", self.kvstore.rank, SIGTERM)
+            self.close()
+        elif self.kvstore.halted == SIGTERM and opened is not None and not opened.ended:
+            self.kvstore.report_defect(f"{SIGTERM} stopped all workers in epoch {opened.epoch}")
+
+    def close(self) -> None:
+        """Wait for the last step and for the other workers, remove the hooks and close the store.
+
+        A worker that was told to end (SIGTERM) waits for nobody, and leaves the job.
+        """
+        super().close()
+        _OPEN.discard(self)
+        self._sigterm.close()
+        if self.kvstore.may_leave and not self.kvstore.halted and not self.kvstore.has_left:
+            self.kvstore.leave_as_told()
+
+    def _open_leases(self, opened: OpenLedger) -> Leases:
+        if self.stopped is not None:
+            return EqualLeases(replace(opened, epoch=opened.num_epochs), [self.kvstore.rank], self.kvstore.rank)
+        self.kvstore.take_part()  # leases say at which clocks their rounds are
+        return self.kvstore.open_leases(opened)
 
     def sync(self) -> None:
         """Wait until every parameter has the weights of the last step."""
@@ -146,8 +288,15 @@ class ServerTrainer(Trainer, store=ServerStore):
     def refresh(self) -> None:
         """Fetch the weights that the servers have now, with the last pushes of all workers."""
         self.sync()
+        if self._removed is None:
+            self._pull()
+            self._tables.fetch_changes()
+
+    def _fetch_all(self) -> None:
+        """Fetch all weights, as a worker that joins: the servers do not know what it has."""
+        self.sync()
         self._pull()
-        self._tables.fetch_changes()
+        self._tables.fetch_all()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load weights and buffers into the model and the servers. All workers call it."""
@@ -163,7 +312,7 @@ class ServerTrainer(Trainer, store=ServerStore):
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
         """Send the servers a state. All workers call it."""
         self.sync()
-        if self.kvstore.rank == self.kvstore.workers[0]:
+        if self.kvstore.is_first:
             self.kvstore.put_optimizer_states(dict(state), "the state")
         self.kvstore.barrier()
 
@@ -172,16 +321,27 @@ class ServerTrainer(Trainer, store=ServerStore):
         if self.clock == 0 and num_workers > 1:
             self._watch.check_not_in_place_of_steps(num_workers, lock_step=self.kvstore.kind.lock_step)
         ended = not (self._clips_on_servers and self._gradients_sent)  # else servers hold a step that this worker left
-        if self.kvstore.waiting.wait_for_end() and num_workers > 1 and ended:
-            self._refresh_unedited()
+
+        def wait() -> None:
+            self._raise_if_removed()
+            if self.kvstore.may_leave:
+                return
+            if self.kvstore.waiting.wait_for_end() and num_workers > 1 and ended and not self.kvstore.may_leave:
+                self._refresh_unedited()
+
+        self.kvstore.survive(wait)
 
     def _copy_untrained_from_first(self) -> None:
-        copy_from_first_worker(self.kvstore, untrained_tensors(self.model, self._parameters.values()))
+        untrained = untrained_tensors(self.model, self._parameters.values())
+        if self.kvstore.is_late:
+            take_as_newcomer(self.kvstore, untrained)
+        else:
+            copy_from_first_worker(self.kvstore, untrained)
 
     def average_buffers(self) -> None:
         """Set floating-point buffers (BatchNorm's statistics) to their mean over the workers. All must call it."""
         if self._buffers:
-            unflatten(self.kvstore.gather_vectors(BUFFERS, flatten(self._buffers).cpu()).mean(0), self._buffers)
+            average_over_workers(self.kvstore, self._buffers)
 
     @property
     def clips_own_gradient(self) -> bool:
@@ -204,6 +364,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         the weights from there after `wait_for_bucket`. `sync` updates the model's own parameters.
         """
         self.sync()
+        self.kvstore.take_part()
         for hook in (*self._step_hooks, self._batch_size_hook):
             hook.remove()
         self._captured = True
@@ -260,23 +421,20 @@ class ServerTrainer(Trainer, store=ServerStore):
         ]
 
     def _send_optimizer(self) -> None:
-        """Send the servers the optimizer. It does not update the vectors of buffers."""
+        """Send the servers the optimizer."""
         spec = self._optimizer_spec()
-        members = spec.members | dict.fromkeys(self.kvstore.vector_names(BUFFERS), NO_OPTIMIZER)
-        self.kvstore.use_optimizer(OptimizerSpec(spec.name, spec.groups, members, self.max_grad_norm))
+        self.kvstore.use_optimizer(OptimizerSpec(spec.name, spec.groups, spec.members, self.max_grad_norm))
 
     def _initialise_servers(self) -> None:
         """Send the servers the optimizer's state, and fetch rank 0's weights.
 
         An optimizer that has made steps before continues with its state. As for the weights, rank 0's counts.
         """
-        if self._buffers:
-            self.kvstore.make_vectors(BUFFERS, sum(buffer.numel() for buffer in self._buffers))
         self._pull()
         self._tables.fetch_all()
         self._weights.move()
         state = state_of(self.optimizer, self._parameters)
-        if state and self.kvstore.rank == self.kvstore.workers[0]:
+        if state and self.kvstore.is_first:
             self.kvstore.put_optimizer_states(state, "the optimizer's state")
         self.kvstore.barrier()
 
@@ -303,7 +461,7 @@ class ServerTrainer(Trainer, store=ServerStore):
     def _publish_weights(self) -> None:
         """Give the servers and all workers the weights of the lowest rank."""
         self.kvstore.barrier()  # before that, a slow worker could still pull
-        if self.kvstore.rank == self.kvstore.workers[0]:
+        if self.kvstore.is_first:
             self.kvstore.overwrite(list(self._parameters), [real(p.detach()) for p in self._parameters.values()])
         self.kvstore.barrier()
         self._pull()
@@ -343,12 +501,14 @@ class ServerTrainer(Trainer, store=ServerStore):
 
         def may_take() -> bool:
             sends = self._early.is_on and not self._accumulating and self._samples_seen is not None
-            return sends and name not in bucket.arrived
+            return sends and not self._loses_step and name not in bucket.arrived
 
         return FactoredLinear(module, may_take, partial(self._push_factors_of, bucket, name))
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._before_forward(module, args, kwargs)
+        if module.training and torch.is_grad_enabled():
+            self._take_part()
         if self._lazy is not None:
             self._lazy.before_forward()
 
@@ -358,7 +518,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         def ready(parameter: Tensor) -> None:
             if self._lazy is not None:
                 self._lazy.note_gradient(name)
-            if self._accumulating or parameter.grad is None:
+            if self._accumulating or self._loses_step or parameter.grad is None:
                 return  # None: its factors were pushed, or it was frozen after the forward pass
             self._samples_at_backward = self._samples_seen
             if not self._early.is_on or self._samples_seen is None:
@@ -459,7 +619,7 @@ class ServerTrainer(Trainer, store=ServerStore):
             self._tables.edits = edits
             for bucket in self._buckets:
                 bucket.edits = edits
-        if self.kvstore.rank == self.kvstore.workers[0]:
+        if self.kvstore.is_first:
             self.kvstore.overwrite(names, [real(self._parameters[name].detach()) for name in names])
 
     def _wait_if_in_flight(self, bucket: Bucket) -> None:
@@ -480,8 +640,12 @@ class ServerTrainer(Trainer, store=ServerStore):
 
     def _wait_for(self, wait: Callable[[], list[Ticket]]) -> list[Ticket]:
         """Wait for answers. The servers held them for a part of the time; the rest is transfer and update."""
-        with self.times.during(Phase.WAIT) as waited:
-            tickets = wait()
+        try:
+            with self.times.during(Phase.WAIT) as waited:
+                tickets = wait()
+        except WorkerRemoved as error:  # in the middle of a forward or backward pass: `make_step` drops the step
+            self._removed = error
+            return []
         held_s = max((t.response.held_s for t in tickets if isinstance(t.response, Done)), default=0.0)
         self.times.move(max(0.0, waited.seconds - held_s), Phase.WAIT, Phase.PULL)
         return tickets
@@ -491,6 +655,8 @@ class ServerTrainer(Trainer, store=ServerStore):
         if self._halts_at is None and self.kvstore.requests_halt(tickets):  # with `lazy_pull`, one step later
             self._halts_at = self._pushed_step + 1
         answers = [ticket.response for ticket in tickets if isinstance(ticket.response, Done)]
+        if not answers:
+            return  # this worker was removed
         self.staleness[max(answer.staleness for answer in answers)] += 1
         if self.kvstore.staleness_bound is not None:  # without a bound it grows, and the histogram with it
             self.rounds_ahead[max(answer.rounds_ahead for answer in answers)] += 1

@@ -20,10 +20,10 @@ from echelon.cluster.messages import PushHeader
 from echelon.errors import UsageError
 from echelon.kvstore.servers.client import Ticket
 from echelon.kvstore.servers.store import ServerStore
-from echelon.train.trainer.base import flatten, unflatten
 from echelon.train.trainer.clipping import check_same_limit
+from echelon.train.trainer.servers.newcomers import average_over_workers
 from echelon.train.trainer.servers.sparse_rows import as_dense, find_tables
-from echelon.train.trainer.servers.trainer import BUFFERS, ServerTrainer
+from echelon.train.trainer.servers.trainer import ServerTrainer
 from echelon.train.trainer.start_equal import copy_from_first_worker, untrained_tensors
 from echelon.train.trainer.step_times import Phase
 from echelon.train.trainer.workers.mean_gradients import MeanGradientTrainer, StepTotals, step_vector
@@ -41,6 +41,11 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
     def _start(self) -> None:
         super()._start()
         self._refuse_lbfgs()
+        if self.kvstore.is_late:
+            raise UsageError(
+                f"worker {self.kvstore.rank}: with update_on_kvstore=False a worker cannot join a job that is running, "
+                "because the servers do not have the state of the optimizer; leave it out, or start the job again"
+            )
         self._densified: set[str] = set()  # parameters whose sparse gradients are sent as dense ones
         if self.kvstore.optimizer_spec is not None:
             raise UsageError(
@@ -55,11 +60,15 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
             )
         num_workers = 1 + max(self.kvstore.workers)
         self._make_flags_key(len(self._names), num_workers)
-        if self._buffers:
-            self.kvstore.make_vectors(BUFFERS, sum(buffer.numel() for buffer in self._buffers))
         check_same_limit(self.kvstore, self.max_grad_norm)
         self._pull_weights()
         self._start_reducing(num_workers)
+
+    def close(self) -> None:
+        """Close as all Trainers do. The servers have only gradients, so this worker says if weights are not finite."""
+        if not self.kvstore.is_closed and (defect := self.not_finite()) is not None:
+            self.kvstore.report_defect(defect)
+        super().close()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Load weights and buffers into the model; those of rank 0 count. All workers call it."""
@@ -70,7 +79,7 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
         self.kvstore.barrier()
 
     def _publish_weights(self) -> None:
-        if self.kvstore.rank == self.kvstore.workers[0]:
+        if self.kvstore.is_first:
             self.kvstore.overwrite(self._names, [parameter.detach() for parameter in self._parameters.values()])
         self._pull_weights()
 
@@ -80,7 +89,7 @@ class LocalUpdateTrainer(MeanGradientTrainer, local_update_of=ServerTrainer):
     def average_buffers(self) -> None:
         """Set floating-point buffers (BatchNorm's statistics) to their mean over the workers. All must call it."""
         if self._buffers:
-            unflatten(self.kvstore.gather_vectors(BUFFERS, flatten(self._buffers).cpu()).mean(0), self._buffers)
+            average_over_workers(self.kvstore, self._buffers)
 
     def _pull_weights(self) -> None:
         """Copy rank 0's weights, which the servers have at this point, into the model."""

@@ -1,0 +1,72 @@
+"""kill -9 of servers in real jobs: with a backup nothing is lost, without one the workers give the weights back."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from jobs import AFTER_PUSH, BEFORE_PUSH, Fault, Gate, Job, Plan, until
+
+PAUSE_S = 3.0  # that training may stop for
+SYNC, GSYNC = Plan("dist_sync", 2, clocks=12), Plan("dist_gsync", 2, groups=[[0, 1]], clocks=12)
+
+
+@pytest.mark.parametrize(
+    ("plan", "transport"),
+    [
+        pytest.param(SYNC, "shm", id="sync-shm"),
+        pytest.param(Plan("dist_async", 2, clocks=12), "tcp", id="async-tcp"),
+        pytest.param(SYNC, "tcp", id="sync-tcp", marks=pytest.mark.long),
+        pytest.param(Plan("dist_ssync", 2, staleness=1, clocks=12), "tcp", id="ssync-tcp", marks=pytest.mark.long),
+        pytest.param(GSYNC, "shm", id="gsync-shm", marks=pytest.mark.long),
+    ],
+)
+def test_a_killed_server_loses_nothing_with_a_backup(tmp_path: Path, plan: Plan, transport: str) -> None:
+    """Each server is killed once: the second is killed when the first is back and has a copy of its slices."""
+    faults = [Fault("server", 0, 3, BEFORE_PUSH), Fault("server", 1, 8, AFTER_PUSH)]
+    plan = Plan(plan.store, 2, plan.staleness, plan.groups, plan.clocks, faults, gates=[Gate(0, 8, opened="go")])
+    options = ("--replicas", "1", "--transport", transport)
+    with Job(tmp_path, plan, num_servers=2, options=options) as job:
+        until(lambda: sum("has a copy of" in view["reason"] for view in job.events("view")) == 2, "both copies")
+        (job.run / "go").touch()
+        assert job.wait() == 0, job.out + job.err
+    assert [(row["role"], row["rank"]) for row in job.fired()] == [("server", 0), ("server", 1)]
+    assert [event["slice"] for event in job.events("promoted")] == [0, 0, 1]
+    for result in job.results().values():
+        assert result["table"] == plan.table(), "each push is applied once"
+    assert len(job.results()) == 2
+    deaths = [row["at"] for row in job.fired()]
+    for death, event in zip(deaths, job.events("promoted"), strict=False):
+        assert event["at"] - death < PAUSE_S
+
+
+@pytest.mark.parametrize(("plan", "transport"), [(SYNC, "shm"), (GSYNC, "tcp")], ids=["sync-shm", "gsync-tcp"])
+def test_without_a_backup_the_workers_give_the_weights_back(tmp_path: Path, plan: Plan, transport: str) -> None:
+    faults = [Fault("server", 1, 4, BEFORE_PUSH)]
+    plan = Plan(plan.store, 2, plan.staleness, plan.groups, plan.clocks, faults, gates=[])
+    with Job(tmp_path, plan, num_servers=2, options=("--transport", transport)) as job:
+        assert job.wait() == 0, job.out + job.err
+    assert len(job.fired()) == 1
+    (recovered,) = job.events("recovered")
+    assert recovered["slice"] == 1
+    assert re.search(r"server 1 has slice 1 from the workers again \(\d+ keys\); the optimizer's state ", job.out)
+    for result in job.results().values():
+        assert result["table"] == plan.table(), "the weights that workers had pulled are not lost"
+
+
+def test_a_lost_server_gets_its_weights_back_from_a_worker_that_waits_at_a_barrier(tmp_path: Path) -> None:
+    """Worker 0 has made its last push, and waits for the scheduler. Without its part the new server cannot go on."""
+    plan = Plan("dist_async", 2, clocks=6, gates=[Gate(1, 3, opened="go")])
+    with Job(tmp_path, plan, num_servers=2) as job:
+        until(lambda: job.at_clock(0, 5) and job.at_clock(1, 3), "the last clock of worker 0")
+        os.kill(job.pid("server", 1), signal.SIGKILL)
+        until(lambda: any(view["departure"] == "joined" for view in job.events("view")), "server 1 again")
+        (job.run / "go").touch()
+        assert job.wait() == 0, job.out + job.err
+    assert len(job.events("recovered")) == 1
+    for result in job.results().values():
+        assert result["table"] == plan.table(), "the weights that workers had pulled are not lost"

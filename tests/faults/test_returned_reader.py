@@ -1,0 +1,34 @@
+"""A worker that was stopped and removed returns: the batches that its loader has read before are trained by others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from samples_outcome import PROGRAM
+
+from echelon.testing.history import check
+from jobs import Job, until
+
+SAMPLES = 160
+
+
+def test_batches_that_a_returned_worker_has_read_ahead_are_not_trained_twice(tmp_path: Path) -> None:
+    out = tmp_path / "out_files"
+    out.mkdir()
+    plan = {"store": "dist_async", "num_samples": SAMPLES, "batch_size": 2, "epochs": 1, "loader": True}
+    plan |= {"compute_s": {"0": 0.25, "1": 0.25}, "out": str(out)}
+    command = [sys.executable, str(PROGRAM), json.dumps(plan)]
+    environment = {"ECHELON_HISTORY": "1", "PS_HEARTBEAT_TIMEOUT": "3"}
+    with Job(tmp_path / "job", num_servers=1, num_workers=2, command=command, environment=environment) as job:
+        until(lambda: any(row["who"] == "worker 1" for row in job.events("history_acked")), "a step of worker 1")
+        pid = job.pid("worker", 1)
+        os.kill(pid, signal.SIGSTOP)
+        until(lambda: any(row["workers"] == [0] for row in job.events("view")), "worker 1 is removed")
+        os.kill(pid, signal.SIGCONT)
+        assert job.wait() == 0
+        assert job.events("rejoined")
+        assert check(job.run, num_samples=SAMPLES, all_named=True).problems == []
