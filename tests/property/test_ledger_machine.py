@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from msgspec.structs import replace
 
+from echelon.cluster.ledger.axis import Axis
 from echelon.cluster.ledger.intervals import IntervalSet
 from echelon.cluster.ledger.ledger import Ledger, ToWorker
 from echelon.cluster.ledger.recovery import rebuild
@@ -80,10 +81,14 @@ class Jobs(RuleBasedStateMachine):
     lock_step = False
 
     @initialize(
-        samples=st.integers(1, 60), batch=st.integers(1, 7), epochs=st.integers(1, 3), first=st.integers(1, RANKS)
+        samples=st.integers(1, 60),
+        batch=st.integers(1, 7),
+        epochs=st.integers(1, 4),
+        first=st.integers(1, RANKS),
+        complete_every=st.integers(0, 2),
     )
-    def start(self, samples: int, batch: int, epochs: int, first: int) -> None:
-        self.opened = OpenLedger(0, samples, batch, epochs, lock_step=self.lock_step)
+    def start(self, samples: int, batch: int, epochs: int, first: int, complete_every: int) -> None:
+        self.opened = OpenLedger(0, samples, batch, epochs, lock_step=self.lock_step, complete_every=complete_every)
         self.ledger = Ledger(self.opened, SLICES, range(first))
         self.workers: dict[int, Worker] = {}
         self.slices = [Slice() for _ in range(SLICES)]
@@ -103,15 +108,17 @@ class Jobs(RuleBasedStateMachine):
             if worker is None:
                 continue
             match message:
-                case Lease(_, _, request, number, epoch, batches, _, done, partial):
+                case Lease(_, _, request, number, epoch, batches, _, present, done, partial):
                     if request == worker.request and worker.waits:
                         worker.waits = False
                         is_empty = all(start == stop for start, stop in batches)
                         assert is_empty or all(one.cut is None for one in self.workers.values()), "a lease in a cut"
+                        self.check_overlap(epoch, present)
                         worker.keep(HeldLease(number, epoch, batches, 0))
-                        worker.epoch, worker.done, worker.partial = epoch, done, partial
+                        worker.epoch, worker.done, worker.partial = present, done, partial
                 case LedgerState(_, _, epoch, partial):
-                    worker.epoch, worker.done, worker.partial = epoch, [], partial
+                    worker.done = Axis(self.opened.num_samples).after(epoch - worker.epoch, worker.done)
+                    worker.epoch, worker.partial = epoch, partial
                 case LedgerEnded():
                     worker.waits, worker.ended = False, True
                 case CutReady():
@@ -120,10 +127,17 @@ class Jobs(RuleBasedStateMachine):
                     worker.cut = message
                     worker.needs = replace(worker.needs, now=True, end_of=None)  # if it is repeated
 
+    def check_overlap(self, epoch: int, present: int) -> None:
+        opened = self.opened
+        begins_alone = opened.lock_step or (opened.complete_every and epoch % opened.complete_every == 0)
+        assert present == epoch or (present == epoch - 1 and not begins_alone)
+        for earlier in range(present):
+            assert all(self.counts[earlier, at] for at in range(opened.num_samples)), f"epoch {earlier} is not complete"
+
     def check_cut(self, ready: CutReady) -> None:
-        done = IntervalSet(ready.done)
-        for position in range(self.opened.num_samples):
-            applied = self.counts[ready.epoch, position]
+        num_samples, done = self.opened.num_samples, IntervalSet(ready.done)
+        for position in range(2 * num_samples):
+            applied = self.counts[ready.epoch + position // num_samples, position % num_samples]
             assert applied == done.covers(position, position + 1), "a cut has whole steps only"
 
     # --- events
@@ -140,6 +154,8 @@ class Jobs(RuleBasedStateMachine):
         worker = self.workers.get(rank)
         if worker is not None and not worker.waits and not worker.ended:
             held = [lease for lease in worker.leases if lease.trained < len(lease.batches)]
+            if len(worker.leases) - len(held) > 3:
+                self.report(rank)  # a lease is reported one step after its last batch, long before it is forgotten
             if len(held) < 2:
                 worker.request, worker.waits = worker.request + 1, True
                 self.deliver(self.ledger.take(rank, worker.request, 0))
@@ -193,6 +209,7 @@ class Jobs(RuleBasedStateMachine):
         """A worker ends its loop early, and leaves the job."""
         if rank in self.workers:
             self.report(rank)
+            self.workers[rank].cut = None  # it makes no checkpoint any more
             self.deliver(self.ledger.close(rank))
             self.leave(rank)
 

@@ -6,15 +6,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
-from echelon.cluster.ledger.intervals import Interval, IntervalSet
+from echelon.cluster.ledger.axis import Axis
+from echelon.cluster.ledger.intervals import IntervalSet
 from echelon.cluster.ledger.rounds import sizes_of, take_block
 from echelon.cluster.messages import CutReady, Lease, OpenLedger
 
 
 class Leases:
-    """A worker's leases of one ledger. `epoch` and `partial` are the newest that it knows."""
+    """A worker's leases of one ledger. `epoch`, the present one, and `partial` are the newest that it knows."""
 
     def __init__(self, opened: OpenLedger) -> None:
         self.opened = opened
@@ -50,6 +52,10 @@ class Leases:
     def end_cut(self) -> None:
         """Let leases be given again."""
 
+    def away(self) -> AbstractContextManager[None]:
+        """Return a context in which no worker waits for this one, unless all workers make the same rounds."""
+        return nullcontext()
+
     def close(self) -> None:
         """Take no more leases. Those that this worker has return to the pool. No step may be in flight."""
 
@@ -62,11 +68,13 @@ class EqualLeases(Leases):
         self._workers = sorted(workers)
         self._rank = rank
         self._number = 0
-        self._pool = self._begin(opened.done)
+        self._pool = self._begin()
 
-    def _begin(self, done: Iterable[Interval] = ()) -> IntervalSet:
-        self.ended = self.epoch >= self.opened.num_epochs
-        return IntervalSet([(0, 0 if self.ended else self.opened.num_samples)]).without(done)
+    def _begin(self) -> IntervalSet:
+        opened = self.opened
+        self.ended = self.epoch >= opened.num_epochs
+        done = Axis(opened.num_samples).after(self.epoch - opened.epoch, opened.done)
+        return IntervalSet([(0, 0 if self.ended else opened.num_samples)]).without(done)
 
     def take(self, *, wait: bool) -> Lease | None:
         while not self._pool and not self.ended:

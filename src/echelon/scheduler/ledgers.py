@@ -98,10 +98,12 @@ class Ledgers:
         """Create a ledger that nobody has open. Before a restart of the scheduler, others may have trained a part."""
         num_slices, expected = len(self._membership.slices), self._membership.workers_of(opened.store)
         works = self._works_of(opened.store)
-        epochs = [work.epoch for found in works.values() for work in found if work.ledger == opened.ledger]
-        if not epochs:
+        mine = [work for found in works.values() for work in found if work.ledger == opened.ledger]
+        if not mine:
             return Ledger(opened, num_slices, expected)
-        held = HeldLedger(opened, max(opened.epoch, *epochs), [], 0, [])
+        last = max(work.epoch for work in mine)
+        may_overlap = not opened.lock_step and any(work.complete for work in mine)  # otherwise nobody knows the rest
+        held = HeldLedger(opened, max(opened.epoch, last - 1 if may_overlap else last), [], 0, [])
         return rebuild({rank: held}, works, num_slices, expected, {})[0]
 
     def _works_of(self, store: int) -> dict[int, list[SliceWork]]:

@@ -1,9 +1,13 @@
 """Who trains which samples: the ledger of one store. A pure state machine.
 
 An epoch is the positions 0 … num_samples - 1 of an order that the workers compute from a seed. At any time each
-position of the present epoch is in exactly one place: in the pool, in a lease of a living worker, with a lost worker
-that is not settled, or done. A position is done when the step that used it has been applied by all servers. When all
-are done the next epoch begins, so between two epochs no worker is in a step.
+position of an epoch that has begun is in exactly one place: in the pool, in a lease of a living worker, with a lost
+worker that is not settled, or done. A position is done when the step that used it has been applied by all servers. The
+present epoch is the first one with positions that are not done.
+
+Epochs overlap: when the pool is empty, the next epoch begins, so that no worker waits for the last leases of the
+others. At most two epochs have begun and are not complete. Epochs do not overlap in lock-step, where a checkpoint is
+made at the end of an epoch (`complete_every`), and while a worker needs a cut.
 
 The servers know what they have applied. When a worker is lost, each slice reports which of the worker's latest steps it
 has applied (`Settled`). Batches that all slices have applied are done. The others return to the pool; those that some
@@ -21,12 +25,14 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from echelon.cluster.ledger.axis import Axis
 from echelon.cluster.ledger.intervals import Interval, IntervalSet
 from echelon.cluster.ledger.rounds import Speeds, is_tail, sizes_of, take_block, take_lease
 from echelon.cluster.messages import (
     Cut,
     CutReady,
     Forbidden,
+    HeldLease,
     Lease,
     LedgerEnded,
     LedgerRefused,
@@ -49,7 +55,7 @@ class ToWorker(NamedTuple):
 
 @dataclass(slots=True)
 class HandedOut:
-    """A lease that a worker has. The first `trained` of its batches are done."""
+    """A lease that a worker has, as points of the axis. The first `trained` of its batches are done."""
 
     worker: int
     batches: list[Interval]
@@ -62,10 +68,10 @@ class HandedOut:
 
 @dataclass(slots=True)
 class Lost:
-    """Positions of workers that left, until all slices have reported what they applied of these workers' steps."""
+    """Points of workers that left, until all slices have reported what they applied of these workers' steps."""
 
     views: dict[int, int]  # worker -> the view in which it left
-    positions: IntervalSet
+    points: IntervalSet
     missing: set[tuple[int, int]]  # (worker, slice) of the reports that have not come
     applied: dict[int, IntervalSet]  # by slice
     steps: set[Interval] = field(default_factory=set)  # that a slice has applied, to all of its keys or to some
@@ -82,15 +88,17 @@ class _Asked:
 
 
 class Ledger:
-    """The state of one ledger. The scheduler calls one method per event."""
+    """The state of one ledger. The scheduler calls one method per event. `pool` and `done` are points of the axis."""
 
     def __init__(self, opened: OpenLedger, num_slices: int, expected: Iterable[int]) -> None:
         """`expected`: the workers of the store. The first round of a lock-step ledger waits for all of them."""
         self.opened = opened
-        self.epoch = opened.epoch
+        self.epoch = opened.epoch  # the present one
         self.partial = 0  # steps of lost workers that were applied in part
-        self.done = IntervalSet(opened.done)
-        self.pool = self._whole().without(self.done)
+        self._axis = Axis(opened.num_samples)
+        self._num_begun = self._limit(opened.epoch + 1)  # the epochs before this number have begun
+        self.done = IntervalSet(self._axis.points(opened.epoch, opened.done))  # from the present epoch on
+        self.pool = self._undone(opened.epoch, self._num_begun)
         self.members: set[int] = set()
         self._refused: set[int] = set()  # workers with other settings, which may ask before they receive the answer
         self._num_slices = num_slices
@@ -115,7 +123,7 @@ class Ledger:
     @property
     def untrained(self) -> int:
         """How many samples of the present epoch are not done."""
-        return 0 if self.has_ended else self.opened.num_samples - len(self.done)
+        return len(self._undone(self.epoch, self._limit(self.epoch + 1)))
 
     # --- events of workers
 
@@ -215,7 +223,7 @@ class Ledger:
             if (report.worker, report.slice) in lost.missing and lost.views[report.worker] <= report.view:
                 lost.missing.discard((report.worker, report.slice))
                 lost.steps.update(applied, touched)
-                for start, stop in applied if report.has_keys else lost.positions:
+                for start, stop in applied if report.has_keys else lost.points:
                     lost.applied[report.slice].add(start, stop)
         return self._finish_settled()
 
@@ -227,14 +235,15 @@ class Ledger:
 
     # --- after a restart of the scheduler
 
-    def restore(self, epoch: int, done: Iterable[Interval], partial: int, clock: int) -> None:
-        """Continue with what the living know: `done` of the present epoch. All else is in the pool.
+    def restore(self, epoch: int, num_begun: int, done: IntervalSet, partial: int, clock: int) -> None:
+        """Continue with what the living know: `done`, from the present epoch on. All else is in the pool.
 
-        `clock`: in lock-step, of the first push after the leases that the living have.
+        num_begun  the epochs before this number may have begun: lost workers may have had leases of all of them
+        clock      in lock-step, of the first push after the leases that the living have
         """
-        self.epoch, self.partial, self._next_clock = epoch, partial, clock
+        self.epoch, self._num_begun, self.partial, self._next_clock = epoch, num_begun, partial, clock
         self.done = IntervalSet(done)
-        self.pool = self._whole().without(self.done)
+        self.pool = self._undone(epoch, num_begun)
 
     def restore_worker(self, rank: int, answered: int) -> None:
         """Let a living worker take part, whose latest request for a lease that was answered is `answered`."""
@@ -246,9 +255,10 @@ class Ledger:
         if cut.now or cut.end_of is not None:
             self._cuts[rank] = cut
 
-    def restore_lease(self, rank: int, number: int, batches: list[Interval], trained: int) -> None:
-        """Let a living worker keep a lease of the present epoch."""
-        lease = HandedOut(rank, list(batches), trained)
+    def restore_lease(self, rank: int, held: HeldLease) -> None:
+        """Let a living worker keep a lease of the present epoch or of the next one."""
+        number, trained, batches = held.number, held.trained, self._axis.points(held.epoch, held.batches)
+        lease = HandedOut(rank, batches, trained)
         for start, stop in lease.untrained:
             self.pool.remove(start, stop)
         self._last_lease = max(self._last_lease, number)
@@ -267,8 +277,12 @@ class Ledger:
 
     # --- inside
 
-    def _whole(self) -> IntervalSet:
-        return IntervalSet([(0, self.opened.num_samples)] if not self.has_ended else [])
+    def _limit(self, epoch: int) -> int:
+        return min(epoch, self.opened.num_epochs)
+
+    def _undone(self, first: int, stop: int) -> IntervalSet:
+        """Return the points of the epochs from `first` to before `stop` that are not done."""
+        return IntervalSet([self._axis.epochs(first, stop)]).without(self.done)
 
     def _lease(self, rank: int, number: int) -> HandedOut | None:
         lease = self._leases.get(number)
@@ -279,9 +293,9 @@ class Ledger:
             raise Forbidden(f"it uses ledger {self.opened.ledger} of store {self.opened.store}, but has not opened it")
 
     def _own(self, works: Iterable[Work]) -> list[Interval]:
-        """Return those of a slice's steps that belong to the present epoch of this ledger."""
-        mine = (self.opened.ledger, self.epoch)
-        return [(work.start, work.stop) for work in works if (work.ledger, work.epoch) == mine]
+        """Return those of a slice's steps that belong to this ledger, as points."""
+        mine = (work for work in works if work.ledger == self.opened.ledger)
+        return [point for work in mine for point in self._axis.points(work.epoch, [(work.start, work.stop)])]
 
     def _return(self, batches: Iterable[Interval]) -> None:
         for start, stop in batches:
@@ -299,39 +313,52 @@ class Ledger:
         held = [number for number, lease in self._leases.items() if lease.worker == rank]
         return [batch for number in held for batch in self._leases.pop(number).untrained]
 
-    def _await_settlement(self, views: Mapping[int, int], positions: IntervalSet) -> None:
+    def _await_settlement(self, views: Mapping[int, int], points: IntervalSet) -> None:
         slices = range(self._num_slices)
         missing = {(worker, index) for worker in views for index in slices}
-        self._lost.append(Lost(dict(views), positions, missing, {index: IntervalSet() for index in slices}))
+        self._lost.append(Lost(dict(views), points, missing, {index: IntervalSet() for index in slices}))
 
     def _finish_settled(self) -> list[ToWorker]:
         """Decide about the positions of lost workers that all slices have reported."""
         settled = [lost for lost in self._lost if not lost.missing]
         self._lost = [lost for lost in self._lost if lost.missing]
         for lost in settled:
-            left = IntervalSet(lost.positions)
+            left = IntervalSet(lost.points)
             for applied in lost.applied.values():
                 left = left.within(applied)
             self._add_done(left)
-            returned = lost.positions.without(left)
+            returned = lost.points.without(left)
             self._return(returned)
             self.partial += sum(returned.meets(start, stop) for start, stop in lost.steps)
         return self._advance()
 
-    def _add_done(self, positions: Iterable[Interval]) -> None:
-        for start, stop in positions:
+    def _add_done(self, points: Iterable[Interval]) -> None:
+        for start, stop in points:
             self.done.add(start, stop)
 
     def _advance(self) -> list[ToWorker]:
-        """Begin the next epoch if all positions are done, and serve who waits."""
+        """Go on to the next epoch if the present one is complete, and serve who waits."""
         sends: list[ToWorker] = []
-        if not self.has_ended and self.done.covers(0, self.opened.num_samples):
+        while not self.has_ended and self.done.covers(*self._axis.epochs(self.epoch, self.epoch + 1)):
+            self.done.remove(*self._axis.epochs(self.epoch, self.epoch + 1))
             self.epoch += 1
-            self.done = IntervalSet()
-            self.pool = self._whole()
+            if self._num_begun == self.epoch and not self.has_ended:
+                self._begin_next()
             state = LedgerState(self.opened.store, self.opened.ledger, self.epoch, self.partial)
             sends += [ToWorker(rank, state) for rank in sorted(self.members)]
         return sends + self._answer_cuts() + self._serve()
+
+    def _begin_next(self) -> None:
+        begun = self._num_begun
+        self._num_begun += 1
+        self._return(self._undone(begun, begun + 1))
+
+    def _overlaps(self, epoch: int) -> bool:
+        """Return whether an epoch may begin although the one before it is not complete."""
+        every = self.opened.complete_every
+        if self.opened.lock_step or epoch >= self.opened.num_epochs or (every and epoch % every == 0):
+            return False
+        return all(cut.end_of is None or cut.end_of >= epoch for cut in self._cuts.values())
 
     def _answer_cuts(self) -> list[ToWorker]:
         """Answer the requests for a cut if no lease is out and none is to be fetched."""
@@ -340,7 +367,7 @@ class Ledger:
         waiting = [rank for rank, cut in self._cuts.items() if self._is_due(cut) and rank not in self._at_cut]
         self._at_cut.update(waiting)
         opened = self.opened
-        ready = CutReady(opened.store, opened.ledger, self.epoch, list(self.done), self.partial)
+        ready = CutReady(opened.store, opened.ledger, self.epoch, self._done_positions(), self.partial)
         return [ToWorker(rank, replace(ready, number=self._cuts[rank].number)) for rank in waiting]
 
     def _is_due(self, cut: Cut) -> bool:
@@ -370,29 +397,50 @@ class Ledger:
         self._last_lease += 1
         if batches:
             self._leases[self._last_lease] = HandedOut(rank, batches)
+        epoch = next((self._axis.epoch_of(start) for start, stop in batches if start < stop), self.epoch)
         return Lease(
             self.opened.store,
             self.opened.ledger,
             asked.request,
             self._last_lease,
-            self.epoch,
-            batches,
+            epoch,
+            self._axis.positions(epoch, batches),
             first_clock,
-            list(self.done),
+            self.epoch,
+            self._done_positions(),
             self.partial,
         )
 
+    def _done_positions(self) -> list[Interval]:
+        return self._axis.positions(self.epoch, self.done)
+
     def _next_lease(self, rank: int) -> tuple[int, list[Interval]] | None:
         """Take the next lease of a store whose workers do not make rounds together."""
-        if self._is_stopped or not self.pool:
+        if self._is_stopped or self.has_ended:
             return None
         size = self._sizes()[rank]
-        holds = any(lease.worker == rank for lease in self._leases.values())
-        if holds and is_tail(self.pool, size, len(self.members)):
+        overlaps = self._overlaps(self.epoch + 1)
+        left = self._left_of(self.epoch)
+        if not left and overlaps:
+            left = self._left_of(self.epoch + 1)
+        if not left or (not overlaps and self._others_should_train(rank, left, size)):
             return None
-        if self._speeds.others_finish_sooner(rank, min(size, len(self.pool)), len(self.pool), self._held_samples()):
-            return None
-        return 0, take_lease(self.pool, size, self._speeds.share(rank, self.members))
+        batches = take_lease(left, size, self._speeds.share(rank, self.members))
+        for batch in batches:
+            self.pool.remove(*batch)
+        return 0, batches
+
+    def _left_of(self, epoch: int) -> IntervalSet:
+        """Return the points of an epoch that are in the pool. The epoch begins, if it has not."""
+        if epoch == self._num_begun:
+            self._begin_next()
+        return self.pool.within(IntervalSet([self._axis.epochs(epoch, epoch + 1)]))
+
+    def _others_should_train(self, rank: int, left: IntervalSet, size: int) -> bool:
+        """Return whether a worker must wait for the next epoch, because others finish what is left of it sooner."""
+        if any(lease.worker == rank for lease in self._leases.values()) and is_tail(left, size, len(self.members)):
+            return True
+        return self._speeds.others_finish_sooner(rank, min(size, len(left)), len(left), self._held_samples())
 
     def _held_samples(self) -> dict[int, int]:
         """Return how many samples each worker has leased and not trained."""

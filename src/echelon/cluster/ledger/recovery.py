@@ -9,7 +9,9 @@ has, was half pushed by a worker that has left: it is counted as partial and tra
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+from echelon.cluster.ledger.axis import Axis
 from echelon.cluster.ledger.intervals import Interval, IntervalSet
 from echelon.cluster.ledger.ledger import Ledger, ToWorker
 from echelon.cluster.messages import HeldLedger, SliceWork
@@ -29,57 +31,72 @@ def rebuild(
     missing   workers that did not return, and the view in which they left: the servers have yet to settle them
     """
     opened = next(iter(held.values())).opened
+    axis = Axis(opened.num_samples)
     ledger = Ledger(opened, num_slices, set(expected) - held.keys())
     epoch = max(report.epoch for report in held.values())
-    mine = {rank: [lease for lease in report.leases if lease.epoch == epoch] for rank, report in held.items()}
-    known = IntervalSet(interval for report in held.values() if report.epoch == epoch for interval in report.done)
-    leased = IntervalSet()
-    for lease in (lease for leases in mine.values() for lease in leases):
-        _add(known, lease.batches[: lease.trained])
-        _add(leased, lease.batches[lease.trained :])
-    if epoch == opened.epoch:
-        _add(known, opened.done)
+    leases = {rank: [lease for lease in report.leases if lease.epoch >= epoch] for rank, report in held.items()}
+    known, leased = IntervalSet(), IntervalSet()
+    for report in held.values():
+        _add(known, axis.points(report.epoch, report.done))
+    for lease in (lease for found in leases.values() for lease in found):
+        _add(known, axis.points(lease.epoch, lease.batches[: lease.trained]))
+        _add(leased, axis.points(lease.epoch, lease.batches[lease.trained :]))
+    _add(known, axis.points(opened.epoch, opened.done))
+    known.remove(*axis.epochs(0, epoch))
     with_keys = [works for works in slices.values() if all(work.has_keys for work in works)]
-    reports = [_of_epoch(works, opened.ledger, epoch) for works in with_keys]
-    unheld = IntervalSet([(0, opened.num_samples)]).without(known).without(leased)
-    everywhere, somewhere = _applied(reports, unheld)
+    works = [[work for work in found if work.ledger == opened.ledger] for found in with_keys]
+    # A lost worker may have had leases of the next epoch, of which nobody living knows.
+    last = max([epoch if opened.lock_step else epoch + 1, *(work.epoch for found in works for work in found)])
+    num_begun = min(last + 1, opened.num_epochs)
+    unheld = IntervalSet([axis.epochs(epoch, num_begun)]).without(known).without(leased)
+    everywhere, somewhere = _applied([_on_axis(found, axis) for found in works], unheld)
     _add(known, everywhere)
     partial = max(report.partial for report in held.values())
     if not missing:  # the steps of missing workers are counted when the servers have settled them
         partial += _num_steps(somewhere.without(everywhere), opened.batch_size)
-    ledger.restore(epoch, known, partial, max(report.clock for report in held.values()))
+    ledger.restore(epoch, num_begun, known, partial, max(report.clock for report in held.values()))
     for rank, report in held.items():
         ledger.restore_worker(rank, report.answered)
         if report.cut is not None:
             ledger.restore_cut(rank, report.cut)
-        for lease in mine[rank]:
-            ledger.restore_lease(rank, lease.number, lease.batches, lease.trained)
+        for lease in leases[rank]:
+            ledger.restore_lease(rank, lease)
     return ledger, ledger.withhold(missing)
 
 
-def _of_epoch(works: Sequence[SliceWork], ledger: int, epoch: int) -> SliceWork:
-    """Return what a slice has applied in an epoch. A slice that does not mention it has applied nothing."""
-    found = (work for work in works if (work.ledger, work.epoch) == (ledger, epoch))
-    return next(found, SliceWork(0, ledger, epoch, []))
+class _Applied(NamedTuple):
+    """The points that a slice has applied, and those of steps that wait or were applied in part; see `SliceWork`."""
+
+    points: IntervalSet
+    waiting: IntervalSet
+    complete: bool
 
 
-def _applied(reports: Sequence[SliceWork], unheld: IntervalSet) -> tuple[IntervalSet, IntervalSet]:
-    """Return which of the positions that no living worker has are applied by all slices, and by any of them."""
+def _on_axis(works: Sequence[SliceWork], axis: Axis) -> _Applied:
+    """Return what a slice has applied. It has applied nothing in an epoch that it does not mention."""
+    applied, waiting = IntervalSet(), IntervalSet()
+    for work in works:
+        _add(applied, axis.points(work.epoch, work.applied))
+        _add(waiting, axis.points(work.epoch, ((one.start, one.stop) for one in work.waiting)))
+    return _Applied(applied, waiting, all(work.complete for work in works))
+
+
+def _applied(reports: Sequence[_Applied], unheld: IntervalSet) -> tuple[IntervalSet, IntervalSet]:
+    """Return which of the points that no living worker has are applied by all slices, and by any of them."""
     whole = [report for report in reports if report.complete]
     everywhere = IntervalSet(unheld if whole else ())
     somewhere = IntervalSet()
     for report in reports:
-        _add(somewhere, unheld.within(IntervalSet(report.applied)))
-        _add(somewhere, unheld.within(IntervalSet((work.start, work.stop) for work in report.waiting)))
+        _add(somewhere, unheld.within(report.points))
+        _add(somewhere, unheld.within(report.waiting))
     for report in whole:
-        waiting = ((work.start, work.stop) for work in report.waiting)
-        everywhere = everywhere.within(IntervalSet(report.applied)).without(waiting)
+        everywhere = everywhere.within(report.points).without(report.waiting)
     return everywhere, somewhere
 
 
-def _num_steps(positions: IntervalSet, batch_size: int) -> int:
-    """Return how many steps of lost workers positions stand for, at least."""
-    return sum(-(-(stop - start) // batch_size) for start, stop in positions)
+def _num_steps(points: IntervalSet, batch_size: int) -> int:
+    """Return how many steps of lost workers points stand for, at least."""
+    return sum(-(-(stop - start) // batch_size) for start, stop in points)
 
 
 def _add(positions: IntervalSet, intervals: Iterable[Interval]) -> None:

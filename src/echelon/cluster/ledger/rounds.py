@@ -116,7 +116,7 @@ class Speeds:
             return False
         speed = sum(self.by_worker[other] for other in faster)
         fluid = (pool + sum(held[other] for other in faster)) / speed
-        return batch / own > fluid + batch / max(self.by_worker[other] for other in faster)
+        return (held[worker] + batch) / own > fluid + batch / max(self.by_worker[other] for other in faster)
 
     def forget(self, worker: int) -> None:
         """Remove a worker that has left."""

@@ -29,12 +29,13 @@ class OpenLedger(Message, frozen=True):
 
     The scheduler adopts the first one and compares those of later workers with it.
 
-    ledger      the number of the ledger in its store
-    done        the positions of the first epoch that an earlier run has trained
-    lock_step   workers make rounds together, so all of them get batches of every round
-    by_speed    batches of a round are sized so that the workers end it together
-    max_batch   no batch is larger, with `by_speed`: the workers have memory for so many samples; 0: no limit
-    order       what the order of the samples depends on, such as "seed 0, shuffled"; positions mean nothing without it
+    ledger          the number of the ledger in its store
+    done            the positions that an earlier run has trained, from the start of `epoch` on
+    lock_step       workers make rounds together, so all of them get batches of every round
+    by_speed        batches of a round are sized so that the workers end it together
+    max_batch       no batch is larger, with `by_speed`: the workers have memory for so many samples; 0: no limit
+    order           what the order of the samples depends on, such as "seed 0, shuffled"; it gives positions a meaning
+    complete_every  after so many epochs, all samples are trained before the next epoch begins; 0: epochs may overlap
     """
 
     store: StoreNumber
@@ -48,6 +49,7 @@ class OpenLedger(Message, frozen=True):
     ledger: Natural = 0
     order: Name = ""
     max_batch: Annotated[int, Meta(ge=0, lt=MAX_SAMPLES)] = 0
+    complete_every: Annotated[int, Meta(ge=0, lt=MAX_EPOCHS)] = 0
 
 
 class TakeLease(Message, frozen=True):
@@ -137,10 +139,11 @@ class HeldLease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldLedger(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's part of a ledger: what it knows of the epoch, and its latest leases, finished ones included.
+    """A worker's part of a ledger: what it knows of the present epoch, and its latest leases, finished ones included.
 
-    `answered`: the latest request for a lease that was answered. `clock`: in lock-step, of the first push after these
-    leases. `cut`: the latest one that this worker has sent; no lease may be given before it is known again.
+    `done`: positions from the start of the present epoch on. `answered`: the latest request for a lease that was
+    answered. `clock`: in lock-step, of the first push after these leases. `cut`: the latest one that this worker has
+    sent; no lease may be given before it is known again.
     """
 
     opened: OpenLedger
@@ -178,7 +181,9 @@ class Lease(Message, frozen=True):
 
     request      of the TakeLease that this answers
     first_clock  in lock-step: of the step of the first batch; the worker makes empty steps until then
-    done         the positions of the epoch that are applied by now, for the case that the scheduler is lost
+    present      the present epoch: all before it are complete. It may be the one before `epoch`
+    done         the positions from the start of the present epoch on that are applied by now, for the case that the
+                 scheduler is lost
     partial      how many steps of lost workers were applied in part, and their samples trained again
     num_over     so many ledgers of the store are over: no worker needs to train samples of them
     """
@@ -190,6 +195,7 @@ class Lease(Message, frozen=True):
     epoch: int
     batches: list[Interval]
     first_clock: int = 0
+    present: int = 0
     done: list[Interval] = []
     partial: int = 0
     num_over: int = 0
@@ -221,7 +227,7 @@ class LedgerRefused(Message, frozen=True):
 
 
 class CutReady(Message, frozen=True):
-    """No lease is out. What is trained is exactly this: `epoch` epochs, and the positions `done` of the next one.
+    """No lease is out. What is trained is exactly this: `epoch` epochs, and the positions `done` from there on.
 
     `number`: of the `Cut` that this answers.
     """

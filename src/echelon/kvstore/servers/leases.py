@@ -13,8 +13,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from echelon.cluster.ledger.axis import Axis
 from echelon.cluster.messages import (
     CloseLedger,
     Cut,
@@ -66,7 +68,8 @@ class ServerLeases(Leases):
         self._clock = 0  # of the first push after all leases so far
         self._arrived: Lease | None = None
         self._held: dict[int, HeldLease] = {}  # the latest leases by number, finished ones included
-        self._done = list(opened.done)
+        self._axis = Axis(opened.num_samples)
+        self._done = list(opened.done)  # from the start of the present epoch on
         self._refused: str | None = None
         self._cut: CutReady | None = None
         self._cut_requested = False
@@ -144,6 +147,23 @@ class ServerLeases(Leases):
             if self._held.pop(lease, None) is not None:
                 self._send(GiveBack(self.opened.store, self.opened.ledger, lease))
 
+    def away(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.opened.lock_step else self._paused()
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        is_paused = True
+
+        def join() -> None:
+            nonlocal is_paused
+            if is_paused:
+                is_paused = False  # a worker that was removed meanwhile has joined again
+                self._join()
+
+        self._survive(self._pause)
+        yield
+        self._survive(join)
+
     def close(self) -> None:
         with self._changed:
             if not self._closed:
@@ -200,8 +220,8 @@ class ServerLeases(Leases):
             case LedgerEnded():
                 self._asked, self.ended = False, True
             case LedgerState(epoch=epoch, partial=partial):
+                self._done = self._axis.after(epoch - self.epoch, self._done)
                 self.epoch, self.partial = epoch, partial
-                self._done = []
             case LedgerRefused(reason=reason):
                 self._refused = reason
             case CutReady(epoch=epoch, number=number) if number == self._cut_number:
@@ -215,7 +235,7 @@ class ServerLeases(Leases):
         if not self._asked or lease.request != self._request:
             return  # the second answer to a request that was sent twice
         self._asked, self._arrived = False, lease
-        self.epoch, self.partial, self._done = lease.epoch, lease.partial, lease.done
+        self.epoch, self.partial, self._done = lease.present, lease.partial, lease.done
         self._clock = max(self._clock, lease.first_clock) + len(lease.batches)
         self._held[lease.number] = HeldLease(lease.number, lease.epoch, lease.batches, 0)
         finished = [number for number, held in self._held.items() if held.trained == len(held.batches)]

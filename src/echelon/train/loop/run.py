@@ -381,8 +381,10 @@ class Run:
         epochs = round(self._feed.epochs(epoch, done), 3)
         batch = None if done == self._per_epoch else done
         seconds = time.monotonic() - self._start_s
+        num_steps = self._feed.num_steps(epoch, done)
         wait_for_file = self._saver.writer.wait  # MXNet logs a checkpoint before its validation
-        self._evaluator.evaluate(epoch, epochs, batch, seconds, self._feed.num_steps(epoch, done), wait_for_file)
+        with self._feed.away():
+            self._evaluator.evaluate(epoch, epochs, batch, seconds, num_steps, wait_for_file)
         self._request_halt()  # a signal may have ended the validation
 
     def _request_halt(self) -> None:

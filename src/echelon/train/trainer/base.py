@@ -372,12 +372,13 @@ class Trainer:
         max_batch: int = 0,
         reads_ahead: bool = True,
         order: str = "",
+        complete_every: int = 0,
     ) -> LeasedBatches:
         """Return the batches that this worker trains, as positions of an epoch's order. The steps use them in order.
 
-        The epochs are those from `epoch` to before `num_epochs`, without the positions `done` of the first one.
-        `max_batch`: no batch has more samples with `by_speed`. `order` describes the order; the scheduler refuses a
-        worker whose order is another one.
+        The epochs are those from `epoch` to before `num_epochs`, without the positions `done`, which count from the
+        start of the first one. `max_batch`: no batch has more samples with `by_speed`. `order` describes the order; the
+        scheduler refuses a worker whose order is another one. `complete_every`: see `OpenLedger`.
         """
         if self._leased is not None:
             raise UsageError("samples() and LeaseSampler cannot be used twice at the same time with one Trainer")
@@ -393,6 +394,7 @@ class Trainer:
             by_speed=by_speed,
             order=order,
             max_batch=max_batch,
+            complete_every=complete_every,
         )
         self._leased = LeasedBatches(self._open_leases(opened), self, reads_ahead=reads_ahead)
         self._clocks_beside.clear()

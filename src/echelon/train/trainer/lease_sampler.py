@@ -42,8 +42,9 @@ class LeaseSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the workers train now."""
-        return self._leased.epoch
+        """The epoch of the next batch for this worker. All batches of a pass over the sampler belong to one epoch."""
+        epoch = self._leased.next_epoch()
+        return self._leased.epoch if epoch is None else epoch
 
     @property
     def has_more(self) -> bool:
@@ -59,7 +60,8 @@ class LeaseSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         batch = None if self._trainer.stopped else self._leased.take(wait=True)
+        epoch = batch.epoch if batch is not None else 0
         while batch is not None:
             yield self._order.indices(batch).tolist()
-            continues = not self._trainer.stopped and self._leased.continues(batch.epoch)
+            continues = not self._trainer.stopped and self._leased.next_epoch() == epoch
             batch = self._leased.take(wait=False) if continues else None

@@ -107,7 +107,7 @@ class LeasedBatches:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the workers train now."""
+        """The present epoch: the first one that is not complete."""
         return self.leases.epoch
 
     @property
@@ -154,9 +154,19 @@ class LeasedBatches:
             self._add(lease)
         return bool(self._ahead)
 
-    def continues(self, epoch: int) -> bool:
-        """Return whether there is a batch of this epoch now, without waiting."""
-        return self._has_batch() and self._ahead[0].batch.epoch == epoch
+    def next_epoch(self) -> int | None:
+        """Return the epoch of the next batch, or None if there is no batch now, without waiting.
+
+        Epochs overlap, so it can be the one before that of the last batch: others lost these samples.
+        """
+        return self._ahead[0].batch.epoch if self._has_batch() else None
+
+    def report(self) -> None:
+        """Wait until all steps are applied, and report them. The present epoch may be complete then."""
+        try:
+            self._report_steps()
+        except WorkerRemoved as error:
+            self._steps.join_again(error)
 
     def _take_back(self) -> None:
         """Let batches come again that were taken and not used. Gradients have those that were accumulated already."""

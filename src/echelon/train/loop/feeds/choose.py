@@ -75,6 +75,7 @@ class FeedPlan:
             by_speed=self.options.batch_by_speed,
             max_batch=self._round_size if self.options.batch_by_speed else 0,  # also if more workers join
             order=f"seed {self.options.seed}, shuffled",
+            complete_every=0 if self.options.model_prefix is None else self.options.save_period,
         )
         return LeasedFeed(
             self.options, dataset, batches, self._round_size, device, on_cut, is_interrupted, is_late=is_late

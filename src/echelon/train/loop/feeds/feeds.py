@@ -7,6 +7,7 @@ position that a checkpoint stores.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeAlias
 
 import torch
@@ -73,6 +74,9 @@ class Feed(Protocol):
     def is_leased(self) -> bool:
         """Whether other workers train what this one does not."""
 
+    def away(self) -> AbstractContextManager[None]:
+        """Return a context in which other workers need not wait for this one, where the scheme allows it."""
+
     def resume_line(self, saved: RunPosition) -> str | None:
         """Return where a run that was stopped in the middle of an epoch continues; None if it was not."""
 
@@ -136,6 +140,9 @@ class SharedFeed:
     @property
     def is_leased(self) -> bool:
         return False
+
+    def away(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def resume_line(self, saved: RunPosition) -> str | None:
         return resume_line(saved.epoch, saved.samples_done, self._start, self._size)

@@ -3,6 +3,9 @@
 `LeasedPlans` gives a loader the leased batches of one epoch after the other. `LeasedFeed` is the loop's view of them:
 epochs, the schedule and the positions of checkpoints.
 
+Epochs overlap in the relaxed schemes: this worker is in the next one while others have the last leases of the present
+one, and samples of a lost worker can come later than the first ones of the next epoch.
+
 A checkpoint must hold the updates of exactly the samples that its position names. In lock-step nobody completes a step
 while the first worker saves, because all steps need its gradient. In the other schemes, and in the middle of an epoch,
 the ledger makes a cut: no worker has a lease until the values are copied.
@@ -11,10 +14,12 @@ the ledger makes a cut: no worker has a lease until the values are copied.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 
+from echelon.cluster.ledger.intervals import IntervalSet
 from echelon.cluster.messages import CutReady
 from echelon.data.loading.order import BatchPlan, Indices, Sampling, State
 from echelon.data.sets.datasets import Dataset
@@ -39,7 +44,7 @@ class LeasedPlans:
 
     def take(self, *, wait: bool) -> BatchPlan | None:
         """See `Plans`."""
-        while self._batches.continues(self.epoch) or (wait and self._waits_for_more()):
+        while self._continues() or (wait and self._waits_for_more()):
             if (batch := self._batches.take(wait=False)) is not None:  # None: the last ones were empty steps
                 return self._plan(batch)
         return None
@@ -51,8 +56,13 @@ class LeasedPlans:
     def _waits_for_more(self) -> bool:
         """Wait for a batch, and return whether it belongs to this epoch."""
         has_batch = self._batches.wait_for_batch()
-        self.epoch_has_ended = not self._batches.continues(self.epoch) and (has_batch or self._batches.ended)
+        self.epoch_has_ended = not self._continues() and (has_batch or self._batches.ended)
         return has_batch and not self.epoch_has_ended
+
+    def _continues(self) -> bool:
+        """Return whether there is a batch now. Samples of a lost worker may come after the end of their epoch."""
+        epoch = self._batches.next_epoch()
+        return epoch is not None and epoch <= self.epoch
 
     def next_epoch(self) -> None:
         """Begin the next epoch. It ends at once if this worker gets no batch of it."""
@@ -101,7 +111,8 @@ class LeasedFeed:
         self._plans = LeasedPlans(batches, sampling, epoch)
         self._loader = train_loader(options, dataset, sampling, device, plans=self._plans)
         resumes = self._plans.epoch == opened.epoch
-        self._resumed = sum(stop - start for start, stop in opened.done) if resumes else 0  # samples of this epoch
+        done = IntervalSet(opened.done).within(IntervalSet([(0, self._num_samples)]))
+        self._resumed = len(done) if resumes else 0  # samples of this epoch
         self._position = self._resumed  # in the order of the epoch: where the newest batch begins, or the epoch ends
         batches.on_cut = lambda cut: on_cut(position_of(cut))
         batches.leases.is_interrupted = is_interrupted
@@ -119,9 +130,11 @@ class LeasedFeed:
         for batch in step.batches(self._loader):
             plan = self._loader.plan
             assert plan is not None
-            self._position = max(self._position, int(plan.counters[0]))
+            if plan.epoch == self.epoch:
+                self._position = max(self._position, int(plan.counters[0]))
             yield batch
         if self._plans.epoch_has_ended:
+            self._batches.report()  # what follows may take long, such as a validation
             self._position, self._resumed = self._num_samples, 0
             self._plans.next_epoch()
 
@@ -160,6 +173,9 @@ class LeasedFeed:
         """Return the leases of this worker, and the position when all workers have returned theirs."""
         cut = self._batches.stop()
         return RunPosition(self._num_epochs) if cut is None else position_of(cut)
+
+    def away(self) -> AbstractContextManager[None]:
+        return self._batches.leases.away()
 
     def resume_line(self, saved: RunPosition) -> str | None:
         if not saved.samples_done:
