@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ import pytest
 from agents import PipeLauncher
 
 from echelon.environment import Job
+from echelon.launch.agents.messages import Hello, Started, encode
+from echelon.launch.agents.remote import RemoteProcess
+from echelon.launch.agents.streams import PipeStream
 from echelon.launch.interface import Launcher, Output
 from echelon.launch.local.launcher import LocalLauncher
 from echelon.launch.plan import Request
@@ -123,6 +127,24 @@ def test_a_stopped_worker_that_was_declared_dead_is_ended_with_the_job(capsys: p
     printed = capsys.readouterr().err
     assert printed.startswith("echelon: the result is whole, although worker 1 (pid ")
     assert printed.endswith(") did not return to the job, and was ended with it\n")
+
+
+def test_a_worker_whose_host_is_lost_ends_with_that_reason_although_the_job_was_over_before(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The launcher learns of a lost host late. Until then the worker is like one that is stopped."""
+    own, agent = socket.socketpair()
+    remote = RemoteProcess("worker 1", "h1", PipeStream(own.fileno(), own.fileno()))
+    agent.sendall(encode(Hello("h1", 6, "")) + encode(Started(7)))
+    why = "the result is not whole: worker 1 died"
+    supervisor = Supervisor(start=lambda command: remote if command.name == "worker 1" else start_child(command))
+    supervisor.set_lost("worker 1", 7)
+    commands = [exiting("scheduler 0", 3, why), exiting("worker 0", 0), Command("worker 1", [], {}, essential=False)]
+    with own, agent:
+        supervisor.watch(agent.fileno(), lambda: agent.shutdown(socket.SHUT_RDWR))  # when the launcher kills it
+        assert supervisor.run(commands) == 3
+    lost = "worker 1 (pid 7 on h1) was lost: the other side closed the connection"
+    assert capsys.readouterr().err == f"echelon: {why} ({lost})\n"
 
 
 FAILS_THEN_WAITS = """

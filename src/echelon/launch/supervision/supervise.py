@@ -111,6 +111,7 @@ class Supervisor:
         if judge and judged == NOT_WHOLE and not self._decisive:
             noted = self._verdict()
             text = (noted.why if noted else "") or judge.last_line or "the result is not whole"
+            why = "" if self._failed is judge else why  # its last line is this text
             text += f" ({losses}{why})" if losses else ""
         elif status == NOT_WHOLE and judged is not None and has_no_verdict(judged) and not self._decisive:
             text = f"it is not known whether the result is whole, because {losses}{why}"
@@ -205,7 +206,9 @@ class Supervisor:
         self._on_end(child.name, how, code != 0)
 
     def _how_ended(self, child: Child) -> str:
-        return ENDED_WITH_JOB if child.killed and child.name in self._lost else child.process.how_ended()
+        """Say how a process ended. The loss of a host is often known only after its worker was ended with the job."""
+        by_launcher = child.killed and child.process.reap() == -signal.SIGKILL
+        return ENDED_WITH_JOB if by_launcher and child.name in self._lost else child.process.how_ended()
 
     def _record_cause(self, child: Child) -> None:
         """Record the first failure. A process that failed before, and has not been restarted yet, is its cause."""
