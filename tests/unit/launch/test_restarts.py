@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from echelon.errors import CRASHED
-from echelon.launch.supervision.restarts import LONGEST_WAIT_S, Restarts, is_replaceable
+from echelon.launch.supervision.restarts import LONGEST_WAIT_S, RAN_WELL_S, Restarts, is_replaceable
 from echelon.launch.supervision.verdict import MOST_NAMED, Failure, Loss, describe_losses, final_status, stop_reason
 
 
@@ -16,6 +16,18 @@ def test_each_restart_of_a_process_waits_longer_up_to_a_limit() -> None:
     restarts = Restarts(most=7)
     waits = [restart.at - 100.0 for restart in iter(lambda: restarts.next("server 0", 100.0), None) if restart]
     assert waits == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_WAIT_S, LONGEST_WAIT_S])
+
+
+def test_a_process_that_ran_for_a_minute_is_restarted_soon_again_and_the_restart_counts() -> None:
+    restarts = Restarts(most=4)
+    now, seen = 0.0, []
+    for ran_s in (0.0, 0.0, RAN_WELL_S - 1.0, RAN_WELL_S):
+        restart = restarts.next("server 0", now + ran_s)
+        assert restart is not None
+        seen.append((restart.number, round(restart.at - now - ran_s, 3)))
+        now = restart.at
+    assert seen == [(1, 0.2), (2, 0.4), (3, 0.8), (4, 0.2)]
+    assert restarts.next("server 0", now + RAN_WELL_S) is None
 
 
 def test_restarts_of_processes_are_counted_apart() -> None:

@@ -16,6 +16,7 @@ from echelon.launch.supervision.processes import RunningProcess
 
 FIRST_WAIT_S = 0.2  # before the first restart of a process; each one after it waits twice as long
 LONGEST_WAIT_S = 5.0
+RAN_WELL_S = 60.0  # since its last restart: a process that fails after that probably has a new cause, and waits briefly
 DELIBERATE = (0, 1, 2, 3)  # with these a server or the scheduler says how the job ended; others mean that it crashed
 
 
@@ -28,19 +29,26 @@ class Restart(NamedTuple):
 
 
 class Restarts:
-    """Counts the restarts of each process, and spaces them."""
+    """Counts the restarts of each process, and spaces them. All restarts count, however long the process ran."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._numbers: dict[str, int] = {}
+        self._last: dict[str, Restart] = {}
+        self._waits_s: dict[str, float] = {}  # before the last restart
 
     def next(self, name: str, now: float) -> Restart | None:
         """Return the next restart of a process that has failed now, or None if it has had all of them."""
-        number = self._numbers.get(name, 0) + 1
+        last = self._last.get(name)
+        number = 1 if last is None else last.number + 1
         if number > self._most:
             return None
-        self._numbers[name] = number
-        return Restart(number, self._most, now + min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (number - 1)))
+        if last is None or now - last.at >= RAN_WELL_S:
+            wait_s = FIRST_WAIT_S
+        else:
+            wait_s = min(LONGEST_WAIT_S, 2 * self._waits_s[name])
+        self._waits_s[name] = wait_s
+        self._last[name] = Restart(number, self._most, now + wait_s)
+        return self._last[name]
 
 
 def is_replaceable(role: str, code: int, *, has_started: bool, has_ledger: bool, is_over: bool) -> bool:
