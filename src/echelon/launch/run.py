@@ -87,71 +87,90 @@ def run_job(
     """
     if not joins:
         _record_job(plan)
-    join_line = JoinLine(plan)
-    resources = ResourceEvents(None if plan.hosts() else plan.job.run_dir)
-    planned = {process.name: process for process in plan.processes}
-    joining = Joining(plan.job.num_workers)
-    backend.on_joined(joining.add_lines)
+    job = _Job(plan, output, backend, workers_elsewhere=workers_elsewhere, joins=joins)
+    return job.run(helpers, watched)
 
-    def start(command: Command) -> RunningProcess:
-        process = planned.get(command.name)
-        return backend.start(process) if process else start_child(command)
 
-    def report_end(name: str, how: str, failed: bool) -> None:
-        process = planned.get(name)
+class _Job:
+    """One run of a plan: what the supervisor starts, asks and reports, answered from the notes of the processes."""
+
+    def __init__(self, plan: Plan, output: Output, backend: Backend, *, workers_elsewhere: bool, joins: bool) -> None:
+        self._plan, self._output, self._backend = plan, output, backend
+        self._workers_elsewhere, self._joins = workers_elsewhere, joins
+        self._planned = {process.name: process for process in plan.processes}
+        self._joining = Joining(plan.job.num_workers)
+        self._join_line = JoinLine(plan)
+        self._resources = ResourceEvents(None if plan.hosts() else plan.job.run_dir)
+        self._supervisor = Supervisor(
+            output.on_line,
+            self._tick,
+            self._report_end,
+            self._start,
+            needed_elsewhere=self._is_needed_elsewhere,
+            has_ledger=lambda: self._joining.has_ledger,
+            restarter=_JobRestarts(plan, backend, self._joining),
+            verdict=self._verdict,
+        )
+        backend.on_joined(self._joining.add_lines)
+
+    def run(self, helpers: Sequence[Command], watched: Mapping[int, Callable[[], None]]) -> int:
+        """Run to the end, and return the exit status."""
+        for fileno, on_readable in watched.items():
+            self._supervisor.watch(fileno, on_readable)
+        commands = [_command(self._plan, process, shown=self._output.shown) for process in self._plan.processes]
+        with closing(self._resources), closing(self._join_line):
+            try:
+                status = self._supervisor.run([*commands, *helpers])
+            finally:
+                for process in self._plan.processes:
+                    self._backend.release(process)
+        if not status and (warning := self._joining.warning()):
+            _say(f"warning: {warning}")
+        return status
+
+    def _start(self, command: Command) -> RunningProcess:
+        process = self._planned.get(command.name)
+        return self._backend.start(process) if process else start_child(command)
+
+    def _report_end(self, name: str, how: str, failed: bool) -> None:
+        process = self._planned.get(name)
         if process is None:
             return
-        backend.release(process)
+        self._backend.release(process)
         if process.role != WORKER:
             return
         if not failed:
-            joining.worker_ended(process.rank)
-        if plan.job.num_servers:
-            backend.report_exit(WorkerExited(process.rank, how, failed))
+            self._joining.worker_ended(process.rank)
+        if self._plan.job.num_servers:
+            self._backend.report_exit(WorkerExited(process.rank, how, failed))
 
-    def tick() -> None:
-        backend.turn()
+    def _tick(self) -> None:
+        self._backend.turn()
+        self._pass_on_notes()
+        self._resources.tick()
+        self._output.on_tick()
+
+    def _pass_on_notes(self) -> None:
+        """Pass missing and lost processes to the supervisor, and print once how workers can join."""
+        joining = self._joining
         if missing := joining.missing():
-            supervisor.fail(f"{WORKER} {missing[0]}", missing[1])
+            self._supervisor.fail(f"{WORKER} {missing[0]}", missing[1])
         for name, pid in joining.take_lost().items():
-            supervisor.set_lost(name, pid)
-        if joining.has_started and not joins and (line := join_line.take(backend.scheduler_address())):
-            print(f"echelon: {line}", file=sys.stderr, flush=True)
-        resources.tick()
-        output.on_tick()
+            self._supervisor.set_lost(name, pid)
+        can_join = joining.has_started and not self._joins
+        if can_join and (line := self._join_line.take(self._backend.scheduler_address())):
+            _say(line)
 
-    def needed_elsewhere() -> bool:
-        backend.turn()  # read who has joined
-        job = plan.job
+    def _is_needed_elsewhere(self) -> bool:
+        """Return whether workers of other launchers need the servers of this one."""
+        self._backend.turn()  # read who has joined
+        job, joining = self._plan.job, self._joining
         can_join = (job.max_workers or 0) > job.num_workers  # these may train on without those of this launcher
-        return joining.has_joined and (workers_elsewhere or (can_join and not joining.is_over))
+        return joining.has_joined and (self._workers_elsewhere or (can_join and not joining.is_over))
 
-    def verdict() -> Verdict | None:
-        backend.turn()  # read the newest notes
-        return joining.verdict
-
-    supervisor = Supervisor(
-        output.on_line,
-        tick,
-        report_end,
-        start,
-        needed_elsewhere=needed_elsewhere,
-        has_ledger=lambda: joining.has_ledger,
-        restarter=_JobRestarts(plan, backend, joining),
-        verdict=verdict,
-    )
-    for fileno, on_readable in watched.items():
-        supervisor.watch(fileno, on_readable)
-    commands = [_command(plan, process, shown=output.shown) for process in plan.processes]
-    with closing(resources), closing(join_line):
-        try:
-            status = supervisor.run([*commands, *helpers])
-        finally:
-            for process in plan.processes:
-                backend.release(process)
-    if not status and (warning := joining.warning()):
-        print(f"echelon: warning: {warning}", file=sys.stderr, flush=True)
-    return status
+    def _verdict(self) -> Verdict | None:
+        self._backend.turn()  # read the newest notes
+        return self._joining.verdict
 
 
 class _JobRestarts:
@@ -225,3 +244,7 @@ def _command(plan: Plan, process: PlannedProcess, *, shown: bool) -> Command:
         judge=process.role == SCHEDULER,
         replicated=process.role == SERVER and plan.job.replicas > 0,
     )
+
+
+def _say(text: str) -> None:
+    print(f"echelon: {text}", file=sys.stderr, flush=True)
