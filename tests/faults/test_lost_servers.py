@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from echelon.errors import NOT_WHOLE
 from jobs import AFTER_PUSH, BEFORE_PUSH, Fault, Gate, Job, Plan, until
 
 PAUSE_S = 3.0  # that training may stop for
@@ -70,3 +71,21 @@ def test_a_lost_server_gets_its_weights_back_from_a_worker_that_waits_at_a_barri
     assert len(job.events("recovered")) == 1
     for result in job.results().values():
         assert result["table"] == plan.table(), "the weights that workers had pulled are not lost"
+
+
+@pytest.mark.parametrize("store", ["dist_async", pytest.param("dist_ssync", marks=pytest.mark.long)])
+def test_pushes_after_a_death_are_not_taken_for_those_of_the_dead_worker(tmp_path: Path, store: str) -> None:
+    """The versions that workers have seen count updates of worker 2, which cannot say any more how many it made."""
+    faults = [Fault("worker", 2, 3, BEFORE_PUSH), Fault("server", 0, 5, BEFORE_PUSH)]
+    gates = [Gate(0, 5, gone=2, opened="kill"), Gate(1, 5, gone=2, opened="go")]
+    plan = Plan(store, 3, 8 if store == "dist_ssync" else None, clocks=8, faults=faults, gates=gates)
+    with Job(tmp_path, plan, num_servers=1, options=("--transport", "tcp")) as job:
+        until(lambda: job.at_clock(0, 5) and job.at_clock(1, 5), "clock 5 of both workers")
+        (job.run / "kill").touch()
+        until(lambda: bool(job.fired()[1:]), "the death of the server")
+        (job.run / "go").touch()
+        assert job.wait() == NOT_WHOLE, job.out + job.err
+    assert len(job.events("recovered")) == 1
+    assert len(job.results()) == 2
+    for result in job.results().values():
+        assert result["table"] == plan.table(), "each push is applied once"

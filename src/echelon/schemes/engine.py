@@ -212,6 +212,10 @@ class Engine:
         group = self._keys[key].groups.get(self.rules.group_of(worker))
         return group.clock if group else 0
 
+    def clocks(self, key: int) -> dict[int, int]:
+        """Return how many rounds of a key each group has applied, also those whose workers have left."""
+        return {number: group.clock for number, group in self._keys[key].groups.items()}
+
     def rounds_ahead(self, worker: int, key: int, clock: int) -> int:
         """Return how many rounds a worker that reads at `clock` is ahead of the slowest active group.
 

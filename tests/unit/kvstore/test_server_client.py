@@ -9,7 +9,19 @@ from collections.abc import Callable
 import pytest
 from fake_servers import FakeServers, FakeSession, RecordingLog
 
-from echelon.cluster.messages import Ask, Done, Failed, GetStates, Pull, Push, PushHeader, Retire, States, Status
+from echelon.cluster.messages import (
+    Ask,
+    Contents,
+    Done,
+    Failed,
+    GetStates,
+    Pull,
+    Push,
+    PushHeader,
+    Retire,
+    States,
+    Status,
+)
 from echelon.errors import JobError, UsageError
 from echelon.kvstore.servers import client as client_module
 from echelon.kvstore.servers.client import Client, Ticket
@@ -226,23 +238,35 @@ def test_a_version_is_that_of_the_keys_of_its_answer(setup: Setup) -> None:
     """A worker that gives a lost server its weights back must not claim an update that it has not seen."""
     for keys, version in (([0, 1, 2], 5), ([0], 6), ([2], 4)):
         ticket = setup.client.send(0, Pull(setup.client.next_id(), 0, keys, True))
-        setup.servers.deliver(0, Done(ticket.id, version=version))
+        setup.servers.deliver(0, Done(ticket.id, contents=[Contents(version, {})]))
         setup.client.wait([ticket])
     pushed = setup.client.send(0, Push(setup.client.next_id(), 3, [1], PushHeader(), False, True))
-    setup.servers.deliver(0, Done(pushed.id))  # of a push without a pull, whose answer has no version
+    setup.servers.deliver(0, Done(pushed.id))  # of a push without a pull, whose answer has no weights
     setup.client.wait([pushed])
-    assert setup.client.versions(0) == {0: 6, 1: 5, 2: 5}
-    assert setup.client.versions(1) == {}
+    assert versions(setup.client, 0) == {0: 6, 1: 5, 2: 5}
+    assert versions(setup.client, 1) == {}
+
+
+def versions(client: Client, server: int) -> dict[int, int]:
+    return {key: contents.version for key, contents in client.contents(server).items()}
+
+
+def test_keys_of_one_answer_may_contain_different_updates(setup: Setup) -> None:
+    ticket = setup.client.send(0, Pull(setup.client.next_id(), 0, [0, 1, 2], True))
+    contents = [Contents(5, {0: 3, 1: 2}, [0, 2]), Contents(4, {0: 3, 1: 1}, [1])]
+    setup.servers.deliver(0, Done(ticket.id, contents=contents))
+    setup.client.wait([ticket])
+    assert setup.client.contents(0) == {0: contents[0], 1: contents[1], 2: contents[0]}
 
 
 def test_versions_are_kept_however_many_lists_of_keys_a_program_uses(setup: Setup) -> None:
-    for version in range(1, client_module._MAX_VERSIONS + 3):
+    for version in range(1, client_module._MAX_ANSWERS + 3):
         ticket = setup.client.send(0, Pull(setup.client.next_id(), 0, [version % 3], True))
-        setup.servers.deliver(0, Done(ticket.id, version=version))
+        setup.servers.deliver(0, Done(ticket.id, contents=[Contents(version, {})]))
         setup.client.wait([ticket])
-    last = client_module._MAX_VERSIONS + 2
-    assert setup.client.versions(0) == {key: max(v for v in range(last + 1) if v % 3 == key) for key in range(3)}
-    assert len(setup.client._versions) < 3
+    last = client_module._MAX_ANSWERS + 2
+    assert versions(setup.client, 0) == {key: max(v for v in range(last + 1) if v % 3 == key) for key in range(3)}
+    assert len(setup.client._contents) < 3
 
 
 def test_open_pushes_have_clocks(setup: Setup) -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from echelon.cluster.messages import Done, OptimizerSpec, PushHeader, Response, Resumed
+from echelon.cluster.messages import Contents, Done, OptimizerSpec, PushHeader, Response, Resumed
 from echelon.cluster.placement import ALIGN, KeySpec, Layout
 from echelon.schemes import Engine, Rules, asp, bsp, gsp, ssp
 from echelon.server.shard.pending_requests import PendingRequests
@@ -82,9 +83,9 @@ class Server:
         self.requests.pull(worker, request, keys, clock, self.outputs[worker], priority)
 
     def answered(self) -> list[tuple[int, Done]]:
-        """The answers since the last call."""
+        """The answers since the last call, without what their weights contain."""
         answers, self.answers = self.answers, []
-        return answers
+        return [(worker, replace(done, contents=[])) for worker, done in answers]
 
     def seen(self, worker: int, key: int = 0) -> float:
         """The weight of a key in a worker's memory."""
@@ -107,6 +108,18 @@ def test_an_answer_says_how_long_it_was_held() -> None:
     server.now = 0.75
     server.push(1, request=1, clock=0, value=2.0)
     assert [(worker, done.held_s) for worker, done in server.answers] == [(0, 0.75), (1, 0.0)]
+
+
+def test_an_answer_says_which_rounds_of_every_group_the_weights_contain() -> None:
+    server = Server(asp(), num_workers=2, num_keys=2)
+    for request, keys in enumerate([(0, 1), (0,)], 1):
+        server.push(0, request, clock=request - 1, value=1.0, keys=keys)
+    server.push(1, request=1, clock=0, value=1.0, keys=(0, 1))
+    assert [done.contents for _, done in server.answers] == [
+        [Contents(1, {0: 1, 1: 0})],
+        [Contents(2, {0: 2, 1: 0})],
+        [Contents(3, {0: 2, 1: 1}, [0]), Contents(2, {0: 1, 1: 1}, [1])],
+    ]
 
 
 def test_a_decision_is_described_with_its_reason_and_who_is_missing() -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from echelon.cluster.messages import Configure, Offer, Part
+from echelon.cluster.messages import Configure, Contents, Offer, Part
 from echelon.cluster.placement import KeySpec, Layout
 from echelon.schemes import Apply, Engine
 from echelon.server.shard.shard import Shard
-from echelon.server.slices.recovery import Recovery, _clocks, rebuild
+from echelon.server.slices.recovery import Recovery, rebuild
 
 LAYOUT = Layout(1)
 (SLOT,) = LAYOUT.place([KeySpec("a", (10,), "float32")])
 
 
-def offer(answered: int, version: int, unanswered: int = 0, *, joined: int = 0, part: Part = Part.ACTIVE) -> Offer:
-    return Offer(1, LAYOUT.segments, [SLOT], None, [answered], [version], [unanswered], [joined], part)
+def offer(
+    answered: int, version: int, clocks: dict[int, int] | None = None, *, joined: int = 0, part: Part = Part.ACTIVE
+) -> Offer:
+    """`clocks`: the rounds of each group that the weights of the worker contain."""
+    contents = [Contents(version, clocks or {}, [SLOT.key])] if version else []
+    return Offer(1, LAYOUT.segments, [SLOT], None, [answered], contents, [joined], part)
 
 
 def engine_of(store: str, offers: dict[int, Offer]) -> Engine:
@@ -31,24 +35,44 @@ def engine_of(store: str, offers: dict[int, Offer]) -> Engine:
     return server.requests.engine
 
 
+def clocks_of(store: str, offers: dict[int, Offer]) -> dict[int, int]:
+    engine = engine_of(store, offers)
+    return engine.clocks(SLOT.key)
+
+
 def test_what_was_answered_is_applied() -> None:
-    offers = {0: offer(3, 5), 1: offer(2, 4, unanswered=1)}
-    assert _clocks(offers, SLOT.key, {0: 0, 1: 1}, version=5) == {0: 3, 1: 2}
+    assert clocks_of("dist_async", {0: offer(3, 5, {0: 3, 1: 2}), 1: offer(2, 4, {0: 2, 1: 2})}) == {0: 3, 1: 2}
 
 
-def test_a_push_that_another_workers_version_contains_is_not_applied_again() -> None:
-    offers = {0: offer(3, 6), 1: offer(2, 4, unanswered=1)}
-    assert _clocks(offers, SLOT.key, {0: 0, 1: 1}, version=6) == {0: 3, 1: 3}
+def test_a_push_that_the_weights_of_another_worker_contain_is_not_applied_again() -> None:
+    assert clocks_of("dist_async", {0: offer(3, 6, {0: 3, 1: 3}), 1: offer(2, 4, {0: 2, 1: 2})}) == {0: 3, 1: 3}
 
 
-def test_where_it_is_not_known_which_push_was_applied_none_is_applied_twice() -> None:
-    offers = {0: offer(3, 6), 1: offer(1, 2, unanswered=1), 2: offer(1, 2, unanswered=1)}
-    assert _clocks(offers, SLOT.key, {0: 0, 1: 1, 2: 2}, version=6) == {0: 3, 1: 2, 2: 2}
+def test_of_pushes_without_an_answer_those_in_the_weights_are_applied_and_no_others() -> None:
+    offers = {0: offer(3, 5, {0: 3, 1: 1, 2: 1}), 1: offer(1, 2, {0: 1, 1: 1}), 2: offer(0, 6, {0: 3, 1: 1, 2: 2})}
+    assert clocks_of("dist_async", offers) == {0: 3, 1: 1, 2: 2}
+
+
+def test_updates_of_a_worker_that_has_left_are_not_taken_for_those_of_others() -> None:
+    """It cannot say how many it has made. One that comes in its place does not repeat its clocks."""
+    engine = engine_of("dist_async", {0: offer(3, 9, {0: 3, 1: 2, 2: 4}), 1: offer(2, 4, {0: 1, 1: 2, 2: 1})})
+    assert any(isinstance(action, Apply) for action in engine.push(0, SLOT.key, 3, 1.0).actions)
+    assert any(isinstance(action, Apply) for action in engine.push(1, SLOT.key, 2, 1.0).actions)
+    assert engine.next_clocks(2)[SLOT.key] == 4
+
+
+def test_clocks_that_a_worker_skipped_when_it_joined_hide_no_update() -> None:
+    """Worker 1 joined at clock 50. The weights of worker 0 contain a push of it that was not answered."""
+    offers = {0: offer(3, 7, {0: 3, 1: 54}), 1: offer(53, 6, {0: 3, 1: 53}, joined=50)}
+    assert clocks_of("dist_async", offers) == {0: 3, 1: 54}
+
+
+def test_a_push_without_a_pull_that_was_answered_is_not_applied_again() -> None:
+    assert clocks_of("dist_async", {0: offer(5, 3, {0: 3}), 1: offer(0, 0)}) == {0: 5, 1: 0}
 
 
 def test_a_group_in_lock_step_has_applied_what_one_member_was_told() -> None:
-    offers = {0: offer(4, 4), 1: offer(3, 3, unanswered=1)}
-    assert _clocks(offers, SLOT.key, {0: 0, 1: 0}, version=4) == {0: 4}
+    assert clocks_of("dist_sync", {0: offer(4, 4, {0: 4}), 1: offer(3, 3, {0: 3})}) == {0: 4}
 
 
 def test_nobody_waits_for_a_worker_that_was_paused_had_retired_or_comes_late() -> None:
@@ -70,7 +94,7 @@ def test_a_paused_worker_resumes_at_the_clock_of_its_group() -> None:
 @pytest.mark.parametrize("store", ["dist_sync", "dist_ssync"])
 def test_the_first_clock_of_a_worker_that_joined_and_has_not_begun_is_not_a_round(store: str) -> None:
     """It joins at a clock of the future. The push of the round before is not applied yet."""
-    engine = engine_of(store, {0: offer(5, 5, unanswered=1), 1: offer(7, 5, joined=7)})
+    engine = engine_of(store, {0: offer(5, 5), 1: offer(7, 5, joined=7)})
     assert engine.is_active(1)
     assert engine.clock(0, 0) == 5
     assert any(isinstance(action, Apply) for action in engine.push(0, 0, 5, 1.0).actions), "nobody waits for worker 1"
@@ -80,7 +104,7 @@ def test_the_first_clock_of_a_worker_that_joined_and_has_not_begun_is_not_a_roun
 
 
 def test_a_worker_that_has_begun_since_it_joined_knows_the_rounds() -> None:
-    engine = engine_of("dist_sync", {0: offer(8, 8, unanswered=1), 1: offer(9, 9, joined=7)})
+    engine = engine_of("dist_sync", {0: offer(8, 8), 1: offer(9, 9, joined=7)})
     assert engine.clock(0, 0) == 9
 
 

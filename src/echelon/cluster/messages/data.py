@@ -253,13 +253,23 @@ class Part(enum.Enum):
     LATE = "late"  # it has not joined the rounds yet
 
 
+class Contents(msgspec.Struct, frozen=True, array_like=True):
+    """Which updates the weights of some keys contain: how many there are, and the rounds of every group.
+
+    `clocks` has the number of applied rounds by group, also of groups whose workers have left.
+    """
+
+    version: Natural
+    clocks: Annotated[dict[Natural, Natural], Meta(max_length=1 << 20)]
+    keys: KeyNumbers = []  # in an answer: none, if it is about all keys of its request
+
+
 class Offer(Message, frozen=True):
     """What a worker has of a slice whose server was lost, for the new one. Frames have the weights of its dense keys.
 
     part        how the worker took part in the rounds
     answered    for each slot, how many rounds of pushes of this worker were answered
-    versions    for each slot, the latest version that the worker has seen; 0: unknown
-    unanswered  for each slot, how many pushes of this worker were not answered
+    contents    what the weights contain, as the lost server said; keys without an entry were not read
     joined      for each slot, the clock from which on it takes part, if it has joined the rounds of others; else 0
     norm        the last norm of a gated round that the lost server told this worker: clock, keys, squared norm
     """
@@ -269,8 +279,7 @@ class Offer(Message, frozen=True):
     slots: Annotated[list[Slot], Meta(max_length=MAX_KEYS)]
     optimizer: OptimizerSpec | None
     answered: KeyNumbers
-    versions: KeyNumbers
-    unanswered: KeyNumbers = []
+    contents: Annotated[list[Contents], Meta(max_length=MAX_KEYS)]
     joined: KeyNumbers = []
     part: Part = Part.ACTIVE
     norm: tuple[Natural, KeyNumbers, float] | None = None
@@ -444,7 +453,8 @@ class Done(Message, frozen=True):
 
     `staleness`: updates by others between the worker's last read and this push. `rounds_ahead`: of the slowest active
     worker when the weights were read; SSP and GSP bound it. `notice`: what the worker should warn its user about.
-    `held_s`: the seconds from the arrival of the request to this answer.
+    `held_s`: the seconds from the arrival of the request to this answer. `contents`: which updates the weights contain;
+    keys that differ in this have an entry each.
     """
 
     id: int
@@ -454,6 +464,7 @@ class Done(Message, frozen=True):
     rounds_ahead: int = 0
     notice: str = ""
     held_s: float = 0.0
+    contents: list[Contents] = []
 
 
 class SquaredNorm(Message, frozen=True):

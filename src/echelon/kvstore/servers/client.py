@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from echelon.cluster.messages import (
     Ask,
+    Contents,
     Done,
     Failed,
     Malformed,
@@ -43,7 +44,7 @@ SILENT_S = 3 * ASK_AFTER_S  # a server that has not answered for so long is repo
 KNOWN_S = 10.0  # for which a worker that joins a running job may be unknown to a server
 RETRY_S = 0.02
 LOST_S = 0.5  # between two losses of a connection after which a server is asked at once about all requests
-_MAX_VERSIONS = 4096
+_MAX_ANSWERS = 4096
 Rewritten = tuple[Request, Sequence[Buffer], Sequence[memoryview]]
 
 
@@ -96,9 +97,9 @@ class Client:
         self.on_moved: Callable[[int], None] = lambda server: None
         self.on_recovering: Callable[[int], None] = lambda server: None
         self.norms: dict[int, tuple[int, list[int], float]] = {}  # by server: the last one that it told this worker
-        # By server and list of keys: the list, and the version of the last answer.
-        self._versions: dict[tuple[int, int], tuple[list[int], int]] = {}
-        self._old_versions: dict[tuple[int, int], int] = {}  # by server and key: of answers before those
+        # By server and list of keys: the list, and what the weights of the last answer contain.
+        self._contents: dict[tuple[int, int], tuple[list[int], list[Contents]]] = {}
+        self._old_contents: dict[tuple[int, int], Contents] = {}  # by server and key: of answers before those
         self.malformed = 0
         self._history = WorkerHistory(events, session.number) if is_recorded(events) else None
         endpoint.placer = self._place
@@ -256,20 +257,20 @@ class Client:
                     found.setdefault(key, []).append(ticket.request.clock)
         return found
 
-    def _note_version(self, server: int, keys: list[int], version: int) -> None:
-        """Record the version of an answer. The lists of keys are those of routes, so there are few of them."""
-        self._versions[server, id(keys)] = keys, version
-        if len(self._versions) > _MAX_VERSIONS:
-            for other in {server for server, _ in self._versions}:
-                self._old_versions |= {(other, key): seen for key, seen in self.versions(other).items()}
-            self._versions.clear()
+    def _note_contents(self, server: int, keys: list[int], contents: list[Contents]) -> None:
+        """Record what an answer contains. The lists of keys are those of routes, so there are few of them."""
+        self._contents[server, id(keys)] = keys, contents
+        if len(self._contents) > _MAX_ANSWERS:
+            for other in {server for server, _ in self._contents}:
+                self._old_contents |= {(other, key): one for key, one in self.contents(other).items()}
+            self._contents.clear()
 
-    def versions(self, server: int) -> dict[int, int]:
-        """Return the newest version of each key that a server has told this worker."""
-        found = {key: version for (other, key), version in self._old_versions.items() if other == server}
-        for (other, _), (keys, version) in self._versions.items():
-            if other == server:
-                found |= {key: max(version, found.get(key, 0)) for key in keys}
+    def contents(self, server: int) -> dict[int, Contents]:
+        """Return for each key of a server what its weights on this worker contain, if the worker has read it."""
+        found = {key: one for (other, key), one in self._old_contents.items() if other == server}
+        for (other, _), (keys, contents) in self._contents.items():
+            for one in contents if other == server else ():
+                found |= {key: one for key in one.keys or keys if key not in found or found[key].version < one.version}
         return found
 
     def rewrite(self, server: int, make: Callable[[Request], Rewritten | None]) -> None:
@@ -316,8 +317,8 @@ class Client:
             return  # the second answer to a request that was sent twice
         if isinstance(response, SquaredNorm) and isinstance(ticket.request, MeasureNorm):
             self.norms[ticket.server] = ticket.request.clock, ticket.request.keys, response.square
-        if isinstance(response, Done) and isinstance(ticket.request, Push | Pull) and response.version:
-            self._note_version(ticket.server, ticket.request.keys, response.version)
+        if isinstance(response, Done) and isinstance(ticket.request, Push | Pull) and response.contents:
+            self._note_contents(ticket.server, ticket.request.keys, response.contents)
         if ticket.places and isinstance(response, Done):
             for place, frame in zip(ticket.places, frames[1:], strict=True):
                 if frame is not place:

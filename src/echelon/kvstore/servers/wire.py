@@ -19,6 +19,7 @@ from torch import Tensor
 
 from echelon.cluster.messages import (
     Attach,
+    Contents,
     Init,
     Offer,
     OptimizerSpec,
@@ -406,16 +407,15 @@ class Wire:
         """Give a new server what this worker has of a slice. It answers when all workers have done so."""
         keys = {key for key, slot in self.layout.slots.items() if self.layout.pieces(slot, server)}
         slots = [self.layout.slots[key] for key in sorted(keys | self._tables())]
-        unanswered, seen = self._client.unanswered_pushes(server), self._client.versions(server)
+        unanswered = self._client.unanswered_pushes(server)
         answered = [min(unanswered.get(slot.key, [self._clocks[slot.key]])) for slot in slots]
-        versions = [seen.get(slot.key, 0) for slot in slots]
         dense = [slot for slot in slots if not slot.spec.row_sparse]
         here = [route for route in self._route(dense) if route.server == server]
         frames = [frame for route in here for frame in self._weight_bytes(route)]
         segments = self.layout.segments if slots else []
-        waiting = [len(unanswered.get(slot.key, ())) for slot in slots]
+        contents = _by_contents(self._client.contents(server))
         joined = [self._joined.get(slot.key, 0) for slot in slots]
-        state, norm = (self.optimizer, answered, versions, waiting, joined), self._client.norms.get(server)
+        state, norm = (self.optimizer, answered, contents, joined), self._client.norms.get(server)
         self.num_recovered += 1
         offer = Offer(self._client.next_id(), segments, slots, *state, self.part(), norm)
         self._client.wait([self._client.send(server, offer, frames)])
@@ -435,6 +435,14 @@ class Wire:
             return replace(request, framed=True), [], places
         frames = self._gradient_frames(route, slots, None, request.header.factor_rank)
         return replace(request, framed=True), frames, places if request.pull else []
+
+
+def _by_contents(contents: Mapping[int, Contents]) -> list[Contents]:
+    """Return the contents of all keys, those that are the same only once."""
+    found: dict[int, tuple[Contents, list[int]]] = {}  # keys of one answer have the same object
+    for key, one in contents.items():
+        found.setdefault(id(one), (one, []))[1].append(key)
+    return [replace(one, keys=keys) for one, keys in found.values()]
 
 
 def _num_bytes(slots: Sequence[Slot]) -> int:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from echelon.cluster.messages import Done, Failed, SquaredNorm
+from echelon.cluster.messages import Contents, Done, Failed, SquaredNorm
 from echelon.errors import UsageError
 from echelon.fault_points import fault_point
 from echelon.observe.history import ShardHistory
@@ -372,7 +372,9 @@ class PendingRequests:
             replies = [(self.lanes.keys(reply.key), reply) for _, reply in answers]
             self.history.flush(self.engine, replies, self._storage.digest)
         for pending, reply in answers:
-            pending.version = reply.version
+            # The updates of a lane come before its replies, so the engine is where this reply was decided.
+            contents = Contents(reply.version, self.engine.clocks(reply.key), list(self.lanes.keys(reply.key)))
+            pending.contents.append(contents)
             rounds = self.engine.rounds_ahead(reply.worker, reply.key, reply.clock)
             pending.rounds_ahead = max(pending.rounds_ahead, rounds)
             self._finish_lane(pending, reply.key)
@@ -450,14 +452,16 @@ class PendingRequests:
             halt = self._halt_clock is not None and self._halt_clock < pending.clock
             now = self._clock()
             self.activity.answered(pending.worker, now)
+            contents = _joint(pending.contents)
             done = Done(
                 pending.id,
-                pending.version,
+                contents[-1].version if contents else 0,
                 pending.staleness,
                 halt,
                 pending.rounds_ahead,
                 pending.notice,
                 now - pending.arrived_at,
+                contents,
             )
             self._answer(pending.worker, done, frames, pending.precedence)
 
@@ -475,3 +479,10 @@ class PendingRequests:
             gradient = self._gradients.pop((worker, lane, clock))
             self._gradients |= {(worker, part, clock): gradient for part in parts}
         self.waiting.split(lane, parts)
+
+
+def _joint(contents: list[Contents]) -> list[Contents]:
+    """Return what the weights of an answer contain: once, without keys, if it is the same for all its lanes."""
+    if all(one.version == contents[0].version and one.clocks == contents[0].clocks for one in contents):
+        return [Contents(one.version, one.clocks) for one in contents[:1]]
+    return contents

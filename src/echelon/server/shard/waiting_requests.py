@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from echelon.cluster.messages import Contents
 from echelon.errors import UsageError
 from echelon.server.storage.memory import Framed, Window
 from echelon.server.storage.rows import PushedRows
@@ -29,7 +30,7 @@ class PendingRequest:
     num_bytes: int  # of its frames and those of its answer
     precedence: Precedence  # of its answer
     arrived_at: float
-    version: int = 0
+    contents: list[Contents] = field(default_factory=list)  # of the weights in the answer, by lane
     staleness: int = 0
     rounds_ahead: int = 0
     notice: str = ""

@@ -1,8 +1,9 @@
 """Rebuilding a shard whose server was lost and had no backup: the workers have its weights, a file its optimizer state.
 
-Every worker offers what it has: for each key, how many of its rounds were answered, the version that the last answer
-had, and the weights. The new server takes each key from the worker whose weights are the newest. Updates that no worker
-has seen are lost; the pushes that were not answered are repeated by their workers. The optimizer's state comes from
+Every worker offers what it has: for each key, how many of its rounds were answered, the weights, and which rounds of
+all workers they contain, as the last answer said. The new server takes each key from the worker whose weights are the
+newest, and continues with the rounds that follow those in them. Updates that no worker has seen are lost; the pushes
+that were not answered are repeated by their workers. The optimizer's state comes from
 the last file that the lost server wrote (`state_file`), and is therefore some updates old.
 
 A worker that was paused, had retired or had not joined the rounds yet is that again: it does not push now.
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
-from echelon.cluster.messages import Configure, Offer, Part, Request
+from echelon.cluster.messages import Configure, Contents, Offer, Part, Request
 from echelon.cluster.placement import Slot
 from echelon.errors import JobError, UsageError
 from echelon.schemes.rules import Rules
@@ -23,6 +25,8 @@ from echelon.server.shard.shard import Shard
 from echelon.server.slices.state_file import SavedState
 from echelon.server.storage.execute import Task, Update, WeightedGradient
 from echelon.server.storage.memory import Mapped, Window
+
+UNREAD = Contents(0, {})
 
 
 class HeldRequest(NamedTuple):
@@ -103,9 +107,10 @@ def rebuild(shard: Shard, recovery: Recovery, saved: SavedState | None) -> Recov
         requests.lanes.add(key)
         shard.optimization.add(key)
     _take_weights(shard, recovery, slots)
-    versions = {key: _newest(offers, key)[1] for key in slots}
+    contents = {key: _newest(offers, key)[1] for key in slots}
+    versions = {key: one.version for key, one in contents.items()}
     parts = {worker: offer.part for worker, (offer, _) in recovery.offers.items()}
-    requests.engine.load_plain(engine_state(requests.engine.rules, offers, slots, versions, parts))
+    requests.engine.load_plain(engine_state(requests.engine.rules, offers, contents, parts))
     for worker, firsts in _not_begun(offers).items():
         if not requests.join(worker, max(firsts.values()), firsts):
             requests.engine.join(worker, max(requests.next_clocks(worker).values()))
@@ -146,51 +151,53 @@ def _take_weights(shard: Shard, recovery: Recovery, slots: Mapping[int, Slot]) -
         shard.storage.run([Task((key,), Update((gradient,), None, NO_STEP), ())])
 
 
-def _newest(offers: Mapping[int, Offer], key: int) -> tuple[int, int]:
-    """Return the worker with the newest weights of a key, and their version.
+def _newest(offers: Mapping[int, Offer], key: int) -> tuple[int, Contents]:
+    """Return the worker with the newest weights of a key, and what they contain.
 
     Its rounds stand for a version that it does not know. Otherwise they do not count: a round may make no update.
     """
     found = []
     for worker, offer in offers.items():
+        seen = next((one for one in offer.contents if key in one.keys), UNREAD)
         for index, slot in enumerate(offer.slots):
             if slot.key == key:
                 rounds = offer.answered[index] if _has_begun(offer, index) else 0
-                found.append((offer.versions[index], rounds, -worker))
-    version, rounds, negative = max(found)
-    return -negative, version or rounds
+                found.append((seen.version, rounds, -worker, seen.clocks))
+    version, rounds, negative, clocks = max(found, key=itemgetter(0, 1, 2))
+    return -negative, Contents(version or rounds, clocks)
 
 
 def engine_state(
     rules: Rules,
     offers: Mapping[int, Offer],
-    slots: Mapping[int, Slot],
-    versions: Mapping[int, int],
+    contents: Mapping[int, Contents],
     parts: Mapping[int, Part],
 ) -> dict[str, object]:
-    """Return the state of the scheme: each group has applied what one of its members was told, or may have seen.
+    """Return the state of the scheme: each group has applied what its weights contain, and what a member was told.
 
-    `parts`: of all workers, with keys or without. Workers that have joined and not begun are added later.
+    `contents`: of the weights, by key. `parts`: of all workers, with keys or without. Workers that have joined and not
+    begun are added later.
     """
     begun = [worker for worker, part in parts.items() if part is Part.ACTIVE and worker not in _not_begun(offers)]
     members: dict[int, list[int]] = {}
     for worker in sorted(begun):
         members.setdefault(rules.group_of(worker), []).append(worker)
     group_of = {worker: rules.group_of(worker) for worker, part in parts.items() if part is not Part.LATE}
-    clocks = {key: _clocks(offers, key, group_of, versions[key]) for key in slots}
     return {
         "members": members,
         "paused": sorted(worker for worker, part in parts.items() if part is Part.PAUSED),
         "round": sorted(group_of),
         "keys": {
             key: {
-                "version": versions[key],
-                "groups": {number: [clock, versions[key]] for number, clock in clocks[key].items()},
-                "read": dict.fromkeys(parts, versions[key]),
+                "version": has.version,
+                "groups": {
+                    number: [clock, has.version] for number, clock in _clocks(offers, key, group_of, has.clocks).items()
+                },
+                "read": dict.fromkeys(parts, has.version),
                 "samples": {},
                 "starts": {},
             }
-            for key in slots
+            for key, has in contents.items()
         },
     }
 
@@ -209,21 +216,18 @@ def _not_begun(offers: Mapping[int, Offer]) -> dict[int, dict[int, int]]:
     }
 
 
-def _clocks(offers: Mapping[int, Offer], key: int, group_of: Mapping[int, int], version: int) -> dict[int, int]:
+def _clocks(
+    offers: Mapping[int, Offer], key: int, group_of: Mapping[int, int], contained: Mapping[int, int]
+) -> dict[int, int]:
     """Return how many rounds of a key each group has applied.
 
-    A version counts the rounds of all groups. If it is higher than what the groups were told of, rounds were applied
-    whose workers have no answer. Which ones is not known, so all that may have been are taken as applied: their pushes
-    are not applied a second time.
+    `contained`: the rounds in the weights, by group. Rounds of pushes without a pull may be answered and not in them.
+    Groups whose workers have left are kept, because one that returns must not repeat their clocks.
     """
-    told: dict[int, int] = dict.fromkeys(group_of.values(), 0)
-    waiting: dict[int, int] = dict.fromkeys(told, 0)
+    clocks = dict.fromkeys(group_of.values(), 0) | dict(contained)
     for worker, offer in offers.items():
         group = group_of.get(worker)
         for index, slot in enumerate(offer.slots):
             if slot.key == key and group is not None and _has_begun(offer, index):
-                rounds, unanswered = offer.answered[index], offer.unanswered[index] if offer.unanswered else 0
-                told[group] = max(told[group], rounds)
-                waiting[group] = max(waiting[group], rounds + unanswered)
-    more = version - sum(told.values())
-    return {group: max(clock, min(waiting[group], clock + more)) for group, clock in told.items()}
+                clocks[group] = max(clocks[group], offer.answered[index])
+    return clocks
