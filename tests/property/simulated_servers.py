@@ -116,6 +116,7 @@ class ModelWorker:
     rank: int
     world: World
     num_steps: int
+    token: str = ""
     layout: Layout = field(init=False)
     clock: int = 0
     open: dict[int, tuple[int, list[bytes]]] = field(default_factory=dict)  # by id: slice and frames
@@ -128,7 +129,7 @@ class ModelWorker:
         self.targets = [f"server-{rank}" for rank in range(len(self.world.servers))]
 
     def name(self, number: int) -> str:
-        return f"worker-{self.rank}..x.{number}"
+        return f"worker-{self.rank}.{self.token}.x.{number}"
 
     def next_id(self) -> int:
         self._ids += 1
@@ -196,6 +197,7 @@ class World:
         self.view = 1
         self.views: dict[str, deque[View]] = {}  # by the name of the process that has not received them yet
         self.in_sync: list[SliceInSync | NotFinite] = []
+        self.settled: list[Settled] = []
         self.servers: dict[int, _Server] = {}
         for rank in range(num_servers):
             self._start(rank, Roster(self.members, 1, self.slices))
@@ -211,6 +213,8 @@ class World:
     def _tell_scheduler(self, message: SliceInSync | NotFinite | Settled) -> None:
         if isinstance(message, SliceInSync):
             self.in_sync.append(message)
+        elif isinstance(message, Settled):
+            self.settled.append(message)
 
     def set_up(self) -> None:
         """Create the store and its keys, in an order without surprises."""
@@ -270,6 +274,15 @@ class World:
         self.view += 1
         self._start(rank, Roster(self.members, self.view, list(self.slices), late=True))
         self.publish(f"server {rank} joined", skip=address)
+
+    def replace_worker(self, rank: int) -> None:
+        """Kill a worker, and start it again: another process with the same rank."""
+        self.network.dead.update(self.workers[rank].name(number) for number in range(len(self.slices)))
+        self.members = [m for m in self.members if (m.role, m.rank) != (WORKER, rank)]
+        self.publish(f"worker {rank} died")
+        self.members = [*self.members, Member(WORKER, rank, "host", 2, "", "again")]
+        self.publish(f"worker {rank} joined")
+        self.workers[rank] = ModelWorker(rank, self, self.workers[rank].num_steps, "again")
 
     def mark_in_sync(self) -> None:
         """Do what the scheduler does with the messages of primaries whose new backup has everything."""

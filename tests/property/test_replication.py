@@ -89,3 +89,32 @@ def test_a_promoted_slice_knows_who_has_closed_the_store_while_its_primary_was_s
     world.workers[0].step()
     world.run_to_rest()
     assert not world.workers[0].is_waiting
+
+
+@pytest.mark.parametrize("followed", [0, 1, 2], ids=["neither", "gone", "both"])
+def test_a_promoted_slice_does_not_take_a_worker_for_its_predecessor(followed: int) -> None:
+    """Worker 1 is started again. Slice 0's primary has followed none, one or both of these views when it dies."""
+    world = World(2, 2, STEPS, replicas=True)
+    world.set_up()
+    for worker in world.workers:
+        worker.step()
+    world.run_to_rest()
+    world.workers[1].step()
+    world.run_to_rest()  # its push waits for worker 0
+    world.replace_worker(1)
+    for _ in range(followed):
+        world.deliver_view("server-0")
+        world.run_to_rest()
+    world.kill(0)
+    while choices := [choice for choice in world.choices() if choice[0] != "step"]:
+        world.do(choices[0])
+    for _ in range(2):  # the first round has a push of the old process; none waits for the new one before it joins
+        world.workers[0].step()
+        world.run_to_rest()
+        assert not world.workers[0].is_waiting
+    world.servers[1].slices.send_due(0.0)
+    left = {(report.slice, report.worker) for report in world.settled}
+    assert left == {(0, 1), (1, 1)}, "the scheduler is told which steps of the old process were applied"
+    shards = [hosted.shards[0] for hosted in world.servers[1].slices.hosted.values()]
+    assert [shard.workers for shard in shards] == [{0: "", 1: "again"}] * 2
+    assert [shard.attached() for shard in shards] == [[], []]

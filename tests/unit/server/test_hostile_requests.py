@@ -58,7 +58,8 @@ class Server:
     def __init__(self, rank: int = 1, store: str = "dist_sync") -> None:
         self.answers: list[tuple[int, Response, Sequence[memoryview]]] = []
         self.transport = InProcessTransport()
-        self.shard = Shard(rank, 2, [0, 1], lambda *answer: self.answers.append(answer[:3]), self.transport.attach)
+        workers = {0: "", 1: ""}
+        self.shard = Shard(rank, 2, workers, lambda *answer: self.answers.append(answer[:3]), self.transport.attach)
         self.ask(Configure(1, 0, store, None, None, "share"))
         other = Slot(1, KeySpec("b", (LENGTH,), "float32"), 0, LENGTH, LENGTH, LENGTH)
         frame = torch.arange(2.0 * LENGTH) if rank == self.server_of_keys() else None
@@ -274,7 +275,7 @@ def test_values_without_a_frame_and_norms_of_nothing() -> None:
 
 def test_a_worker_in_two_groups() -> None:
     answers: list[Response] = []
-    shard = Shard(0, 1, [0, 1], lambda worker, answer, *_: answers.append(answer), lambda _: None)
+    shard = Shard(0, 1, {0: "", 1: ""}, lambda worker, answer, *_: answers.append(answer), lambda _: None)
     shard.handle(0, Configure(1, 0, "dist_gsync", None, [[0], [0, 1]], "share"), [])
     assert isinstance(answers[0], Failed)
 

@@ -24,7 +24,7 @@ def offer(
 
 def engine_of(store: str, offers: dict[int, Offer]) -> Engine:
     """Return the engine of a server that was rebuilt from offers."""
-    server = Shard(0, 1, sorted(offers), lambda *_: None, lambda _: None)
+    server = Shard(0, 1, dict.fromkeys(sorted(offers), ""), lambda *_: None, lambda _: None)
     recovery = Recovery(offers)
     recovery.config = Configure(1, 0, store, 3 if store == "dist_ssync" else None, None, "share")
     weights = memoryview(bytes(4 * SLOT.padded))

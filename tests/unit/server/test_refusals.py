@@ -35,7 +35,7 @@ class Server:
     def __init__(self) -> None:
         self._answers: list[tuple[Response, Sequence[memoryview]]] = []
         self._shard = Shard(
-            0, 1, [0], lambda _, response, frames, *_more: self._answers.append((response, frames)), lambda _: None
+            0, 1, {0: ""}, lambda _, response, frames, *_more: self._answers.append((response, frames)), lambda _: None
         )
         self.ask(Configure(1, 0, "dist_sync", None, None, "share"))
         placed = self.ask(Place(2, [KeySpec("a", SHAPE, "float32"), KeySpec("b", SHAPE, "float32")]))[0]

@@ -86,10 +86,10 @@ def test_the_acknowledgement_of_a_repeated_input_is_the_first_one() -> None:
     """Its first acknowledgement may have been lost. Otherwise a refused input would look accepted."""
 
     def make_shard(number: int, workers: object, answer: object) -> Shard:
-        return Shard(number, 1, [0], answer, lambda _: None)  # type: ignore[arg-type]
+        return Shard(number, 1, {0: ""}, answer, lambda _: None)  # type: ignore[arg-type]
 
     backup = HostedSlice(0, make_shard, lambda *_: None, is_primary=False)
-    backup.receive(Replicate(1, 0, 0, 0, encode(OpenShard(0, [0]))), ())
+    backup.receive(Replicate(1, 0, 0, 0, encode(OpenShard(0, {0: ""}))), ())
     refused = Replicate(2, 0, 0, 0, encode(Ask(5, 4)))  # no store was created yet
     backup.receive(refused, ())
     first = backup.acknowledgement()

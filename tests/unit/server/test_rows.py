@@ -105,7 +105,7 @@ class Server:
     def __init__(self) -> None:
         self._answers: list[tuple[Response, Sequence[memoryview]]] = []
         self._shard = Shard(
-            0, 1, [0], lambda _, answer, frames, *_more: self._answers.append((answer, frames)), lambda _: None
+            0, 1, {0: ""}, lambda _, answer, frames, *_more: self._answers.append((answer, frames)), lambda _: None
         )
         self.ask(Configure(1, 0, "dist_sync", None, None, "share"))
         specs = [KeySpec("table", (ROWS, 3), "float32", True), KeySpec("dense", (4,), "float32")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -46,9 +46,9 @@ class Server:
     def __init__(self) -> None:
         self.answers: Answers = []
         self.memory: dict[str, memoryview] = {}  # of worker 1
-        self.shard = self._empty(WORKERS)
+        self.shard = self._empty(dict.fromkeys(WORKERS, ""))
 
-    def _empty(self, workers: Sequence[int]) -> Shard:
+    def _empty(self, workers: Mapping[int, str]) -> Shard:
         answer: Callable[..., None] = lambda _, response, frames, *_more: self.answers.append((response, frames))  # noqa: E731
         return Shard(0, 1, workers, answer, lambda name: self.memory.get(name))
 

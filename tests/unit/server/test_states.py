@@ -47,7 +47,7 @@ class Server:
     def __init__(self, spec: OptimizerSpec) -> None:
         self._answers: list[tuple[Response, Sequence[memoryview]]] = []
         self._shard = Shard(
-            0, 1, [0], lambda _, response, frames, *_more: self._answers.append((response, frames)), lambda _: None
+            0, 1, {0: ""}, lambda _, response, frames, *_more: self._answers.append((response, frames)), lambda _: None
         )
         self.ask(Configure(1, 0, "dist_sync", None, None, "share"))
         self.ask(SetOptimizer(2, spec))
@@ -181,7 +181,7 @@ class Counting(torch.optim.Optimizer):
 def of_class(**settings: Any) -> Shard:
     """Return a shard whose key was updated once."""
     spec = OptimizerSpec(f"{__name__}:Counting", [{"lr": 0.1, "keeps": "", **settings}])
-    shard = Shard(0, 1, [0], lambda *_: None, lambda _: None, [spec.name])
+    shard = Shard(0, 1, {0: ""}, lambda *_: None, lambda _: None, [spec.name])
     requests: list[Request] = [Configure(1, 0, "dist_sync", None, None, "share"), SetOptimizer(2, spec)]
     for request in requests:
         shard.handle(0, request, [])

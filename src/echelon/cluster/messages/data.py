@@ -372,10 +372,10 @@ class Replicated(Message, frozen=True):
 
 
 class OpenShard(Message, frozen=True):
-    """The first input of a shard: the workers that take part."""
+    """The first input of a shard: the workers that take part, by rank, and the token of each one's process."""
 
     id: Natural
-    workers: Annotated[list[Rank], Meta(max_length=1 << 20)]
+    workers: Annotated[dict[Rank, Name], Meta(max_length=1 << 20)]
 
 
 class Restore(Message, frozen=True):
@@ -391,9 +391,10 @@ class Restore(Message, frozen=True):
 
 
 class Came(Message, frozen=True):
-    """An input of a shard: the worker has joined the job, for the first time or again."""
+    """An input of a shard: the worker has joined the job, for the first time or again. `token`: of its process."""
 
     id: Natural
+    token: Name = ""
 
 
 class Gone(Message, frozen=True):

@@ -82,8 +82,9 @@ _MAX_REMEMBERED = 1024  # changes per worker whose copies are recognised
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """A worker's attached memory, and when it last pushed."""
+    """The token of a worker's process, its attached memory, and when it last pushed."""
 
+    token: str = ""
     offered: dict[int, Attach] = field(default_factory=dict)  # by segment
     gradients: Mapped = field(default_factory=Mapped)
     weights: Mapped = field(default_factory=Mapped)
@@ -104,12 +105,15 @@ class Shard:
         self,
         rank: int,
         num_servers: int,
-        workers: Sequence[int],
+        workers: Mapping[int, str],
         answer: Answer,
         attach: AttachMemory,
         allowed_optimizers: Collection[str] = (),
     ) -> None:
-        """`allowed_optimizers`: the import paths of users' own optimizer classes that may run here."""
+        """`workers`: their ranks, and the token of each one's process.
+
+        `allowed_optimizers`: the import paths of users' own optimizer classes that may run here.
+        """
         self.rank = rank
         self._answer = answer
         self._attach = attach
@@ -118,7 +122,7 @@ class Shard:
         self.storage = Storage(self.layout, rank)
         self.optimization = Optimization(self.layout, allowed_optimizers)
         self.states = ServerStates(self.layout, rank, self.storage, self.optimization)
-        self._workers = {worker: _Worker() for worker in workers}
+        self._workers = {worker: _Worker(token) for worker, token in workers.items()}
         self.is_passive = False  # it is the backup's: it answers nothing and writes no weights to workers
         self.history: ShardHistory | None = None  # set if it is recorded
         self.config: Configure | None = None
@@ -168,13 +172,13 @@ class Shard:
         return NotFinite(self.config.number if self.config else 0, name, finding.worker, finding.clock)
 
     @property
-    def workers(self) -> list[int]:
-        """The workers that use the store."""
-        return list(self._workers)
+    def workers(self) -> dict[int, str]:
+        """The workers that use the store, and the token of each one's process."""
+        return {worker: one.token for worker, one in self._workers.items()}
 
-    def admit(self, worker: int) -> None:
+    def admit(self, worker: int, token: str = "") -> None:
         """Let a worker that has joined the job use the store."""
-        self._workers[worker] = _Worker()
+        self._workers[worker] = _Worker(token)
         self.gathering.admit(worker)
 
     def attached(self) -> list[tuple[int, Attach]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from echelon.cluster.messages import (
@@ -74,6 +74,7 @@ class Slices:
         self._untold: list[SliceInSync | NotFinite | Settled] = []  # before the loop runs
         self.tell_scheduler: TellScheduler = self._untold.append
         self.workers: list[int] = []  # the living ones
+        self._tokens: dict[int, str] = {}  # of their processes
         slices = roster.slices or [Slice(number) for number in range(self.total)]
         self.view = View(roster.view, [], "", Departure.JOINED, roster.members, slices, roster.outcome)
         # by the number of the store: the workers that have closed it
@@ -121,18 +122,18 @@ class Slices:
         """Follow the living members. A worker that was started again is another process with the same rank."""
         if view.number < self.view.number:
             return
-        replaced = _tokens(view.members).items() - _tokens(self.view.members).items()
-        new = {rank for rank, _ in replaced}
+        tokens = _tokens(view.members) or self._tokens
+        new = {rank for rank, _ in tokens.items() - self._tokens.items()}
         gone = [worker for worker in self.workers if worker not in view.workers or worker in new]
         came = [worker for worker in view.workers if worker not in self.workers or worker in new]
-        self.workers, self.view = view.workers, view
+        self.workers, self.view, self._tokens = view.workers, view, tokens
         now = time.monotonic()
         kept = set() if view.workers else self._left_open_by(gone)
         for worker in gone:
             self._remove(worker, view, now, kept)
         for worker in came:
             for hosted in self.primaries:
-                hosted.worker_came(worker, now)
+                hosted.worker_came(worker, self._token(worker), now)
         for hosted in self.primaries if gone else ():
             for store, recovery in list(hosted.recoveries.items()):
                 for worker in gone:
@@ -162,7 +163,8 @@ class Slices:
     def _adopt(self, members: Sequence[Member], slices: Sequence[Slice]) -> None:
         """Store the slices that a view gives this process, as their primary or backup."""
         self.seats.know(member for member in members if member.role == WORKER)
-        self.workers = [member.rank for member in members if member.role == WORKER]
+        self._tokens = _tokens(members)
+        self.workers = list(self._tokens)
         self.links.know(member for member in members if member.role == SERVER)
         for number, stored in enumerate(slices):
             if stored.primary == self._rank:
@@ -185,7 +187,7 @@ class Slices:
         if hosted is None:
             hosted = self._host(number, is_primary=True)
         elif not hosted.is_primary:
-            hosted.promote(self.workers, self.view.number, now)
+            hosted.promote({rank: self._token(rank) for rank in self.workers}, self.view.number, now)
             self._catch_up(hosted, now)
             self._events.write("promoted", slice=number, server=self._rank)
             print(f"server {self._rank} stores slice {number} now", file=sys.stderr, flush=True)
@@ -196,8 +198,8 @@ class Slices:
         for store, shard in list(hosted.shards.items()):
             for worker in self._closed.get(store, set()).intersection(shard.workers):
                 hosted.store_closed(store, worker, self.view.number, now)
-            for worker in set(self.users(store)).difference(shard.workers):
-                hosted.worker_joined_store(store, worker, now)
+            for worker, token in sorted(self.users(store).items() - shard.workers.items()):
+                hosted.worker_joined_store(store, worker, token, now)
 
     # --- stores
 
@@ -236,9 +238,12 @@ class Slices:
         """Return whether a worker has closed a store."""
         return worker in self._closed.get(store, ())
 
-    def users(self, store: int) -> list[int]:
-        """Return the living workers that have not closed a store."""
-        return [worker for worker in self.workers if not self.has_closed(worker, store)]
+    def users(self, store: int) -> dict[int, str]:
+        """Return the living workers that have not closed a store, and the token of each one's process."""
+        return {worker: self._token(worker) for worker in self.workers if not self.has_closed(worker, store)}
+
+    def _token(self, worker: int) -> str:
+        return self._tokens.get(worker, "")
 
     def recover_if_complete(self, hosted: HostedSlice, store: int) -> None:
         """Rebuild a shard when all workers have said what they have of it."""
@@ -256,7 +261,7 @@ class Slices:
             flush=True,
         )
 
-    def _make_shard(self, slice_number: int, workers: Sequence[int], answer: Answer) -> Shard:
+    def _make_shard(self, slice_number: int, workers: Mapping[int, str], answer: Answer) -> Shard:
         return Shard(slice_number, self.total, workers, answer, self._transport.attach, self._allowed_optimizers)
 
     def _answer(

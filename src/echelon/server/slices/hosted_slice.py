@@ -8,7 +8,7 @@ answered, which their workers send again, and continues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -46,7 +46,7 @@ SendAnswer = Callable[[Seat, Response, Sequence[memoryview], Precedence | None],
 class MakeShard(Protocol):
     """Creates a shard of this slice."""
 
-    def __call__(self, slice_number: int, workers: Sequence[int], answer: Answer, /) -> Shard: ...
+    def __call__(self, slice_number: int, workers: Mapping[int, str], answer: Answer, /) -> Shard: ...
 
 
 class HostedSlice:
@@ -77,18 +77,18 @@ class HostedSlice:
 
     # --- inputs
 
-    def open(self, store: int, workers: Sequence[int], now: float) -> None:
-        """Create the shard of a store."""
-        self._take_own(store, 0, OpenShard(0, list(workers)), now)
+    def open(self, store: int, workers: Mapping[int, str], now: float) -> None:
+        """Create the shard of a store. `workers`: their ranks, and the token of each one's process."""
+        self._take_own(store, 0, OpenShard(0, dict(workers)), now)
 
-    def worker_came(self, worker: int, now: float) -> None:
+    def worker_came(self, worker: int, token: str, now: float) -> None:
         """Let a worker that joined the job use the stores that are open."""
         for store in list(self.shards):
-            self.worker_joined_store(store, worker, now)
+            self.worker_joined_store(store, worker, token, now)
 
-    def worker_joined_store(self, store: int, worker: int, now: float) -> None:
+    def worker_joined_store(self, store: int, worker: int, token: str, now: float) -> None:
         """Let a worker use a store that is open."""
-        self._take_own(store, worker, Came(0), now)
+        self._take_own(store, worker, Came(0, token), now)
 
     def worker_gone(self, worker: int, view: int, now: float) -> str:
         """Remove a worker that has left the job. Return the reasons of what that released."""
@@ -162,8 +162,8 @@ class HostedSlice:
         match request:
             case OpenShard(workers=workers):
                 self.shards[store] = self._new_shard(store, workers)
-            case Came():
-                self.shards[store].admit(worker)
+            case Came(token=token):
+                self.shards[store].admit(worker, token)
             case Gone(closed=closed, view=view):
                 shard = self.shards[store]
                 if closed:
@@ -174,7 +174,7 @@ class HostedSlice:
                 self.shards[store].handle(worker, request, frames)
         return ""
 
-    def _new_shard(self, store: int, workers: Sequence[int]) -> Shard:
+    def _new_shard(self, store: int, workers: Mapping[int, str]) -> Shard:
         shard = self._make_shard(self.number, workers, partial(self._answer, store))
         shard.is_passive = not self.is_primary
         if self._history is not None:
@@ -227,14 +227,18 @@ class HostedSlice:
         shards = self.shards.items()
         return [part for store, shard in shards if shard.work is not None for part in shard.work.report(store)]
 
-    def promote(self, living: Collection[int], view: int, now: float) -> None:
-        """Become the primary, because the old one was lost. Workers that left meanwhile are removed."""
+    def promote(self, living: Mapping[int, str], view: int, now: float) -> None:
+        """Become the primary, because the old one was lost. Workers that left meanwhile are removed.
+
+        `living`: the workers of the job, and the token of each one's process. The old primary may have been lost before
+        it forwarded that a process left, and that another one with its rank came.
+        """
         self.is_primary = True
         for store, shard in list(self.shards.items()):
             shard.promote()
             if shard.history is not None:
                 shard.history.promote()
-            for worker in [worker for worker in shard.workers if worker not in living]:
+            for worker in [worker for worker, token in shard.workers.items() if living.get(worker) != token]:
                 self._gone(store, worker, view, now, closed=False)
         self.send_settlements_again()
 
@@ -260,7 +264,7 @@ class HostedSlice:
                 on_result = partial(self._attached, store, worker)
             self.stream.forward(store, worker, encode(request), frames, now, on_result)
 
-    def recover(self, store: int, workers: Sequence[int], saved: SavedState | None, now: float) -> Recovered:
+    def recover(self, store: int, workers: Mapping[int, str], saved: SavedState | None, now: float) -> Recovered:
         """Rebuild the shard of a store from what its workers have offered, and carry out the requests that waited."""
         recovery = self.recoveries.pop(store)
         shard = self._new_shard(store, workers)
