@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
+from samples_outcome import PROGRAM
 
 from echelon.errors import NOT_WHOLE
 from jobs import AFTER_PUSH, BEFORE_PUSH, Fault, Gate, Job, Plan, until
@@ -89,3 +92,22 @@ def test_pushes_after_a_death_are_not_taken_for_those_of_the_dead_worker(tmp_pat
     assert len(job.results()) == 2
     for result in job.results().values():
         assert result["table"] == plan.table(), "each push is applied once"
+
+
+def test_a_job_ends_when_a_server_and_all_workers_that_had_its_weights_are_lost(tmp_path: Path) -> None:
+    """The worker that is started again knows nothing. Its own initial weights are not those of the job."""
+    out = tmp_path / "out_files"
+    out.mkdir()
+    plan = {"store": "dist_sync", "num_samples": 400, "batch_size": 2, "epochs": 1, "compute_s": {"0": 0.02}}
+    command = [sys.executable, str(PROGRAM), json.dumps(plan | {"out": str(out)})]
+    with Job(tmp_path, num_servers=1, num_workers=1, command=command, options=["--max-restarts", "3"]) as job:
+        until(lambda: any("end" in file.read_text() for file in out.iterdir()), "a step")
+        worker = job.pid("worker", 0)
+        os.kill(worker, signal.SIGSTOP)  # it does not give the weights back
+        os.kill(job.pid("server", 0), signal.SIGKILL)
+        until(lambda: any(view["departure"] == "joined" for view in job.events("view")), "server 0 again")
+        os.kill(worker, signal.SIGKILL)
+        status = job.wait(30.0)
+    assert status == 1, job.out + job.err
+    assert "the weights of slice 0 are lost" in job.out + job.err
+    assert "resume from a checkpoint" in job.out + job.err

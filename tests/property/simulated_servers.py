@@ -33,6 +33,7 @@ from echelon.cluster.messages import (
     Settled,
     Slice,
     SliceInSync,
+    StoreProgress,
     View,
     decode_response,
     encode,
@@ -274,6 +275,12 @@ class World:
         self.view += 1
         self._start(rank, Roster(self.members, self.view, list(self.slices), late=True))
         self.publish(f"server {rank} joined", skip=address)
+
+    def restart_empty(self, rank: int) -> None:
+        """Start a server without a backup again: it has to be rebuilt."""
+        self.servers.pop(rank)
+        self.view += 1
+        self._start(rank, Roster(self.members, self.view, list(self.slices), late=True, stores=[StoreProgress(0, 0)]))
 
     def replace_worker(self, rank: int) -> None:
         """Kill a worker, and start it again: another process with the same rank."""

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from simulated_servers import World
 from torch import Tensor
 
+from echelon.cluster.messages import Configure, Offer, encode
+
 STEPS = 4
 
 
@@ -118,3 +120,19 @@ def test_a_promoted_slice_does_not_take_a_worker_for_its_predecessor(followed: i
     shards = [hosted.shards[0] for hosted in world.servers[1].slices.hosted.values()]
     assert [shard.workers for shard in shards] == [{0: "", 1: "again"}] * 2
     assert [shard.attached() for shard in shards] == [[], []]
+
+
+def test_a_server_that_is_rebuilt_does_not_wait_for_a_worker_that_has_closed_the_store() -> None:
+    world = World(1, 2, STEPS, replicas=False)
+    world.set_up()
+    world.restart_empty(0)
+    server, worker = world.servers[0], world.workers[0]
+    (hosted,) = server.slices.primaries
+    configure = Configure(worker.next_id(), 0, "dist_sync", None, None, "share")
+    offer = Offer(worker.next_id(), [], [], None, [], [])
+    for message in (configure, offer):
+        server.reception.receive(worker.name(0).encode(), [memoryview(encode(message))])
+    assert hosted.recoveries[0].missing == [1]
+    server.slices.close(1, 0)
+    assert not hosted.recoveries
+    assert list(hosted.shards[0].workers) == [0]

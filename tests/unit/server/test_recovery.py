@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 
 from echelon.cluster.messages import Configure, Contents, Offer, Part
 from echelon.cluster.placement import KeySpec, Layout
+from echelon.errors import JobError
 from echelon.schemes import Apply, Engine
 from echelon.server.shard.shard import Shard
 from echelon.server.slices.recovery import Recovery, rebuild
@@ -22,17 +25,22 @@ def offer(
     return Offer(1, LAYOUT.segments, [SLOT], None, [answered], contents, [joined], part)
 
 
-def engine_of(store: str, offers: dict[int, Offer]) -> Engine:
-    """Return the engine of a server that was rebuilt from offers."""
+def shard_of(store: str, offers: dict[int, Offer]) -> Shard:
+    """Return a server that was rebuilt from offers. The weights of each worker are its rank."""
     server = Shard(0, 1, dict.fromkeys(sorted(offers), ""), lambda *_: None, lambda _: None)
     recovery = Recovery(offers)
     recovery.config = Configure(1, 0, store, 3 if store == "dist_ssync" else None, None, "share")
-    weights = memoryview(bytes(4 * SLOT.padded))
     for worker, one in offers.items():
-        recovery.add(worker, one, [weights])
+        recovery.add(worker, one, [memoryview(struct.pack("f", worker) * SLOT.padded)] if one.slots else [])
     rebuild(server, recovery, None)
-    assert server.requests is not None
-    return server.requests.engine
+    return server
+
+
+def engine_of(store: str, offers: dict[int, Offer]) -> Engine:
+    """Return the engine of a server that was rebuilt from offers."""
+    requests = shard_of(store, offers).requests
+    assert requests is not None
+    return requests.engine
 
 
 def clocks_of(store: str, offers: dict[int, Offer]) -> dict[int, int]:
@@ -124,3 +132,21 @@ def test_a_round_without_an_update_is_not_a_version() -> None:
     assert (engine.version(0), engine.clock(0, 0)) == (6, 8)
     unknown = engine_of("dist_sync", {0: offer(8, 0), 1: offer(8, 0)})
     assert unknown.version(0) == 8
+
+
+def weight_of(server: Shard) -> float:
+    (value,) = set(server.storage.weights(LAYOUT.pieces(SLOT, 0)[0]).tolist())
+    return float(value)
+
+
+def test_a_late_worker_gives_its_initial_values_to_no_server() -> None:
+    """Nobody has pushed yet, so all have version 0."""
+    assert weight_of(shard_of("dist_sync", {0: offer(0, 0, part=Part.LATE), 1: offer(0, 0)})) == 1.0
+
+
+def test_weights_that_only_late_workers_could_give_are_lost() -> None:
+    new = Offer(1, [], [], None, [], [], [], Part.LATE)
+    with pytest.raises(JobError, match="the weights of slice 0 are lost"):
+        shard_of("dist_sync", {0: new, 1: offer(0, 0, part=Part.LATE)})
+    returned = offer(4, 4, {0: 4}, part=Part.LATE)  # it was removed while it was stopped, and has read the weights
+    assert weight_of(shard_of("dist_sync", {0: new, 1: returned})) == 1.0

@@ -104,6 +104,7 @@ class ServerStore(KVStore):
         """
         staleness, groups, lr_scale = self._settings
         session, late = self._session, self._session.joined_late
+        self.waiting.takes_part = not self.is_late  # a server that is being rebuilt asks during the greeting
 
         def greeting(slice_number: int) -> Configure:
             request, kind = self._client.next_id(), self.kind.name

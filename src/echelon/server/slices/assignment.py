@@ -207,9 +207,12 @@ class Slices:
         """Stop waiting for a worker that has closed a store."""
         if worker not in self.workers or not 0 <= number < MAX_STORES:
             return
+        self._closed.setdefault(number, set()).add(worker)
         for hosted in self.primaries:
             hosted.store_closed(number, worker, self.view.number, time.monotonic())
-        self._closed.setdefault(number, set()).add(worker)
+            if (recovery := hosted.recoveries.get(number)) is not None:
+                recovery.remove(worker)
+                self.recover_if_complete(hosted, number)
         self._forget(worker, number)
 
     def _settle(self, worker: int) -> None:

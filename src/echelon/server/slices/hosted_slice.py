@@ -184,6 +184,7 @@ class HostedSlice:
     def free(self, store: int) -> None:
         """Forget a store that all workers have closed. A backup does so when nobody is left in it."""
         self.shards.pop(store, None)
+        self.recoveries.pop(store, None)
 
     def _answer(
         self,

@@ -88,6 +88,11 @@ class Recovered(NamedTuple):
 def rebuild(shard: Shard, recovery: Recovery, saved: SavedState | None) -> Recovered:
     """Give an empty shard the newest weights of the workers, their clocks, and the saved state of the optimizer."""
     assert recovery.config is not None
+    if all(offer.part is Part.LATE and not offer.contents for offer, _ in recovery.offers.values()):
+        raise JobError(
+            f"the weights of slice {shard.rank} are lost, because its server and all workers that had them died; start "
+            "the job with --replicas 1, and resume from a checkpoint"
+        )
     shard.configure(recovery.config)
     requests = shard.requests
     assert requests is not None
@@ -154,7 +159,8 @@ def _take_weights(shard: Shard, recovery: Recovery, slots: Mapping[int, Slot]) -
 def _newest(offers: Mapping[int, Offer], key: int) -> tuple[int, Contents]:
     """Return the worker with the newest weights of a key, and what they contain.
 
-    Its rounds stand for a version that it does not know. Otherwise they do not count: a round may make no update.
+    Its rounds stand for a version that it does not know. Otherwise they do not count: a round may make no update. What
+    a late worker has before its first read are its own initial values, which the servers did not take.
     """
     found = []
     for worker, offer in offers.items():
@@ -162,8 +168,8 @@ def _newest(offers: Mapping[int, Offer], key: int) -> tuple[int, Contents]:
         for index, slot in enumerate(offer.slots):
             if slot.key == key:
                 rounds = offer.answered[index] if _has_begun(offer, index) else 0
-                found.append((seen.version, rounds, -worker, seen.clocks))
-    version, rounds, negative, clocks = max(found, key=itemgetter(0, 1, 2))
+                found.append((seen.version, rounds, offer.part is not Part.LATE, -worker, seen.clocks))
+    version, rounds, _, negative, clocks = max(found, key=itemgetter(0, 1, 2, 3))
     return -negative, Contents(version or rounds, clocks)
 
 
