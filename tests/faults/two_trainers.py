@@ -2,12 +2,14 @@
 
 Arguments: a JSON object with `store` and its settings (`options`), `num_samples`, `batch_size`, `epochs`, `out` (a
 folder), `order` (the Trainers, 0 and 1, in the order of their steps) and `loader`: use a DataLoader with a
-LeaseSampler. `slow_s` is how long a step of rank 1 takes longer.
+LeaseSampler. `slow_s` is how long a step of rank 1 takes longer. The rank `dies` kills itself once, after some steps.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -43,14 +45,21 @@ def main() -> None:
     ]
     rank = trainers[0].kvstore.rank
     seen: list[int] = []
+    first = Path(plan["out"]) / f"started-{rank}"
+    dies = plan.get("dies") == rank and not first.exists()
+    first.touch()
     for index in batches(trainers[0], plan):
-        time.sleep(plan["slow_s"] if rank == 1 else 0)
+        time.sleep(plan["slow_s"] if rank == 1 else plan.get("other_slow_s", 0))
+        if dies and len(seen) >= 4:
+            os.kill(os.getpid(), signal.SIGKILL)
         sum(model(index.float()[:, None]).sum() for model in models).backward()
         for number in plan["order"]:
             trainers[number].step(len(index))
         seen += index.tolist()
     for trainer in trainers:
         trainer.close()
+    weights = [[parameter.tolist() for parameter in model.parameters()] for model in models]
+    (Path(plan["out"]) / f"{rank}.weights").write_text(json.dumps(weights))
     (Path(plan["out"]) / f"{rank}.json").write_text(json.dumps(seen))
 
 

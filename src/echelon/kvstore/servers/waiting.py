@@ -33,6 +33,7 @@ class Waiting:
         self._wire = wire
         self.on_missed_rounds: Callable[[], None] | None = None  # set by Trainers, whose rounds a wait interrupts
         self.on_joined: Callable[[], None] = lambda: None  # set by Trainers, which fetch the weights of the round
+        self.check_join: Callable[[], None] = lambda: None  # set by Trainers; raises if others must not wait for it
         self.on_removed: Callable[[], None] | None = None  # set by Trainers, which join the job again
         self.takes_part = True  # False: this worker has come late, and no round waits for it before `join`
         self.has_retired = False
@@ -109,6 +110,8 @@ class Waiting:
     def _join_rounds(self) -> None:
         """Take part from the next clock on that is free on all servers. This worker has no push in flight."""
         clocks = self._send_to_all(None, {})
+        if not self.takes_part and any(clocks.values()):
+            self.check_join()
         for attempt in itertools.count(1):  # others may make rounds between the answers and the next request
             latest = max(clocks.values(), default=0)
             first = latest + attempt if latest else 0

@@ -99,6 +99,7 @@ class ServerTrainer(Trainer, store=ServerStore):
         self.kvstore.waiting.on_missed_rounds = self.refresh
         self.kvstore.waiting.on_joined = self._fetch_all
         self.kvstore.waiting.on_removed = self._join_again
+        self.kvstore.waiting.check_join = self._check_join
         _OPEN.add(self)
 
     # --- the loop
@@ -171,6 +172,25 @@ class ServerTrainer(Trainer, store=ServerStore):
         store = self.kvstore
         in_rounds = store.kind.lock_step and store.waiting.takes_part and not store.waiting.has_retired
         return in_rounds and not store.is_closed and self._leased is None and not self._gradients_sent
+
+    def _check_join(self) -> None:
+        """Raise UsageError if this late worker takes part in lock-step rounds of another Trainer already.
+
+        The others make the steps of both in turns. It would join this one at another step of their loop than that one,
+        and then each side waits for the other. If it ends, the others continue, and train its samples.
+        """
+        store = self.kvstore
+        beside = [one.kvstore for one in _OPEN if one is not self and not one.kvstore.is_closed]
+        if (
+            store.kind.lock_step
+            and len(store.workers) > 1
+            and any(other.kind.lock_step and other.waiting.takes_part for other in beside)
+        ):
+            raise UsageError(
+                f"worker {store.rank} cannot join a running job that steps two Trainers with {store.kind.name}: their "
+                "rounds may be at different steps of the loop; the other workers continue without it (dist_ssync and "
+                "dist_async admit it)"
+            )
 
     def join_again(self, error: WorkerRemoved) -> None:
         log.warning("%s; this worker joins the job again", error)
