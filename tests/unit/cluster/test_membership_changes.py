@@ -28,6 +28,7 @@ from echelon.cluster.messages import (
     Slice,
     SliceInSync,
     StoreClosed,
+    StoreEnded,
     StoreIsAt,
     StoreProgress,
     StoreState,
@@ -208,6 +209,81 @@ def test_what_a_process_did_without_a_connection_counts() -> None:
     assert sent(sends, StoreClosed)[101] == StoreClosed(0, 0)
     assert sent(sends, Halt)[101] == Halt("the target is reached", 1)
     assert membership.num_open_stores(NEW) == 1
+
+
+def late(membership: Membership, rank: int) -> None:
+    """Let a late worker join, on NEW, and open store 0."""
+    membership.register(NEW, Register("worker", rank, "host", 7, "", "late"))
+    membership.store_opened(NEW, 0)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_late_worker_that_waits_for_the_end_still_does_after_it_returned(is_restarted: bool) -> None:
+    """It has never taken part, so its report says that it does not."""
+    membership = running(2, 0, Rules(max_workers=3))
+    for connection in (100, 101):
+        membership.barrier(connection, 1)
+    late(membership, 2)
+    for connection in (100, 101):
+        membership.store_ending(connection, 0)
+    report = returning(membership, "late", StoreState(0, 0, 1, ending=True, takes_part=False), num_opened=1)
+    if is_restarted:
+        others = [returning(membership, f"w{i}", StoreState(0, 1, 1, ending=True), num_opened=1) for i in (0, 1)]
+        membership = restarted(membership, Rules())
+        for connection, one in enumerate(others):
+            membership.return_(connection, one)
+    assert NEW + 1 in sent(membership.return_(NEW + 1, report), StoreEnded)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_late_worker_that_returns_before_the_first_barrier_takes_part(is_restarted: bool) -> None:
+    """It has opened the store, and lost its connection before the scheduler said whether it is late for it."""
+    membership = running(1, 0, Rules(max_workers=2))
+    late(membership, 1)
+    report = returning(membership, "late", StoreState(0, 0, 0, takes_part=False), num_opened=1)
+    if is_restarted:
+        other = returning(membership, "w0", StoreState(0, 0, 0), num_opened=1)
+        membership = restarted(membership, Rules())
+        membership.return_(100, other)
+    sends = membership.return_(NEW + 1, report)
+    assert sent(sends, StoreIsAt)[NEW + 1] == StoreIsAt(0, 0, True)
+    assert membership.barrier(100, 1) == []
+    assert sent(membership.barrier(NEW + 1, 1), BarrierDone).keys() == {100, NEW + 1}
+
+
+def test_a_process_that_returned_and_registers_again_is_another_one() -> None:
+    """A worker was told that it is removed. The scheduler was killed before it told the others, who list the worker."""
+    before = running(2, 0, Rules())
+    after = restarted(before, Rules())
+    for rank in (0, 1):
+        after.return_(rank, returning(before, f"w{rank}", StoreState(0, 0, 0), num_opened=1))
+    sends = after.register(1, Register("worker", 1, "host", 1, "", "again"))
+    roster = sent(sends, Roster)[1]
+    assert (roster.late, [member.token for member in roster.members]) == (True, ["w0", "again"])
+    assert view_of(sends, 0).members == roster.members == after.members
+    after.store_opened(1, 0)  # its first one
+
+
+def test_a_process_that_did_not_receive_the_first_roster_is_not_late() -> None:
+    membership = running(2, 1, Rules(), stores=0)
+    membership.store_opened(100, 0)
+    membership.store_closed(100, StoreClosed(0, 0))
+    for connection, request in (
+        (NEW, Register("worker", 1, "host", 1, "", "w1")),
+        (NEW + 1, Register("server", 0, "host", 2, "tcp://host:0", "s0")),
+    ):
+        sends = membership.register(connection, request)
+        assert not sent(sends, Roster)[connection].late, "the others have not begun without it"
+        assert Send(connection, StoreClosed(0, 0)) in sends
+    assert membership.store_opened(NEW, 0) == [], "and it does not wait for an answer"
+
+
+def test_a_late_process_that_did_not_receive_its_roster_is_late() -> None:
+    membership = running(2, 0, Rules())
+    membership.lost(101, "x")
+    request = Register("worker", 1, "host", 7, "", "again")
+    assert sent(membership.register(NEW, request), Roster)[NEW].late
+    assert sent(membership.register(NEW + 1, request), Roster)[NEW + 1].late
 
 
 # --- servers

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from echelon.cluster.messages import Barrier, ControlMessage, Departure, Register, View
+from echelon.cluster.messages import Barrier, ControlMessage, Departure, Register, StoreOpened, View
 from echelon.environment import Job
 from echelon.errors import JobError, WorkerRemoved
 from echelon.kvstore.create import _listed_groups
@@ -112,6 +112,28 @@ def test_a_late_worker_does_not_hold_up_barriers_and_takes_part_from_then_on(joi
     late.barrier()
     for thread in waiting:
         thread.join()
+
+
+def test_a_late_worker_that_loses_its_connection_while_it_opens_a_store(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not know yet that it is late for the store, and the others must not wait for it."""
+    first, second = two(join)
+    stores = [first.open_store(), second.open_store()]
+    in_threads(stores[0].barrier, stores[1].barrier)
+    third = join(2)
+    send = third._control.send
+
+    def lose_opening(message: ControlMessage) -> None:
+        if isinstance(message, StoreOpened):
+            third._control._replace("no message for 1.1 s")
+        else:
+            send(message)
+
+    monkeypatch.setattr(third._control, "send", lose_opening)
+    late = third.open_store()
+    assert late.is_late
+    in_threads(stores[0].barrier, stores[1].barrier)
 
 
 def test_a_removed_worker_is_told_and_joins_again(join: Join) -> None:

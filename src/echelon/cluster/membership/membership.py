@@ -61,6 +61,7 @@ class Membership(StoreMessages):
         self._leavers = Leavers()
         self._removed: dict[str, tuple[str, str]] = {}  # token -> the process that was removed, and why
         self._finished: set[str] = set()  # the workers that have finished
+        self._late: set[str] = set()  # the tokens of members that joined when the job was running
         self._rebuilding = Rebuilding() if self._rules.is_restarted else None
         self._rebuilds, self._without_workers = Patience(), Patience()
         self.over = False
@@ -114,12 +115,16 @@ class Membership(StoreMessages):
             return []
         if connection not in self._members and (earlier := self.connection_of(request.token)) is not None:
             self._members[connection] = self._members.pop(earlier)
+        sends: list[Send] = []
         if (known := self._members.get(connection)) is not None:
-            return [Send(connection, Registered(known.rank)), *self._roster_for(connection)]
+            if known.token == request.token:
+                return [Send(connection, Registered(known.rank)), *self._roster_for(connection)]
+            # An earlier scheduler removed it and told nobody else, so it was a member again when it returned.
+            sends = self._remove(connection, Departure.DIED, "it joins the job again")
         refusal = self._refusal(request)
         if refusal is not None:
-            return [Send(connection, Refused(refusal))]
-        return self._admit(connection, request)
+            return [*sends, Send(connection, Refused(refusal))]
+        return sends + self._admit(connection, request)
 
     def _admit(self, connection: int, request: Register) -> list[Send]:
         taken = {m.rank for m in self._members.values() if m.role == request.role}
@@ -150,21 +155,26 @@ class Membership(StoreMessages):
         departure = Departure.RETURNED if was_removed else Departure.JOINED
         if was_removed:
             self._trains_itself(member)
+        self._late.add(member.token)
         if member.role == WORKER:
             self._stores.late.add(member.rank)
         else:
             self.slices = with_server(self.slices, member.rank, self._rules.replicas)
         views = self._new_view(departure, f"{member} {departure.value}")
         others = [send for send in views if send.to != connection]
-        return [*self._roster_for(connection), *self._facts_for(connection), *others]
+        return [*self._roster_for(connection), *others]
 
     def _roster_for(self, connection: int) -> list[Send]:
-        """Return the roster of the running job."""
+        """Return the roster of the running job, and what a new process must know of its stores.
+
+        A process that did not receive the first roster is not late: no barrier is complete without it.
+        """
         if self.last_view is None:
             return []
         view, stores = self.last_view, self._stores.progress
-        roster = Roster(view.members, view.number, view.slices, stores, late=True, outcome=self.outcome)
-        return [Send(connection, roster)]
+        late = self._members[connection].token in self._late
+        roster = Roster(view.members, view.number, view.slices, stores, late=late, outcome=self.outcome)
+        return [Send(connection, roster), *self._facts_for(connection)]
 
     def _limit(self, role: str) -> int:
         """Return how many processes of a role the job may have."""
@@ -340,6 +350,7 @@ class Membership(StoreMessages):
         member = self._members.pop(connection, None)
         if member is None or self.over:
             return []
+        self._late.discard(member.token)
         if not self.running:
             return self.abort(f"{member} {departure.value} before the job started: {why}")
         reason = f"{member} {departure.value}: {why}"

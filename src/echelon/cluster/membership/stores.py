@@ -114,9 +114,11 @@ class Stores:
     def reach(self, rank: int, number: int, sequence: int) -> None:
         """Record that a worker has reached a barrier of a store."""
         self.check_open(rank, number)
-        if rank in self._of(number).outside:
+        if self.is_outside(rank, number):
             raise Forbidden(f"it reaches barrier {sequence} of store {number}, in which it does not take part yet")
-        self._of(number).reach(rank, sequence)
+        barriers = self._of(number)
+        barriers.reach(rank, sequence)
+        barriers.outside.discard(rank)  # it took part, because no barrier was complete: `restore` did not know that
 
     def end(self, rank: int, number: int) -> None:
         """Record that a worker waits until all others have no more pushes to a store."""
@@ -156,7 +158,7 @@ class Stores:
             del self._open[rank], self._num_opened[rank]
         for state in report.stores:
             barriers = self._of(state.number)
-            if state.takes_part:
+            if state.takes_part or state.ending:  # the end of a store also waits for a late worker that waits for it
                 barriers.restore(rank, state.barriers, state.barriers_done, ending=state.ending)
             else:
                 barriers.outside.add(rank)

@@ -172,6 +172,7 @@ class Session:
             store = self._store(self._num_opened)
             assert store is not None
             self._num_opened += 1
+            store.is_late = self.is_late  # until the scheduler answers; its answer may get lost with the connection
             self.send(StoreOpened(store.number))
             if self.is_late:
                 store.wait_for_position()
