@@ -1,7 +1,8 @@
 """Processes of a simulated job around the scheduler's state machine, and a naive model of what must hold.
 
-A process acts as those of `kvstore/servers/session.py` and `server/serve.py` do: it keeps what it has received, and
-returns with it when its connection was lost. Messages to a process that is cut off are dropped, and so are its own.
+A process acts as those of `kvstore/servers/session.py`, `store_session.py` and `server/serve.py` do: it keeps what it
+has received, goes on while it is cut off, and returns with what it knows then. Messages to a process that is cut off
+are dropped, and so are its own; those of a process that is deaf arrive, but not what it is answered.
 """
 
 from __future__ import annotations
@@ -49,28 +50,37 @@ class Store:
     """One worker's part in a store."""
 
     reached: int = 0
+    awaited: int = 0  # the last barrier that it called; a late worker does not wait for those that it has missed
     done: int = 0
     ending: bool = False
     ended: bool = False
-    takes_part: bool = True
+    is_late: bool = False
+    position: int | None = None  # of a late worker, which waits for it when it opens the store
     joining: bool = False
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether others wait for this worker: one that waits for the end does, also if it was late."""
+        return self.ending or not self.is_late
 
 
 @dataclass
 class Process:
-    """A process of the job. `connection` is None while it is cut off."""
+    """A process of the job. `connection` is 0 when the scheduler has closed it, or has noticed that it is lost."""
 
     role: str
     rank: int | None
     pid: int
     token: str
-    connection: int | None
-    last_connection: int
+    connection: int
+    is_cut: bool = False  # nothing arrives in either direction
+    is_deaf: bool = False  # what the scheduler sends does not arrive
     is_alive: bool = True
     has_joined: bool = False
-    is_removed: bool = False
+    is_removed: bool = False  # it was told so, and has not joined again
     is_late: bool = False
     is_over: bool = False
+    has_left: bool = False
     view: int = 0
     members: list[Member] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
@@ -78,6 +88,24 @@ class Process:
     stores: dict[int, Store] = field(default_factory=dict)
     num_opened: int = 0
     synced: set[int] = field(default_factory=set)  # slices whose present backup this server has filled
+
+    @property
+    def can_send(self) -> bool:
+        return bool(self.connection) and not self.is_cut
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether messages arrive in both directions."""
+        return self.can_send and not self.is_deaf
+
+    @property
+    def can_act(self) -> bool:
+        """Whether it uses stores: it does not know that it was removed, and is not about to join."""
+        return self.is_alive and self.has_joined and not self.is_removed and not self.is_over
+
+    def waits_for_position(self, number: int) -> bool:
+        """Whether it is in `Session.open_store` or `rejoin`."""
+        return self.is_late and self.stores[number].position is None
 
     @property
     def name(self) -> str:
@@ -92,7 +120,7 @@ class Process:
 
     def report(self) -> Return:
         states = [
-            StoreState(number, store.reached, store.done, store.ending, takes_part=store.takes_part)
+            StoreState(number, store.reached, store.done, store.ending, takes_part=not store.is_late)
             for number, store in self.stores.items()
         ]
         mine = [(number, one) for number, one in enumerate(self.slices) if self.rank == one.primary]
@@ -101,9 +129,19 @@ class Process:
 
     def take_view(self, number: int, members: list[Member], slices: list[Slice], outcome: Outcome) -> None:
         assert number >= self.view, f"{self.name}: view {number} after {self.view}"
-        backups = [one.backup for one in self.slices]
-        self.synced = {n for n in self.synced if n < len(slices) and slices[n].backup == backups[n]}
+        before, after = _backups(self.slices, self.members), _backups(slices, members)
+        self.synced = {n for n in self.synced if n < len(slices) and before[n] == after[n]}
         self.view, self.members, self.slices, self.outcome = number, members, slices, outcome
+
+
+def _tokens(members: list[Member]) -> set[str]:
+    return {member.token for member in members}
+
+
+def _backups(slices: list[Slice], members: list[Member]) -> list[str | None]:
+    """Return the tokens of the backups of slices."""
+    tokens = {member.rank: member.token for member in members if member.role == SERVER}
+    return [None if one.backup is None else tokens.get(one.backup) for one in slices]
 
 
 class World:
@@ -116,6 +154,7 @@ class World:
         self.processes: list[Process] = []
         self.living: dict[str, Process] = {}  # the members of the job, by token
         self.holders: list[set[str]] = []  # of each slice, the tokens of the servers that have all of it
+        self.reports: dict[str, Return] = {}  # of those that have returned to a scheduler that waits for them
         self.num_restarts, self.restarted_at = 0, 0.0
         self.roster: Roster | None = None
         self._last = 0
@@ -135,39 +174,61 @@ class World:
         self.num_restarts += 1
         self.restarted_at = self.now
         self.start_scheduler(replace(self.rules, is_restarted=True))
+        self.reports = {}
         for process in self.processes:
-            process.connection, process.last_connection = None, 0
+            process.connection = 0
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        was_rebuilding = self.membership.is_rebuilding
-        self.deliver(self.dispatch.tick(self.now))
-        self.after(was_rebuilding)
+        was_running = self.membership.running
+        self.finish(self.dispatch.tick(self.now), was_running)
 
     def send(self, process: Process, message: FromProcess) -> None:
         """Let a process send a message, which is lost if it is cut off."""
-        if process.connection is None:
-            return
-        was_rebuilding = self.membership.is_rebuilding or not self.membership.running
-        self.deliver(self.dispatch.handle(process.connection, message))
-        self.after(was_rebuilding)
+        if process.can_send:
+            was_running = self.membership.running
+            self.finish(self.handle(process.connection, message), was_running)
+
+    def handle(self, connection: int, message: FromProcess) -> list[Send]:
+        """Handle a message. A process that leaves, or registers as another one, is not a member any more."""
+        member = self.membership.member(connection)
+        if member is not None and not self.membership.is_rebuilding:
+            is_another = isinstance(message, Register) and message.token != member.token
+            if is_another or isinstance(message, Leave):
+                self.living.pop(member.token, None)
+        return self.dispatch.handle(connection, message)
 
     def lose(self, process: Process) -> None:
-        """Let the scheduler notice that the last connection of a process is lost."""
-        process.connection = None
-        if not self.membership.is_rebuilding and self.membership.member(process.last_connection) is not None:
+        """Let the scheduler notice that the connection of a process is lost."""
+        connection, process.connection = process.connection, 0
+        if not self.membership.is_rebuilding and self.membership.member(connection) is not None:
             self.living.pop(process.token, None)
-        self.deliver(self.membership.lost(process.last_connection, "lost"))
+        if not process.has_left:  # a message that it leaves is handled when the members are known
+            self.reports.pop(process.token, None)
+        self.deliver(self.dispatch.lost(connection, "lost"))
 
-    def after(self, was_rebuilding: bool) -> None:
-        if was_rebuilding and self.membership.running:
-            self.living = {t: p for t, p in self.living.items() if self.membership.connection_of(t) is not None}
+    def finish(self, sends: list[Send], was_running: bool) -> None:
+        """Deliver what the scheduler sends, and let it handle the messages that it has kept, as its loop does."""
+        if self.membership.running and not was_running and self.reports:
+            self.count_returned()
+        self.deliver(sends)
+        connections = {process.connection for process in self.processes}
         for connection, message in self.dispatch.take_kept():
-            sender = next((process for process in self.processes if process.connection == connection), None)
-            if sender is not None:
-                if isinstance(message, Leave):
-                    self.living.pop(sender.token, None)
-                self.deliver(self.dispatch.handle(connection, message))
+            if connection in connections or self.membership.member(connection) is not None:
+                was_running = self.membership.running
+                self.finish(self.handle(connection, message), was_running)
+
+    def count_returned(self) -> None:
+        """The job continues with those that have returned, as far as the newest view that one of them knows lists them.
+
+        A member that was removed by an earlier scheduler, without anybody who returns knowing it, is one again. Those
+        that have not returned are removed before anybody is told, so that no barrier waits for them.
+        """
+        newest = max(self.reports.values(), key=lambda report: report.view)
+        listed = {member.token for member in newest.members}
+        by_token = {process.token: process for process in self.processes}
+        self.living = {token: by_token[token] for token in self.reports if token in listed}
+        self.reports = {}
 
     # --- the processes
 
@@ -176,19 +237,31 @@ class World:
 
     def add(self, role: str, rank: int | None) -> Process:
         self._last += 1
-        process = Process(role, rank, self._last, f"t{self._last}", self._last, self._last)
+        process = Process(role, rank, self._last, f"t{self._last}", self._last)
         self.processes.append(process)
         self.send(process, process.register())
         return process
 
     def connect(self, process: Process) -> None:
-        """Let a process that is cut off come back on a new connection."""
+        """Let a process that is cut off or deaf come back on a new connection. Others of its own are closed then.
+
+        One that was removed and has not joined again yet returns like others: it does so from another thread.
+        """
         self._last += 1
-        process.connection = process.last_connection = self._last
-        self.send(process, process.report() if process.has_joined else process.register())
+        process.connection, process.is_cut, process.is_deaf = self._last, False, False
+        report = process.report() if process.has_joined else process.register()
+        if isinstance(report, Return) and not self.membership.running:
+            self.reports[process.token] = report
+        self.send(process, report)
         for number, store in process.stores.items():
-            if store.joining:
+            if store.joining and process.has_joined:
                 self.send(process, StoreJoined(number))
+
+    def leave(self, process: Process, *, failed: bool) -> None:
+        """Let a process leave. It closes its connection at once."""
+        process.is_alive, process.has_left = False, True
+        self.send(process, Leave("done", failed))
+        self.lose(process)
 
     def rejoin(self, process: Process) -> None:
         self._last += 1
@@ -197,30 +270,43 @@ class World:
         self.send(process, process.register())
 
     def deliver(self, sends: list[Send]) -> None:
-        by_connection = {p.connection: p for p in self.processes if p.connection is not None and p.is_alive}
+        by_connection = {p.connection: p for p in self.processes if p.connection}
         for to, message in sends:
-            if (process := by_connection.get(to)) is not None:
+            if (process := by_connection.get(to)) is None:
+                continue
+            if isinstance(message, Roster):
+                self.admit(process, message)
+            if process.is_alive and process.is_connected:
                 self.receive(process, message)
+
+    def admit(self, process: Process, roster: Roster) -> None:
+        """A process is a member when the scheduler sends the roster, also if it does not receive it."""
+        if self.roster is None or not (roster.late or process.token in _tokens(self.roster.members)):
+            self.start_job(roster)
+        process.rank = next(member.rank for member in roster.members if member.token == process.token)
+        is_new = process.token not in self.living
+        self.living[process.token] = process
+        if roster.late and is_new and process.role == SERVER:
+            self.adopt_slices(process, roster)
 
     def receive(self, process: Process, message: ControlMessage) -> None:
         match message:
             case Registered(rank):
                 process.rank = rank
-            case Roster():
+            case Roster() if not process.has_joined:
+                process.view = 0  # nobody returned to a new scheduler, so the job of this roster may be another one
                 process.take_view(message.view, message.members, message.slices, message.outcome)
                 process.is_late, process.has_joined, process.is_removed = message.late, True, False
-                if not message.late and message is not self.roster:
-                    self.start_job(message)
-                self.living[process.token] = process
-                if message.late:
-                    self.open_again(process)
-                if message.late and process.role == SERVER:
-                    self.adopt_slices(process)
+                self.open_again(process)
             case View():
-                process.take_view(message.number, message.members, message.slices, message.outcome)
+                if process.has_joined and not process.is_removed:
+                    process.take_view(message.number, message.members, message.slices, message.outcome)
                 self.record_sync(message)
-            case Removed():
+            case Removed() if process.has_joined:
+                self.reports.pop(process.token, None)
                 process.is_removed = True
+                if process.role == SERVER:  # it ends
+                    process.is_alive, process.is_cut = False, True
             case Refused() | Abort() | Finish():
                 process.is_over = True
             case BarrierDone(sequence, number):
@@ -230,10 +316,10 @@ class World:
                 store.ended = True
             case StoreIsAt(number, barriers, takes_part) if (store := process.stores.get(number)) is not None:
                 if not takes_part:
-                    store.takes_part, store.done = False, max(store.done, barriers)
-                elif not store.takes_part or store.joining:
-                    store.takes_part, store.joining = True, False
-                    store.reached = max(store.reached, barriers)
+                    store.position, store.done, store.is_late = barriers, max(store.done, barriers), True
+                elif store.joining or store.position is None:
+                    store.position, store.reached = barriers, max(store.reached, barriers)
+                    store.joining = store.is_late = False
 
     def start_job(self, roster: Roster) -> None:
         """All processes are new. The scheduler may have been started again, and nobody of an earlier job returned."""
@@ -246,7 +332,7 @@ class World:
         self.holders = [{tokens[s] for s in (one.primary, one.backup) if s is not None} for one in roster.slices]
 
     def open_store(self, process: Process) -> None:
-        process.stores[process.num_opened] = Store()
+        process.stores[process.num_opened] = Store(is_late=process.is_late)
         process.num_opened += 1
         self.send(process, StoreOpened(process.num_opened - 1))
 
@@ -254,15 +340,15 @@ class World:
         opened, stores = process.num_opened, process.stores
         for number in range(opened):
             if number in stores:
-                stores[number] = Store()
+                stores[number] = Store(is_late=True)
             self.send(process, StoreOpened(number))
             if number not in stores:
                 assert process.rank is not None
                 self.send(process, StoreClosed(number, process.rank))
 
-    def adopt_slices(self, process: Process) -> None:
+    def adopt_slices(self, process: Process, roster: Roster) -> None:
         """A new server recovers the slices that nobody has, and is an empty backup of others."""
-        for number, one in enumerate(process.slices):
+        for number, one in enumerate(roster.slices):
             if one.primary == process.rank:
                 assert not self.holders[number] & self.living.keys(), "a server that has the slice lives"
                 self.holders[number] = {process.token}
@@ -296,9 +382,10 @@ class World:
     def reach(self, process: Process, number: int) -> None:
         store = process.stores[number]
         store.reached += 1
+        store.awaited = store.reached
         self.send(process, Barrier(store.reached, number))
 
     def end(self, process: Process, number: int) -> None:
         store = process.stores[number]
-        store.ending, store.takes_part, store.joining = True, True, False
+        store.ending = True
         self.send(process, StoreEnding(number))
