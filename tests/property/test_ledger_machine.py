@@ -155,8 +155,6 @@ class Jobs(RuleBasedStateMachine):
         worker = self.workers.get(rank)
         if worker is not None and not worker.waits and not worker.ended:
             held = [lease for lease in worker.leases if lease.trained < len(lease.batches)]
-            if len(worker.leases) - len(held) > 3:
-                self.report(rank)  # a lease is reported one step after its last batch, long before it is forgotten
             if len(held) < 2:
                 worker.request, worker.waits = worker.request + 1, True
                 self.deliver(self.ledger.take(rank, worker.request, 0))

@@ -88,7 +88,7 @@ class ServerStore(KVStore):
         self._wire = Wire(client, len(session.slice_addresses), transport, events)
         self.rows = RowWire(client, self._wire)
         self._clipped = ClippedRounds(client, self._wire)
-        self.waiting = Waiting(session, client, self._wire)
+        self.waiting = Waiting(session, client, self._wire, lock_step=self.kind.lock_step)
         self._halt_requested = False
         self.on_ledger: Callable[[], None] = lambda: None  # called when a ledger is opened
         self.work: list[Work] = []  # the samples of the pushes that follow, if a ledger gave them

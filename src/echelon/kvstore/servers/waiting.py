@@ -11,7 +11,7 @@ continues alone. It takes part from the next round on that is free on all server
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from echelon.cluster.messages import Join, Joined, Part, Pause, Resume, Resumed, Retire
@@ -24,11 +24,36 @@ T = TypeVar("T")
 MAX_LAG = 4  # rounds between keys that workers push in the same step; others are pushed less often
 
 
+def pushed_seldom(answers: Sequence[Mapping[int, int]], own: Mapping[int, int], lock_step: bool) -> set[int]:
+    """Return the keys that workers push less often than the others. All other keys have the same clock in a step.
+
+    A worker that has pushed knows them from its `own` clocks. A new one compares the clocks in each server's answer.
+    The answers of several servers can be compared only in `lock_step`: otherwise a server that has not received yet
+    that a slow worker waits, or joins, answers with another clock than one that has.
+    """
+    newest_own = max(own.values(), default=0)
+    known = own if newest_own else {}
+    often = {key for key, clock in known.items() if clock >= newest_own - MAX_LAG}
+    newest = max((clock for answer in answers for clock in answer.values()), default=0)
+    for answer in answers:
+        limit = (newest if lock_step else max(answer.values())) - MAX_LAG
+        often |= {key for key, clock in answer.items() if clock >= limit and key not in known}
+    return {key for answer in answers for key in answer} - often
+
+
+def _newest(answers: Sequence[Mapping[int, int]]) -> dict[int, int]:
+    clocks: dict[int, int] = {}
+    for answer in answers:
+        clocks |= {key: max(clock, clocks.get(key, 0)) for key, clock in answer.items()}
+    return clocks
+
+
 class Waiting:
     """The part of one worker in the rounds of one store: it takes part, waits for others, or has retired."""
 
-    def __init__(self, session: StoreSession, client: Client, wire: Wire) -> None:
+    def __init__(self, session: StoreSession, client: Client, wire: Wire, *, lock_step: bool) -> None:
         self._session = session
+        self._lock_step = lock_step
         self._client = client
         self._wire = wire
         self.on_missed_rounds: Callable[[], None] | None = None  # set by Trainers, whose rounds a wait interrupts
@@ -109,32 +134,30 @@ class Waiting:
 
     def _join_rounds(self) -> None:
         """Take part from the next clock on that is free on all servers. This worker has no push in flight."""
-        clocks = self._send_to_all(None, {})
+        answers = self._send_to_all(None, {})
+        clocks = _newest(answers)
+        seldom = pushed_seldom(answers, self._wire.clocks, self._lock_step)
         if not self.takes_part and any(clocks.values()):
             self.check_join()
         for attempt in itertools.count(1):  # others may make rounds between the answers and the next request
-            latest = max(clocks.values(), default=0)
+            latest = max((clock for key, clock in clocks.items() if key not in seldom), default=0)
             first = latest + attempt if latest else 0
-            firsts = {key: clock for key, clock in clocks.items() if clock < latest - MAX_LAG}
+            firsts = {key: clock for key, clock in clocks.items() if key in seldom}
             recovered = self._wire.num_recovered
-            refused = self._send_to_all(first, firsts)
+            refused = _newest(self._send_to_all(first, firsts))
             if not refused and recovered == self._wire.num_recovered:  # a server that lost its state has forgotten it
                 break
             clocks = {key: max(clock, refused.get(key, 0)) for key, clock in clocks.items()}
         self._wire.join_at({key: firsts.get(key, first) for key in clocks})
         self.takes_part, self._is_waiting = True, False
 
-    def _send_to_all(self, first: int | None, firsts: dict[int, int]) -> dict[int, int]:
-        """Send a request to join. Return the latest clocks of the servers that did not accept, by key."""
+    def _send_to_all(self, first: int | None, firsts: dict[int, int]) -> list[dict[int, int]]:
+        """Send a request to join. Return of each server that did not accept the latest clocks, by key."""
         servers = range(self._wire.layout.num_servers)
         tickets = [self._client.send(server, Join(self._client.next_id(), first, firsts)) for server in servers]
         self._client.wait(tickets)
-        clocks: dict[int, int] = {}
-        for answer in (ticket.response for ticket in tickets):
-            assert isinstance(answer, Joined)
-            for key, clock in answer.clocks.items():
-                clocks[key] = max(clock, clocks.get(key, 0))
-        return clocks
+        answers = [ticket.response for ticket in tickets]
+        return [answer.clocks for answer in answers if isinstance(answer, Joined) and answer.clocks]
 
     def _pause_siblings(self) -> list[StoreSession]:
         """Let others make rounds of this worker's other Trainers while it waits in this one."""

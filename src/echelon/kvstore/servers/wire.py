@@ -235,6 +235,11 @@ class Wire:
         return self._clocks[slot.key]
 
     @property
+    def clocks(self) -> Mapping[int, int]:
+        """How often this worker has pushed each key."""
+        return self._clocks
+
+    @property
     def newest_clock(self) -> int:
         """How often this worker has pushed the keys that it pushes in every step."""
         return max(self._clocks.values(), default=0)
