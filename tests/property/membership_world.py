@@ -171,6 +171,16 @@ class World:
         self.dispatch = Dispatch(self.membership, EventLog(None, "scheduler", 0), self.sizes[1])
 
     def restart_scheduler(self) -> None:
+        """Lose the scheduler, and start it again.
+
+        A member that the first new scheduler removed while it was cut off, and that is still cut off when that one is
+        lost, too, does not return: it could be taken for the job if it came first. A network cut that outlasts two
+        losses of the scheduler is beyond the failure model (docs/reliability.md).
+        """
+        if self.num_restarts:
+            for process in self.processes:
+                if process.has_joined and not process.is_removed and process.token not in self.living:
+                    process.is_alive = False
         self.num_restarts += 1
         self.restarted_at = self.now
         self.start_scheduler(replace(self.rules, is_restarted=True))
@@ -201,10 +211,11 @@ class World:
     def lose(self, process: Process) -> None:
         """Let the scheduler notice that the connection of a process is lost."""
         connection, process.connection = process.connection, 0
-        if not self.membership.is_rebuilding and self.membership.member(connection) is not None:
-            self.living.pop(process.token, None)
+        member = self.membership.member(connection)
+        if not self.membership.is_rebuilding and member is not None:
+            self.living.pop(member.token, None)  # its own token may be newer, if it was told that it was removed
         if not process.has_left:  # a message that it leaves is handled when the members are known
-            self.reports.pop(process.token, None)
+            self.reports = {token: report for token, report in self.reports.items() if report.member.pid != process.pid}
         self.deliver(self.dispatch.lost(connection, "lost"))
 
     def finish(self, sends: list[Send], was_running: bool) -> None:
@@ -226,8 +237,9 @@ class World:
         """
         newest = max(self.reports.values(), key=lambda report: report.view)
         listed = {member.token for member in newest.members}
-        by_token = {process.token: process for process in self.processes}
-        self.living = {token: by_token[token] for token in self.reports if token in listed}
+        by_pid = {process.pid: process for process in self.processes}
+        returned = {token: by_pid[report.member.pid] for token, report in self.reports.items()}
+        self.living = {token: process for token, process in returned.items() if token in listed}
         self.reports = {}
 
     # --- the processes
