@@ -200,7 +200,8 @@ class Agent:
         return library_variables(job, start.local_workers, one_machine=False, given=start.environment)
 
     def _read_output(self) -> None:
-        assert self._process is not None
+        if self._process is None:
+            return  # the same turn of the selector has handled its end, which has read the rest
         data = self._process.read_output()
         if data:
             self._send(Output(data))
