@@ -50,25 +50,28 @@ def test_loss_and_delay_do_not_change_a_bit_under_dist_sync(network: Network, tm
     assert len(set.union(*digests)) == 1, digests
 
 
-def near_rates(network: Network, folder: Path, far: Work | None = None, *, far_is_near: bool = False) -> list[float]:
-    """Run two near workers under dist_async, perhaps beside a far one; return their rates. Every push counts once."""
+def check_slow_worker(network: Network, folder: Path, slow: Work, *, is_far: bool) -> None:
+    """Run two near workers under dist_async beside a slow one, which must not hold them up. Every push counts once.
+
+    A worker that is held up has the rate of the slow one, so how busy this machine is makes no difference.
+    """
     h1, h2 = network.hosts
-    num_workers = 2 if far is None else 3
     near = Work("dist_async", NEAR_CLOCKS, NEAR_CLOCKS, 3)
-    with LinkJob(folder, num_workers) as job:
+    with LinkJob(folder, 3) as job:
         job.start_on(h1, "scheduler 0")
         job.start_on(h1, "server 0")
         for rank in range(2):
             job.start_worker(h1, rank, near)
-        if far is not None:
-            job.start_worker(h1 if far_is_near else h2, 2, far)
+        job.start_worker(h2 if is_far else h1, 2, slow)
         job.assert_succeeded(120.0)
-        rates = [job.rate(rank, LAST) for rank in range(2)]
-        expected = [[1] * NEAR_CLOCKS] * 2
-        expected += [[1] * (far.clocks if far else 0) + [0] * (NEAR_CLOCKS - (far.clocks if far else 0))]
-        for rank in range(num_workers):
-            assert job.pushes_applied(rank) == expected
-        return rates
+        *rates, slow_rate = (job.rate(rank, last) for rank, last in ((0, LAST), (1, LAST), (2, slow.clocks)))
+        for rank in range(3):
+            assert job.pushes_applied(rank) == [
+                [1] * NEAR_CLOCKS,
+                [1] * NEAR_CLOCKS,
+                [1] * slow.clocks + [0] * (NEAR_CLOCKS - slow.clocks),
+            ]
+        assert min(rates) > 3 * slow_rate, (rates, slow_rate)
 
 
 @pytest.mark.parametrize("quality", [pytest.param(BAD, id="1% loss"), pytest.param(WORSE, id="5% loss")])
@@ -77,19 +80,15 @@ def test_a_lossy_link_holds_up_nobody_else_and_loses_nothing(
 ) -> None:
     far = Work("dist_async", FAR_CLOCKS, NEAR_CLOCKS, 3)
     with join_by_relay(network.hosts, quality) as relay:
-        alone = near_rates(network, tmp_path / "alone")
-        beside = near_rates(network, tmp_path / "beside", far)
+        check_slow_worker(network, tmp_path / "job", far, is_far=True)
         assert all(line.lost for line in relay.counts()), relay.counts()
-    assert min(beside) > 0.8 * min(alone)
 
 
 def test_a_slow_reader_holds_up_nobody_else_and_loses_nothing(network: Network, tmp_path: Path) -> None:
     """It reads 100 kB per second, and a pull is half a megabyte."""
     slow = Work("dist_async", 4, NEAR_CLOCKS, 3, read_bytes_per_s=100e3)
     with join_by_relay(network.hosts, GOOD):
-        alone = near_rates(network, tmp_path / "alone")
-        beside = near_rates(network, tmp_path / "beside", slow, far_is_near=True)
-    assert min(beside) > 0.8 * min(alone)
+        check_slow_worker(network, tmp_path / "job", slow, is_far=False)
 
 
 @pytest.mark.parametrize("waits_for", ["the answer to its push", "nothing"])
