@@ -1,12 +1,16 @@
 """`echelon bench checkpoint`: what saving costs the steps of a run: not at all, in the background, or before the step.
 
 Blocks of steps take turns: one without saving, one that saves in the background before its first step, one that writes
-the file before its first step continues, as runs did before files were written in the background.
+the file before its first step continues, as runs did before files were written in the background. The order changes with
+every round, and files of a block are on the disk before the next one begins: otherwise each kind would always have the
+cost of the one before it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -77,9 +81,12 @@ def take_turns(
 ) -> dict[str, list[dict[str, float]]]:
     """Measure blocks of steps of each kind in turn; return the seconds of each block, and of its saving."""
     blocks: dict[str, list[dict[str, float]]] = {name: [] for name in savers}
-    for _ in range(rounds):
-        for name, saver in savers.items():
-            wait()  # a file of the block before does not count here
+    orders = list(itertools.permutations(savers.items()))
+    for number in range(rounds):
+        for name, saver in orders[number % len(orders)]:
+            wait()
+            os.sync()
+            step()  # not timed: the first one after a pause is slower
             began = time.perf_counter()
             saver()
             saved = time.perf_counter()

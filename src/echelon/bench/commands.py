@@ -171,7 +171,7 @@ def add_checkpoint(benchmarks: Benchmarks) -> None:
     add = parser.add_argument
     add("--width", type=int, default=1500, help="width of the network's layers")
     add("--batch-size", type=int, default=64, help="samples per step")
-    add("--rounds", type=int, default=10, help="blocks of steps of each kind; the kinds take turns")
+    add("--rounds", type=int, default=12, help="blocks of steps of each kind, in changing order")
     add("--steps", type=int, default=20, help="steps per block; a block that saves does so before its first step")
     _finish(parser, "echelon.bench.checkpoint")
 
