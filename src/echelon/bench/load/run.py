@@ -121,7 +121,7 @@ def command(args: argparse.Namespace, store: str, folder: Path) -> list[str]:
 
 def watch_until_end(job: subprocess.Popen[bytes], folder: Path, seconds: float) -> tuple[Watch, str]:
     """Watch a job until it ends; return what was seen, and why it failed if it did."""
-    watch, events, updates = Watch(time.time()), EventReader(folder), dict[tuple[str, int], int]()
+    watch, events, updates = Watch(time.time(), seconds), EventReader(folder), dict[tuple[str, int], int]()
     memory_at = 0.0
     while True:
         with suppress(subprocess.TimeoutExpired):

@@ -12,6 +12,7 @@ DEADLOCK_S = 30.0
 START_S = 180.0  # until the first update: 72 processes start one after the other on two cores
 SETTLED_S = 60.0  # after the first update, or a fifth of the run if that is shorter: what memory is compared with
 MAX_GROWTH = 0.10
+TRAINING_SHARE = 0.95  # of the time from the first update on, in which no worker has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,10 @@ class Memory:
 class Watch:
     """The progress and the memory of one job. Times are seconds of one clock."""
 
-    def __init__(self, began: float) -> None:
+    def __init__(self, began: float, training_s: float) -> None:
+        """`training_s`: how long each worker trains."""
         self._began = began
+        self._training_s = training_s
         self._first: tuple[float, int] | None = None
         self._last = (began, 0)  # when the number of updates last grew, and the number
         self._memory: list[Memory] = []
@@ -67,10 +70,15 @@ class Watch:
         return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
 
     def settled_and_last_bytes(self) -> tuple[int, int]:
-        """Return the memory when all processes had worked for a while, and when they last worked together."""
+        """Return the memory when all processes had worked for a while, and when they last worked together.
+
+        A worker that ends does not count: Python then writes to all its objects, so that pages that a forked process
+        has shared until then become its own.
+        """
         if self._first is None:
             return 0, 0
-        begin, end = self._first[0], self._last[0]
+        begin = self._first[0]
+        end = min(self._last[0], begin + TRAINING_SHARE * self._training_s)
         busy = [memory for memory in self._memory if begin <= memory.at <= end]
         whole = max((memory.num_processes for memory in busy), default=0)
         settled_at = begin + min(SETTLED_S, (end - begin) / 5)
