@@ -40,8 +40,7 @@ def test_rates_and_pauses_count_from_the_first_update() -> None:
 
 def test_memory_is_compared_between_the_first_minute_and_the_end_while_all_processes_run() -> None:
     samples = ((5.0, 9 * GB), (20.0, 1 * GB), (75.0, 2 * GB), (300.0, 3 * GB), (601.0, 9 * GB))
-    samples += ((590.0, 9 * GB),)  # a worker has ended
-    watch = watched((10.0, 1), (600.0, 1000), memory=samples)
+    watch = watched((10.0, 1), (600.0, 1000), memory=(*samples, (590.0, 9 * GB)))  # a worker has ended at 585
     watch.add_memory(Memory(400.0, 1, num_processes=10))  # some have ended
     assert watch.settled_and_last_bytes() == (2 * GB, 3 * GB)
     assert watch.growth() == 0.5
