@@ -65,8 +65,8 @@ def test_an_interrupted_sweep_continues(tmp_path: Path) -> None:
     assert sweep.returncode == 130
     first = (tmp_path / "2.log").read_bytes()
     assert records(tmp_path / "2.log")["exp.status"] == "ok"
-    if (tmp_path / "4.log").exists():
-        assert records(tmp_path / "4.log")["exp.status"] == "running"
+    if (tmp_path / "4.log").exists():  # the second experiment has begun; it may not have written its parameters yet
+        assert records(tmp_path / "4.log").get("exp.status", "running") == "running"
     again = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert again.returncode == 0, again.stdout + again.stderr
     assert (tmp_path / "2.log").read_bytes() == first

@@ -279,6 +279,7 @@ class World:
         self._last += 1
         process.token = f"t{self._last}"
         process.has_joined = False
+        process.stores = {number: Store(is_late=True) for number in process.stores}  # until it has opened them again
         self.send(process, process.register())
 
     def deliver(self, sends: list[Send]) -> None:
