@@ -13,7 +13,7 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -58,18 +58,24 @@ def run(args: argparse.Namespace) -> int:
         blocks = take_turns(step, savers, args.rounds, args.steps, writer.wait)
     console = Console()
     console.print(f"a checkpoint of {num_bytes / 1e6:.0f} MB before every {args.steps} steps:")
-    least = statistics.median(block["seconds"] for block in blocks["without saving"])
     for name, measured in blocks.items():
         median = statistics.median(block["seconds"] for block in measured)
         held = statistics.median(block["saving_s"] for block in measured)
+        low, middle, high = added(measured, blocks["without saving"])
         console.print(
-            f"{name:<18} {median / args.steps * 1e3:8.2f} ms per step ({median / least - 1:+.1%}); saving held the "
-            f"loop up for {held * 1e3:.1f} ms per checkpoint",
+            f"{name:<18} {median / args.steps * 1e3:8.2f} ms per step ({middle:+.1%}, quartiles {low:+.1%} and "
+            f"{high:+.1%}); saving held the loop up for {held * 1e3:.1f} ms per checkpoint",
             soft_wrap=True,
         )
     if args.json is not None:
         write_result(args.json, {"checkpoint_bytes": num_bytes, "steps": args.steps, "blocks": blocks})
     return 0
+
+
+def added(measured: Sequence[Mapping[str, float]], without: Sequence[Mapping[str, float]]) -> list[float]:
+    """Return the quartiles of what saving added to a block, as a part of the block without saving of the same round."""
+    ratios = [one["seconds"] / other["seconds"] - 1 for one, other in zip(measured, without, strict=True)]
+    return statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
 
 
 def take_turns(

@@ -80,6 +80,21 @@ def test_a_second_checkpoint_waits_for_the_first_so_that_one_copy_exists(
     assert all(path.exists() for path in paths)
 
 
+def test_the_memory_of_a_checkpoint_is_used_again_and_each_file_has_its_own_values(tmp_path: Path) -> None:
+    sizes = [1000, 1000, 900, 10, 2000, 0, 1000]  # smaller ones, larger ones, and none
+    paths = [tmp_path / f"m-{number:04}.safetensors" for number in range(len(sizes))]
+    with BackgroundWriter() as writer:
+        for number, (size, path) in enumerate(zip(sizes, paths, strict=True)):
+            extra = {str(i): torch.full((i,), number) for i in range(number)}
+            writer.write(path, Checkpoint({"w": torch.full((size,), float(number))}, extra, metadata={"n": 10**number}))
+    for number, (size, path) in enumerate(zip(sizes, paths, strict=True)):
+        loaded = load(path)
+        assert torch.equal(loaded.weights["w"], torch.full((size,), float(number)))
+        assert [(name, tensor.tolist()) for name, tensor in sorted(loaded.optimizer.items())] == [
+            (str(i), [number] * i) for i in range(number)
+        ]
+
+
 @pytest.mark.usefixtures("small_disk")
 def test_a_full_disk_is_logged_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = (tmp_path / f"m-000{number}.safetensors" for number in (1, 2))

@@ -324,6 +324,28 @@ def test_files_that_are_not_checkpoints_are_rejected(tmp_path: Path) -> None:
         load(path)
 
 
+OLD_FILE = (  # as written before the digests were XXH3
+    b'P\x01\0\0\0\0\0\0{"__metadata__":{"blake2b":"777b4487bcf9834e6889b61cf9d9acfe","echelon":"{\\"epoch\\":3}","digests":"'
+    b'{\\"weights/w\\":\\"4edaf0fe20d221bc27cb2558c661fea0\\",'
+    b'\\"optimizer/m\\":\\"81bb88fb99673a8c278f416002aef8da\\"}"},'
+    b'"weights/w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},'
+    b'"optimizer/m":{"dtype":"F16","shape":[2],"data_offsets":[24,28]}}'
+    b"\0\0\0\0\0\0\x80?\0\0\0@\0\0@@\0\0\x80@\0\0\xa0@\0<\0<"
+)
+
+
+def test_files_with_the_digests_of_an_older_version_are_loaded_and_checked(tmp_path: Path) -> None:
+    path = tmp_path / "x-0003.safetensors"
+    path.write_bytes(OLD_FILE)
+    loaded = load(path)
+    assert loaded.metadata == {"epoch": 3}
+    assert torch.equal(loaded.weights["w"], torch.arange(6.0).view(2, 3))
+    assert torch.equal(loaded.optimizer["m"], torch.ones(2).half())
+    path.write_bytes(OLD_FILE[:-1] + b"=")
+    with pytest.raises(DataError, match="the digest of tensor 'optimizer/m'"):
+        load(path)
+
+
 def test_a_file_cut_off_in_the_last_tensor_is_reported_in_bytes(tmp_path: Path) -> None:
     path = tmp_path / "x-0001.safetensors"
     save(path, checkpoint(1))

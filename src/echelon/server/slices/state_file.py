@@ -6,7 +6,6 @@ appears completely or not at all, and ends with a digest.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from xxhash import xxh3_128
 
 from echelon.atomic_file import AtomicFile
 from echelon.cluster.messages import StateEntry
@@ -22,7 +22,7 @@ from echelon.errors import UsageError
 from echelon.server.shard.shard import Shard
 
 EVERY_S = 30.0
-_MAGIC = b"echelon state 1\n"
+_MAGIC = b"echelon state 2\n"
 
 
 class SavedState(NamedTuple):
@@ -62,7 +62,7 @@ def write(path: Path, state: SavedState) -> None:
     """Write a state."""
     sizes = [len(frame) for frame in state.frames]
     head = msgspec.msgpack.encode(_Head(list(state.entries), sizes, dict(state.progress), dict(state.versions)))
-    digest = hashlib.blake2b(head, digest_size=16)
+    digest = xxh3_128(head)
     path.parent.mkdir(parents=True, exist_ok=True)
     with AtomicFile(path) as file:
         file.stream.write(_MAGIC + len(head).to_bytes(8, "big") + head)
@@ -82,7 +82,7 @@ def read(path: Path) -> SavedState | None:
     if not data.startswith(_MAGIC):
         return None
     end = start + int.from_bytes(data[len(_MAGIC) : start], "big")
-    if hashlib.blake2b(data[start:-16], digest_size=16).digest() != data[-16:]:
+    if xxh3_128(data[start:-16]).digest() != data[-16:]:
         return None
     head = msgspec.msgpack.decode(data[start:end], type=_Head)
     view, frames = memoryview(data), []

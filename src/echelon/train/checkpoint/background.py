@@ -1,8 +1,12 @@
 """Writes checkpoints while training goes on: the caller's thread copies the tensors, another thread writes the file.
 
-At most one copy exists, so the extra memory is that of one checkpoint. If a checkpoint is still being written, the next
-one waits for it: every position that the user asked for is saved, in order, and all ranks save the same positions. A
-disk that is slower than the interval between checkpoints therefore slows training down, and the log says so.
+At most one copy exists, so the extra memory is that of one checkpoint; it is kept for the next one. If a checkpoint is
+still being written, the next one waits for it: every position that the user asked for is saved, in order, and all ranks
+save the same positions. A disk that is slower than the interval between checkpoints therefore slows training down, and
+the log says so.
+
+The writing thread has the priority of the others. A lower one made steps slower: the thread then waits for a core while
+it has Python's lock, which the steps need.
 
 A checkpoint that cannot be written, for example because the disk is full, does not end training. The failure is logged
 and kept in `failures`, and the files before it are unchanged.
@@ -11,35 +15,19 @@ and kept in `failures`, and the files before it are unchanged.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-import torch
-
 from echelon.errors import EchelonError
-from echelon.train.checkpoint.format import Abandoned, Checkpoint, Tensors, check_tensors, save
+from echelon.train.checkpoint.format import Abandoned, Checkpoint, Image
 
 SLOW_S = 1.0  # a wait for the checkpoint before that is worth a line in the log
 SIGNALS_S = 0.5  # after which a wait lets Python handle signals
-_NICENESS = 10  # of the writing thread: steps come first if they need all cores
 
 log = logging.getLogger(__name__)
-
-
-def snapshot(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a copy in CPU memory that later steps do not change."""
-    return replace(
-        checkpoint,
-        weights=_copied(checkpoint.weights),
-        optimizer=_copied(checkpoint.optimizer),
-        extra=_copied(checkpoint.extra),
-    )
 
 
 class BackgroundWriter:
@@ -53,13 +41,13 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self.failures: dict[Path, str] = {}  # why a file was not written, until it is written later
         self._abandoned = threading.Event()
+        self._image: Image | None = None
 
     def write(self, path: Path, checkpoint: Checkpoint, on_saved: Callable[[], None] = lambda: None) -> None:
         """Copy a checkpoint and begin to write it; `on_saved` is called in the writing thread when it is on the disk.
 
         Waits first if the checkpoint before is not written yet.
         """
-        check_tensors(checkpoint)
         start = time.monotonic()
         self.wait()
         waited = time.monotonic() - start
@@ -70,9 +58,9 @@ class BackgroundWriter:
                 waited,
                 path,
             )
-        copied = snapshot(checkpoint)
+        self._image = Image(checkpoint, self._image)
         self._thread = threading.Thread(
-            target=self._run, args=(path, copied, on_saved), name="echelon-checkpoint", daemon=True
+            target=self._run, args=(path, self._image, on_saved), name="echelon-checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -94,11 +82,9 @@ class BackgroundWriter:
             self._abandoned.set()
         self.wait()
 
-    def _run(self, path: Path, checkpoint: Checkpoint, on_saved: Callable[[], None]) -> None:
-        with suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    def _run(self, path: Path, image: Image, on_saved: Callable[[], None]) -> None:
         try:
-            save(path, checkpoint, is_abandoned=self._abandoned.is_set)
+            image.save(path, self._abandoned.is_set)
             self.failures.pop(path, None)
             on_saved()
         except Abandoned:
@@ -110,9 +96,3 @@ class BackgroundWriter:
             self.failures[path] = reason
             log.error("%s. Training goes on, and earlier checkpoints are unchanged", reason)
             self._on_failure(path, reason)
-
-
-def _copied(tensors: Tensors) -> Tensors:
-    return {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()) for name, tensor in tensors.items()
-    }
