@@ -69,6 +69,7 @@ class Plan:
     clocks: int = CLOCKS
     faults: list[Fault] = field(default_factory=list)
     gates: list[Gate] = field(default_factory=list)
+    together: bool = False  # each push asks for the new weights, too
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

@@ -6,6 +6,7 @@
 |---|---|
 | worker.push, worker.sent, worker.pushed | before a push, after its message to one of the servers, after all of them |
 | server.push, server.applied | a push has arrived; its round was applied, and no answer has been sent |
+| server.writing | one more part of some weights was updated or written to workers, without a clock |
 | scheduler.MESSAGE | the scheduler has received such a message and not acted on it |
 | file.write, file.sync, file.renamed | `atomic_file` opens a file, writes it to the disk, has given it its name |
 | events.write | a batch of events is written |

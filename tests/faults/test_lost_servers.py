@@ -7,13 +7,17 @@ import os
 import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from large_key_worker import NUM_PARTS, PART
 from samples_outcome import PROGRAM
 
+from echelon.environment import HISTORY
 from echelon.errors import NOT_WHOLE
-from jobs import AFTER_PUSH, BEFORE_PUSH, Fault, Gate, Job, Plan, until
+from echelon.testing import faults, history
+from jobs import AFTER_PUSH, BEFORE_PUSH, PATHS, TESTS, Fault, Gate, Job, Plan, until
 
 PAUSE_S = 3.0  # that training may stop for
 SYNC, GSYNC = Plan("dist_sync", 2, clocks=12), Plan("dist_gsync", 2, groups=[[0, 1]], clocks=12)
@@ -60,6 +64,50 @@ def test_without_a_backup_the_workers_give_the_weights_back(tmp_path: Path, plan
     assert re.search(r"server 1 has slice 1 from the workers again \(\d+ keys\); the optimizer's state ", job.out)
     for result in job.results().values():
         assert result["table"] == plan.table(), "the weights that workers had pulled are not lost"
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(SYNC, id="sync"),
+        pytest.param(Plan("dist_async", 2, clocks=12), id="async"),
+        pytest.param(Plan("dist_sync", 1, clocks=12), id="one-worker"),
+        pytest.param(GSYNC, id="gsync", marks=pytest.mark.long),
+        pytest.param(Plan("dist_ssync", 3, staleness=2, clocks=12), id="ssync", marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_weights_that_were_written_and_not_answered_have_the_push_once(
+    tmp_path: Path, plan: Plan, transport: str
+) -> None:
+    """Over shared memory the workers have the new weights when the server dies, and repeat their pushes."""
+    plan = replace(plan, together=True)
+    crash = faults.Fault(faults.Kind.CRASH, "server", 1, clock=9, point="server.applied")  # it stores the last rows
+    options = ("--transport", transport)
+    with Job(tmp_path, plan, num_servers=2, options=options, environment=faults.faults_in([crash])) as job:
+        assert job.wait() == 0, job.out + job.err
+    faults.check_fired(job.run, [crash])
+    assert len(job.events("recovered")) == 1
+    assert len(job.results()) == plan.num_workers
+    for result in job.results().values():
+        assert result["table"] == plan.table(), "each push is applied once"
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_server_that_dies_while_it_writes_weights_applies_no_push_twice(tmp_path: Path, num_workers: int) -> None:
+    """The first two of four parts are new, on all workers. The job says so, and goes on."""
+    program = [sys.executable, str(TESTS / "faults" / "large_key_worker.py"), "6"]
+    parts_before = NUM_PARTS * 4  # of the initial values, the first pull, and two updates
+    crash = faults.Fault(faults.Kind.CRASH, "server", 0, point="server.writing", after=parts_before + 1)
+    environment = faults.faults_in([crash]) | {HISTORY: "1"} | PATHS
+    with Job(tmp_path, num_servers=1, num_workers=num_workers, command=program, environment=environment) as job:
+        assert job.wait() == 0, job.out + job.err
+    faults.check_fired(job.run, [crash])
+    assert "has slice 0 from the workers again (1 keys); the last update of 1 of them was applied in part" in job.out
+    found = [json.loads(text) for text in re.findall(r"worker \d has ({.*})", job.out)]
+    assert found == [{"-6.0": 2 * PART, "-5.0": (NUM_PARTS - 2) * PART}] * num_workers
+    report = history.check(job.run)
+    assert (report.problems, report.updates_in_part, report.acked) == ([], 1, 6 * num_workers)
 
 
 def test_a_lost_server_gets_its_weights_back_from_a_worker_that_waits_at_a_barrier(tmp_path: Path) -> None:

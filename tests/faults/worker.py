@@ -75,6 +75,9 @@ def step(kv: KVStore, plan: Plan, clock: int, mine: list[Fault], weights: dict[s
     gradients = [torch.zeros_like(weight) for weight in weights.values()]
     for gradient in gradients:
         gradient[clock, kv.rank] = 1
+    if plan.together:
+        kv.pushpull(list(weights), gradients, list(weights.values()))
+        return
     kv.push(list(weights), gradients)
     if any(fault.clock == clock for fault in mine):
         kv.use_optimizer(PLAIN_SGD)  # answered after the push, which has then arrived at the servers

@@ -130,6 +130,22 @@ def updates_of(events: Events, number: int, who: str = "") -> list[dict[str, Any
     ]
 
 
+@pytest.mark.parametrize("at", [2, -1], ids=["early", "last"])
+def test_an_update_that_the_next_server_names_as_applied_in_part_is_counted_and_no_problem(at: int) -> None:
+    """The server died before it recorded the update. Its worker was told by the next one that it is applied."""
+    events = good()
+    lost = updates_of(events, 1)[at]
+    ((keys, clock, version, ((worker, _),)),) = lost.pop("updates")
+    assert {problem.kind for problem in checked(events).problems} >= {LOST}
+    rebuilt = {"event": "history_rebuilt", "in_part": [[keys, version, [[worker, clock, clock + 1]]]]}
+    events.insert(events.index(lost) + 1, lost | rebuilt)
+    report = checked(events)
+    assert (report.problems, report.updates_in_part, report.steps, report.partial_steps) == ([], 1, 8, 0)
+    rebuilt["in_part"] = [[keys, version, [[1 - worker, clock, clock + 1]]]]
+    events[events.index(lost) + 1].update(rebuilt)
+    assert LOST in {problem.kind for problem in checked(events).problems}, "only the push that was named is excused"
+
+
 def lose_an_update(events: Events) -> None:
     del updates_of(events, 1)[-1]["updates"]
 

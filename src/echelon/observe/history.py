@@ -12,6 +12,8 @@ one event per wait.
 | | | weights], `answers` to pulls [keys, worker, clock, rounds ahead], and the `active` workers with their groups, if |
 | | | they changed |
 | history_role | server | what it stores of a slice is the original from now on, not a backup's copy |
+| history_rebuilt | server | `in_part`: updates that weights from workers have in part: [keys, version, [[worker, |
+| | | first clock, end], …]] |
 | history_acked | worker | `pushes` that were answered: [slice, keys, clock, works] |
 
 Keys are written as ranges: "0-3,7".
@@ -80,6 +82,10 @@ class ShardHistory:
         """Record that this is the original from now on."""
         self.is_copy = False
         self._write("history_role")
+
+    def rebuilt(self, in_part: Sequence[tuple[int, int, Sequence[tuple[int, int, int]]]]) -> None:
+        """Record which updates of keys the weights from workers have in part: key, version, rounds of workers."""
+        self._write("history_rebuilt", in_part=[[str(key), *rest] for key, *rest in in_part])
 
     def updated(self, keys: Sequence[int], action: Apply, works: Sequence[Sequence[Work]]) -> None:
         """Record an update. `works` are those of its contributions."""

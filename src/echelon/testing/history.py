@@ -18,6 +18,9 @@ unnamed    a gradient that does not say which samples it is of, if all steps of 
 
 A step that was applied to some keys only, because its worker died between its pushes, is partial. It is counted, and
 another step has to train its samples.
+
+A server without a backup that died while it wrote new weights to workers leaves an update in part. The server after it
+says which update of which keys that is; it is counted, and belongs to the chain.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ BOUND, MISSED, REPEATED, UNNAMED = "bound", "missed", "repeated", "unnamed"
 Event = Mapping[str, Any]
 Place = tuple[int, int]  # store and slice
 Work = tuple[int, int, int, int]  # ledger, epoch, start, stop
+_Push = tuple[Place, int, int, int]  # place, key, worker, clock
 
 
 class Problem(NamedTuple):
@@ -72,6 +76,7 @@ class Report:
     answers: int = 0
     steps: int = 0  # with samples of a ledger
     partial_steps: int = 0
+    updates_in_part: int = 0  # of keys
     epochs: int = 0  # complete ones
     longest_pause_s: float = 0.0  # without an update on any server
     update_times: list[float] = field(default_factory=list, repr=False)
@@ -116,8 +121,13 @@ def check_events(
     """Check a list of events; see `check`."""
     report = Report()
     instances = _instances(events, report)
+    acked = _acked(events)
     chains = {place: _chain(of_place, place, report) for place, of_place in instances.items()}
-    _check_acked(events, chains, report)
+    _add_updates_in_part(events, chains, acked, report)
+    for place, chain in chains.items():
+        for key, made in chain.items():
+            _check_chain(key, made, place, report)
+    _check_acked(acked, chains, report)
     _check_bounds(events, report)
     _check_samples(chains, report, num_samples, ended)
     if all_named:
@@ -178,9 +188,29 @@ def _chain(instances: Sequence[_Instance], place: Place, report: Report) -> Chai
             chain[key] = {v: update for v, update in chain.get(key, {}).items() if v < first} | made
     for one in instances:
         _compare_copy(one, instances, place, report)
-    for key, made in chain.items():
-        _check_chain(key, made, place, report)
     return chain
+
+
+def _add_updates_in_part(
+    events: Iterable[Event], chains: Mapping[Place, Chain], acked: Mapping[_Push, tuple[Work, ...]], report: Report
+) -> None:
+    """Add the updates to the chains that a server died in, and that its last record therefore does not have."""
+    for event in events:
+        if event["event"] != "history_rebuilt":
+            continue
+        place = event["store"], event["slice"]
+        for keys, version, rounds in event["in_part"]:
+            pushes = [(worker, clock) for worker, first, end in rounds for clock in range(first, end)]
+            for key in from_ranges(keys):
+                made = chains[place].setdefault(key, {})
+                known = {(part.worker, update.clock) for update in made.values() for part in update.parts}
+                told = [push for push in pushes if push not in known and (place, key, *push) in acked]
+                clocks = sorted({clock for _, clock in told}, reverse=True) or [0]
+                for made_before, clock in enumerate(clocks):
+                    workers = [worker for worker, other in told if other == clock]
+                    parts = tuple(Part(worker, acked[place, key, worker, clock]) for worker in workers)
+                    made.setdefault(version - made_before, Update(clock, parts))
+                report.updates_in_part += 1
 
 
 def _compare_copy(copy: _Instance, instances: Sequence[_Instance], place: Place, report: Report) -> None:
@@ -208,7 +238,19 @@ def _check_chain(key: int, made: dict[int, Update], place: Place, report: Report
 # --- what workers were told
 
 
-def _check_acked(events: Iterable[Event], chains: Mapping[Place, Chain], report: Report) -> None:
+def _acked(events: Iterable[Event]) -> dict[_Push, tuple[Work, ...]]:
+    """Return the pushes that workers were told to be applied, with their samples."""
+    found = {}
+    for event in events:
+        if event["event"] == "history_acked":
+            worker = int(event["who"].split()[1])
+            for number, keys, clock, works in event["pushes"]:
+                for key in from_ranges(keys):
+                    found[(event["store"], number), key, worker, clock] = tuple(map(tuple, works))
+    return found
+
+
+def _check_acked(acked: Iterable[_Push], chains: Mapping[Place, Chain], report: Report) -> None:
     applied = {
         place: {
             (key, part.worker, update.clock)
@@ -218,17 +260,11 @@ def _check_acked(events: Iterable[Event], chains: Mapping[Place, Chain], report:
         }
         for place, chain in chains.items()
     }
-    for event in events:
-        if event["event"] != "history_acked":
-            continue
-        worker = int(event["who"].split()[1])
-        for number, keys, clock, _ in event["pushes"]:
-            place = event["store"], number
-            for key in from_ranges(keys):
-                report.acked += 1
-                if (key, worker, clock) not in applied.get(place, ()):
-                    text = f"{_named(place, key)}: worker {worker} was told that its push of clock {clock} was applied"
-                    report.problems.append(Problem(LOST, text))
+    for place, key, worker, clock in acked:
+        report.acked += 1
+        if (key, worker, clock) not in applied.get(place, ()):
+            text = f"{_named(place, key)}: worker {worker} was told that its push of clock {clock} was applied"
+            report.problems.append(Problem(LOST, text))
 
 
 class _Bounds:

@@ -43,12 +43,16 @@ class Place(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """A segment of the worker's shared memory: where its gradients are, and where servers write its weights."""
+    """A segment of the worker's shared memory: where its gradients are, and where servers write its weights.
+
+    `log`: where this server notes what it writes to all segments.
+    """
 
     id: Natural
     segment: Segment
     gradients: Name
     weights: Name
+    log: Name = ""
 
 
 class Init(Message, frozen=True):
@@ -253,15 +257,25 @@ class Part(enum.Enum):
     LATE = "late"  # it has not joined the rounds yet
 
 
+GroupClocks = Annotated[dict[Natural, Natural], Meta(max_length=1 << 20)]
+
+
 class Contents(msgspec.Struct, frozen=True, array_like=True):
     """Which updates the weights of some keys contain: how many there are, and the rounds of every group.
 
-    `clocks` has the number of applied rounds by group, also of groups whose workers have left.
+    `clocks` has the number of applied rounds by group, also of groups whose workers have left. With `before`, a server
+    died while it wrote the weights: some elements are new, the others have that version and those rounds.
     """
 
     version: Natural
-    clocks: Annotated[dict[Natural, Natural], Meta(max_length=1 << 20)]
+    clocks: GroupClocks
     keys: KeyNumbers = []  # in an answer: none, if it is about all keys of its request
+    before: tuple[Natural, GroupClocks] | None = None
+
+    @property
+    def complete_version(self) -> int:
+        """The version that all elements have at least."""
+        return self.version if self.before is None else self.before[0]
 
 
 class Offer(Message, frozen=True):

@@ -12,8 +12,10 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from echelon.cluster.messages import (
     Ask,
@@ -36,6 +38,7 @@ from echelon.errors import JobError, UsageError
 from echelon.kvstore.servers.store_session import StoreSession
 from echelon.observe.events import EventLog
 from echelon.observe.history import WorkerHistory, is_recorded
+from echelon.server.storage.write_log import WriteLog
 from echelon.transport.interface import Buffer, Endpoint, Peer, Traffic
 from echelon.transport.outbox import Precedence
 
@@ -45,6 +48,7 @@ KNOWN_S = 10.0  # for which a worker that joins a running job may be unknown to 
 RETRY_S = 0.02
 LOST_S = 0.5  # between two losses of a connection after which a server is asked at once about all requests
 _MAX_ANSWERS = 4096
+_UNREAD = Contents(0, {})
 Rewritten = tuple[Request, Sequence[Buffer], Sequence[memoryview]]
 
 
@@ -270,8 +274,21 @@ class Client:
         found = {key: one for (other, key), one in self._old_contents.items() if other == server}
         for (other, _), (keys, contents) in self._contents.items():
             for one in contents if other == server else ():
-                found |= {key: one for key in one.keys or keys if key not in found or found[key].version < one.version}
+                found |= _newer(one, one.keys or keys, found)
         return found
+
+    def adopt_notes(self, server: int, log: WriteLog) -> None:
+        """Take over what a lost server noted about the weights that it wrote and did not tell this worker."""
+        found = self.contents(server)
+        for note in log.notes():
+            for written in note.written:
+                ticket = self._open.get(written.request)  # without one, it was answered
+                requested = ticket.request.keys if ticket and isinstance(ticket.request, Push | Pull) else []
+                for one in written.contents:
+                    found |= _newer(one, one.keys or requested, found, is_complete=note.is_complete)
+        log.clear()
+        self._contents = {place: known for place, known in self._contents.items() if place[0] != server}
+        self._old_contents |= {(server, key): one for key, one in found.items()}
 
     def rewrite(self, server: int, make: Callable[[Request], Rewritten | None]) -> None:
         """Replace requests without an answer by what `make` returns: the request, its frames, and places for frames."""
@@ -390,6 +407,28 @@ class Client:
         if silent > SILENT_S:
             return f"the server of slice {server} at {address} has not answered for {silent:.1f} s"
         return self._status.get(server, "")
+
+
+def _newer(
+    one: Contents, keys: Sequence[int], known: Mapping[int, Contents], *, is_complete: bool = True
+) -> dict[int, Contents]:
+    """Return what those of some keys contain that were written after what is known.
+
+    Everything is newer than weights that were written in part: the server that did so is lost, and the version of the
+    next one may be lower.
+    """
+    found: dict[int, Contents] = {}
+    in_part: dict[int, Contents] = {}  # keys with the same contents have the same object
+    for key in keys:
+        before = known.get(key, _UNREAD)
+        if before.before is None and before.version >= one.version:
+            continue
+        if is_complete:
+            found[key] = one
+        else:
+            complete = before.before or (before.version, before.clocks)
+            found[key] = in_part.setdefault(id(before), replace(one, before=complete))
+    return found
 
 
 def _is_unknown(ticket: Ticket) -> bool:

@@ -38,6 +38,7 @@ from echelon.kvstore.servers.client import Client, Rewritten, Ticket
 from echelon.observe.events import EventLog
 from echelon.server.storage.factored import factors_length
 from echelon.server.storage.memory import as_tensor, empty_frames, frame_pieces
+from echelon.server.storage.write_log import LOG_BYTES, WriteLog
 from echelon.system import BLOCK_BYTES, LARGEST_INT, keep_freed_memory
 from echelon.transport.interface import Block, Transport
 
@@ -87,6 +88,7 @@ class Wire:
         self._client = client
         self._transport = transport
         self._events = events
+        self._logs: dict[int, Block] = {}  # by server: where it notes what it writes to this worker's memory
         self._framed = [False] * num_servers  # by server: whether bytes are sent because it cannot map our memory
         self._clocks: dict[int, int] = {}
         self._last_pushes: dict[int, list[Ticket]] = {}  # by key
@@ -394,8 +396,9 @@ class Wire:
         gradients, weights = mirror.gradient_block.descriptor, mirror.weight_block.descriptor
         if not gradients:
             return False
+        log = self._logs.setdefault(server, self._transport.allocate(LOG_BYTES)).descriptor
         try:
-            self._client.call(server, Attach(self._client.next_id(), mirror.segment, gradients, weights))
+            self._client.call(server, Attach(self._client.next_id(), mirror.segment, gradients, weights, log))
         except UsageError:
             self._events.write("frames", server=server, why="the server cannot attach this worker's memory")
             return False
@@ -412,6 +415,8 @@ class Wire:
         """Give a new server what this worker has of a slice. It answers when all workers have done so."""
         keys = {key for key, slot in self.layout.slots.items() if self.layout.pieces(slot, server)}
         slots = [self.layout.slots[key] for key in sorted(keys | self._tables())]
+        if server in self._logs and not self._framed[server]:
+            self._client.adopt_notes(server, WriteLog(self._logs[server].buffer))
         unanswered = self._client.unanswered_pushes(server)
         answered = [min(unanswered.get(slot.key, [self._clocks[slot.key]])) for slot in slots]
         dense = [slot for slot in slots if not slot.spec.row_sparse]

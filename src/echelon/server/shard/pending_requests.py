@@ -31,9 +31,10 @@ from echelon.server.shard.waiting_requests import PendingRequest, WaitingRequest
 from echelon.server.shard.work import AppliedWork
 from echelon.server.storage.execute import Storage, Task
 from echelon.server.storage.lanes import Lanes
-from echelon.server.storage.memory import Framed, Window
+from echelon.server.storage.memory import Framed, Mapped, Window
 from echelon.server.storage.optimization import Optimization, PushedGradient, shares_of
 from echelon.server.storage.tables import RowOutput
+from echelon.server.storage.write_log import WriteLog, Written
 from echelon.transport.outbox import Precedence
 
 MAX_AHEAD = 128  # rounds that a worker may push before the first of them is applied
@@ -352,6 +353,7 @@ class PendingRequests:
         tasks: list[Task] = []
         norms: list[tuple[NormRequest, float]] = []
         answers: list[tuple[PendingRequest, Reply]] = []
+        contents: list[Contents] = []  # of each answer
         last: list[Task] = []  # of lane `at`: its update, if there is one, and the outputs for its weights
         at: int | None = None
         applied: dict[int, None] = {}  # the clocks of these updates
@@ -365,16 +367,20 @@ class PendingRequests:
             if isinstance(action, Apply):
                 applied[action.clock] = None
             last = self._updates(action) if isinstance(action, Apply) else self._with_outputs(action, last, answers)
+        for _, reply in answers:
+            # The updates of a lane come before its replies, so the engine is where this reply was decided.
+            contents.append(Contents(reply.version, self.engine.clocks(reply.key), list(self.lanes.keys(reply.key))))
+        logs = _note(answers, contents)
         self._storage.run([*tasks, *last])
-        for clock in applied:
-            fault_point("server.applied", clock)
         if self.history is not None:
             replies = [(self.lanes.keys(reply.key), reply) for _, reply in answers]
             self.history.flush(self.engine, replies, self._storage.digest)
-        for pending, reply in answers:
-            # The updates of a lane come before its replies, so the engine is where this reply was decided.
-            contents = Contents(reply.version, self.engine.clocks(reply.key), list(self.lanes.keys(reply.key)))
-            pending.contents.append(contents)
+        for log in logs:
+            log.end()
+        for clock in applied:
+            fault_point("server.applied", clock)
+        for (pending, reply), has in zip(answers, contents, strict=True):
+            pending.contents.append(has)
             rounds = self.engine.rounds_ahead(reply.worker, reply.key, reply.clock)
             pending.rounds_ahead = max(pending.rounds_ahead, rounds)
             self._finish_lane(pending, reply.key)
@@ -479,6 +485,24 @@ class PendingRequests:
             gradient = self._gradients.pop((worker, lane, clock))
             self._gradients |= {(worker, part, clock): gradient for part in parts}
         self.waiting.split(lane, parts)
+
+
+def _note(answers: Sequence[tuple[PendingRequest, Reply]], contents: Sequence[Contents]) -> list[WriteLog]:
+    """Note in the memory of workers which weights will be written there. Return the notes to end."""
+    parts: dict[PendingRequest, list[Contents]] = {}
+    for (pending, _), has in zip(answers, contents, strict=True):
+        if isinstance(pending.output, Mapped) and pending.output.log is not None:
+            parts.setdefault(pending, []).append(has)
+    by_log: dict[WriteLog, list[Written]] = {}
+    for pending, of_lanes in parts.items():
+        assert isinstance(pending.output, Mapped)
+        assert pending.output.log is not None
+        is_whole = not pending.contents and len(of_lanes) == len(pending.waiting)
+        written = Written(pending.id, _joint(of_lanes) if is_whole else of_lanes)
+        by_log.setdefault(pending.output.log, []).append(written)
+    for log, of_log in by_log.items():
+        log.begin(of_log)
+    return list(by_log)
 
 
 def _joint(contents: list[Contents]) -> list[Contents]:

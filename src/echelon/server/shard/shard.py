@@ -71,6 +71,7 @@ from echelon.server.storage.optimization import Optimization, PushedGradient
 from echelon.server.storage.rows import PushedRows, RowMap, pushed_rows, row_numbers, row_values
 from echelon.server.storage.states import ServerStates
 from echelon.server.storage.tables import ChangedRows, ChosenRows
+from echelon.server.storage.write_log import attached_log
 from echelon.system import machine_memory
 
 AttachMemory = Callable[[str], memoryview | None]
@@ -356,13 +357,15 @@ class Shard:
 
     def _attach_segment(self, worker: int, request: Attach) -> None:
         gradients, weights = self._attach(request.gradients), self._attach(request.weights)
-        if gradients is None or weights is None:
+        log = self._attach(request.log) if request.log else None
+        if gradients is None or weights is None or (log is None and request.log):
             raise UsageError("the server cannot attach this worker's memory")
         self._check_placed([request.segment], [])
         with self.layout.adopting([request.segment], []):
             tensors = attached_tensor(gradients, request.segment), attached_tensor(weights, request.segment)
         memory, index = self._workers[worker], request.segment.index
         memory.gradients.segments[index], memory.weights.segments[index] = tensors
+        memory.weights.log = attached_log(log) if log is not None else None
         memory.offered[index] = request
 
     def _init(self, worker: int, request: Init, frames: Sequence[memoryview]) -> None:

@@ -256,10 +256,12 @@ class Slices:
         found = hosted.recover(store, self.users(store), saved, time.monotonic())
         old = found.num_updates_old
         state = "starts from zero" if old is None else f"is {old} updates old"
-        self._events.write("recovered", slice=hosted.number, store=store, keys=found.num_keys, updates_old=old)
+        numbers = {"keys": found.num_keys, "in_part": found.num_in_part, "updates_old": old}
+        self._events.write("recovered", slice=hosted.number, store=store, **numbers)
+        in_part = f"; the last update of {found.num_in_part} of them was applied in part" if found.num_in_part else ""
         print(
-            f"server {self._rank} has slice {hosted.number} from the workers again ({found.num_keys} keys); the "
-            f"optimizer's state {state}",
+            f"server {self._rank} has slice {hosted.number} from the workers again ({found.num_keys} keys){in_part}; "
+            f"the optimizer's state {state}",
             file=sys.stderr,
             flush=True,
         )

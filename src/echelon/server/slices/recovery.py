@@ -82,6 +82,7 @@ class Recovered(NamedTuple):
     """What a recovery found."""
 
     num_keys: int
+    num_in_part: int  # keys whose last update the workers have only in part
     num_updates_old: int | None  # of the optimizer's state; None: there was no file, and it starts from zero
 
 
@@ -127,17 +128,22 @@ def rebuild(shard: Shard, recovery: Recovery, saved: SavedState | None) -> Recov
     for worker, offer in offers.items():
         if offer.norm is not None:
             requests.know_norm(worker, *offer.norm)
+    in_part = {key: one for key, one in contents.items() if one.before is not None}
+    if shard.history is not None and in_part:
+        group_of = {worker: requests.engine.rules.group_of(worker) for worker in shard.workers}
+        shard.history.rebuilt([(key, one.version, _rounds_in_part(one, group_of)) for key, one in in_part.items()])
+    counts = len(slots), len(in_part)
     if not shard.optimization.has_optimizer or not slots:
-        return Recovered(len(slots), 0)
+        return Recovered(*counts, 0)
     if saved is None or not saved.fits(slots):
-        return Recovered(len(slots), None)
+        return Recovered(*counts, None)
     try:
         shard.states.fill(saved.entries, saved.frames)
     except UsageError as error:
         print(f"the saved state of slice {shard.rank} is not used: {error}", file=sys.stderr, flush=True)
-        return Recovered(len(slots), None)
+        return Recovered(*counts, None)
     shard.optimization.load_plain({key: saved.progress.get(key, {}) for key in slots})
-    return Recovered(len(slots), max((versions[key] - saved.versions.get(key, 0) for key in slots), default=0))
+    return Recovered(*counts, max((versions[key] - saved.versions.get(key, 0) for key in slots), default=0))
 
 
 def _take_weights(shard: Shard, recovery: Recovery, slots: Mapping[int, Slot]) -> None:
@@ -159,6 +165,9 @@ def _take_weights(shard: Shard, recovery: Recovery, slots: Mapping[int, Slot]) -
 def _newest(offers: Mapping[int, Offer], key: int) -> tuple[int, Contents]:
     """Return the worker with the newest weights of a key, and what they contain.
 
+    Weights that were written in part count as what they were before. If there are no others as new as that, they are
+    taken: the rounds that they contain in part are not applied again, so no element gets a round twice.
+
     Its rounds stand for a version that it does not know. Otherwise they do not count: a round may make no update. What
     a late worker has before its first read are its own initial values, which the servers did not take.
     """
@@ -168,9 +177,20 @@ def _newest(offers: Mapping[int, Offer], key: int) -> tuple[int, Contents]:
         for index, slot in enumerate(offer.slots):
             if slot.key == key:
                 rounds = offer.answered[index] if _has_begun(offer, index) else 0
-                found.append((seen.version, rounds, offer.part is not Part.LATE, -worker, seen.clocks))
-    version, rounds, _, negative, clocks = max(found, key=itemgetter(0, 1, 2, 3))
-    return -negative, Contents(version or rounds, clocks)
+                rank = seen.complete_version, seen.before is None, rounds, offer.part is not Part.LATE, -worker
+                found.append((rank, seen))
+    (_, _, rounds, _, negative), seen = max(found, key=itemgetter(0))
+    return -negative, seen if seen.version else Contents(rounds, seen.clocks)
+
+
+def _rounds_in_part(contents: Contents, group_of: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """Return the rounds of each worker that are in a part of some weights only: worker, the first, the end."""
+    _, before = contents.before or (0, {})
+    return [
+        (worker, before.get(group, 0), contents.clocks[group])
+        for worker, group in group_of.items()
+        if before.get(group, 0) < contents.clocks.get(group, 0)
+    ]
 
 
 def engine_state(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from echelon.cluster.placement import ITEM_BYTES, Layout, Piece, Segment, join
 from echelon.errors import UsageError
+from echelon.fault_points import fault_point
 from echelon.server.optimizer.class_kernels import State, WholeClass
 from echelon.server.optimizer.kernel import Kernel, Step
 from echelon.server.storage.factored import Factored, summed_blocks
@@ -209,6 +210,7 @@ class Storage:
                 kernel.update(weight, total, state, step if scale == 1 else Step(*step[:3], scale))
             for copy in copies:
                 _copy_into(copy, weight)
+            fault_point("server.writing")
 
     def _update_whole(self, key: int, update: Update, kernel: Kernel, outputs: Sequence[Window]) -> None:
         """Update a key with a kernel that needs all of it at once. The key is on this server only."""
@@ -310,6 +312,7 @@ class Storage:
             weights = self.weights(Piece(piece.segment, chunk, stop, piece.local + chunk - piece.start))
             for output in outputs:
                 _copy_into(output.view(piece.segment, chunk, stop), weights)
+            fault_point("server.writing")
 
     def _scratch_tensor(self, length: int, dtype: torch.dtype) -> Tensor:
         scratch = self._scratch.get(dtype)

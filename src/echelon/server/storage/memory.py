@@ -21,6 +21,7 @@ from echelon.cluster.placement import ITEM_BYTES, Layout, Piece, Segment, join
 from echelon.errors import UsageError
 from echelon.server.storage.factored import Factored, factors_length
 from echelon.server.storage.keys_cache import KeysCache
+from echelon.server.storage.write_log import WriteLog
 
 FRAME_ELEMENTS = 1 << 20
 _HUGE = 1 << 25
@@ -91,10 +92,11 @@ class Window(Protocol):
 
 
 class Mapped:
-    """A worker's shared memory: one tensor per attached segment."""
+    """A worker's shared memory: one tensor per attached segment, and where a server notes what it writes to them."""
 
     def __init__(self) -> None:
         self.segments: dict[int, Tensor] = {}
+        self.log: WriteLog | None = None
 
     def view(self, segment: int, start: int, stop: int) -> Tensor:
         return self.segments[segment][start:stop]

@@ -34,6 +34,7 @@ def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "samples_missed": kinds[MISSED],
         "samples_repeated": kinds[REPEATED],
         "partial_steps": sum(report.partial_steps for report in reports),
+        "updates_in_part": sum(report.updates_in_part for report in reports),
         "largest_pause_s": round(max((report.longest_pause_s for report in reports), default=0.0), 2),
         **{f"largest pause s, {kind}": round(pause, 2) for kind, pause in sorted(pauses.items())},
     }
@@ -52,6 +53,7 @@ def as_row(outcome: Outcome) -> dict[str, Any]:
         "problems": [list(problem) for problem in outcome.report.problems],
         "steps": outcome.report.steps,
         "partial_steps": outcome.report.partial_steps,
+        "updates_in_part": outcome.report.updates_in_part,
         "longest_pause_s": round(outcome.report.longest_pause_s, 3),
     }
 
