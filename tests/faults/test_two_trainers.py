@@ -46,26 +46,33 @@ def run(folder: Path, plan: dict[str, Any], num_samples: int = SAMPLES) -> None:
     assert seen == dict.fromkeys(range(num_samples), EPOCHS)
 
 
+SSYNC_0, SSYNC_2, ONE_GROUP = {"staleness": 0}, {"staleness": 2}, {"groups": [[0, 1]]}
+
+
 @pytest.mark.parametrize(
-    ("store", "order"),
+    ("store", "options", "order", "refused"),
     [
-        pytest.param("dist_sync", (0, 1), id="sync-01"),
-        pytest.param("dist_sync", (1, 0), id="sync-10", marks=pytest.mark.long),
-        pytest.param("dist_sync", (0,), id="sync-0"),
-        pytest.param("dist_ssync", (0, 1), id="ssync-01", marks=pytest.mark.long),
+        pytest.param("dist_sync", {}, (0, 1), True, id="sync-01"),
+        pytest.param("dist_sync", {}, (1, 0), True, id="sync-10", marks=pytest.mark.long),
+        pytest.param("dist_sync", {}, (0,), False, id="sync-0"),
+        pytest.param("dist_ssync", SSYNC_0, (0, 1), True, id="ssync0-01"),
+        pytest.param("dist_ssync", SSYNC_2, (0, 1), False, id="ssync2-01", marks=pytest.mark.long),
+        pytest.param("dist_ssync", SSYNC_2, (1, 0), False, id="ssync2-10", marks=pytest.mark.long),
+        pytest.param("dist_gsync", ONE_GROUP, (0, 1), True, id="gsync-01", marks=pytest.mark.long),
+        pytest.param("dist_gsync", ONE_GROUP, (0,), False, id="gsync-0", marks=pytest.mark.long),
     ],
 )
-def test_a_worker_that_is_started_again_holds_up_nobody(store: str, order: tuple[int, ...], tmp_path: Path) -> None:
-    """In lock-step it cannot join the rounds of two Trainers at the same step of the loop, so it says so and ends."""
-    plan = {"store": store, "options": {"staleness": 2} if store == "dist_ssync" else {}, "order": order, "dies": 1}
+def test_a_worker_that_is_started_again_holds_up_nobody(
+    store: str, options: dict[str, Any], order: tuple[int, ...], refused: bool, tmp_path: Path
+) -> None:
+    """Where workers wait closely, it cannot join the rounds of two Trainers at the same step: it says so and ends."""
+    plan = {"store": store, "options": options, "order": order, "dies": 1}
     plan |= {"loader": False, "slow_s": 0.02, "other_slow_s": 0.05, "num_samples": 300, "batch_size": 2, "epochs": 2}
     command = [sys.executable, str(PROGRAM), json.dumps(plan | {"out": str(tmp_path)})]
-    options = ["--max-restarts", "2"]
-    with Job(tmp_path / "job", num_servers=1, num_workers=2, command=command, options=options) as job:
+    with Job(tmp_path / "job", num_servers=1, num_workers=2, command=command, options=["--max-restarts", "2"]) as job:
         status = job.wait(60.0)
         output = job.out + job.err
         print(output[-4000:])
         assert status == 0
-    refused = store == "dist_sync" and len(order) > 1
     assert ("cannot join a running job that steps two Trainers" in output) == refused
     assert (tmp_path / "1.json").exists() != refused

@@ -170,6 +170,13 @@ class ServerStore(KVStore):
         """How many rounds a group may be ahead of the slowest one; None: any number."""
         return self._rules.bound
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether a worker that is two rounds ahead waits for others here: for its group, or because of the bound."""
+        group_of = self._rules.group_of
+        has_group = any(group_of(worker) == group_of(self.rank) for worker in self.workers if worker != self.rank)
+        return has_group or (self._rules.bound is not None and self._rules.bound < 2)
+
     def _described(self) -> dict[str, Any]:
         rules = self._rules
         groups = None if isinstance(rules.groups, Sharing) else rules.groups

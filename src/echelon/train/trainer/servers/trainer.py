@@ -174,22 +174,20 @@ class ServerTrainer(Trainer, store=ServerStore):
         return in_rounds and not store.is_closed and self._leased is None and not self._gradients_sent
 
     def _check_join(self) -> None:
-        """Raise UsageError if this late worker takes part in lock-step rounds of another Trainer already.
+        """Raise UsageError if this late worker takes part in the rounds of another Trainer already, and both are tight.
 
         The others make the steps of both in turns. It would join this one at another step of their loop than that one,
-        and then each side waits for the other. If it ends, the others continue, and train its samples.
+        by up to the bound and two, and then each side waits for the other. If it ends, the others continue, and train
+        its samples.
         """
         store = self.kvstore
         beside = [one.kvstore for one in _OPEN if one is not self and not one.kvstore.is_closed]
-        if (
-            store.kind.lock_step
-            and len(store.workers) > 1
-            and any(other.kind.lock_step and other.waiting.takes_part for other in beside)
-        ):
+        is_alone = len(store.workers) == 1
+        if not is_alone and store.is_tight and any(one.is_tight and one.waiting.takes_part for one in beside):
             raise UsageError(
                 f"worker {store.rank} cannot join a running job that steps two Trainers with {store.kind.name}: their "
-                "rounds may be at different steps of the loop; the other workers continue without it (dist_ssync and "
-                "dist_async admit it)"
+                "rounds may be at different steps of the loop; the other workers continue without it (dist_async, and "
+                "dist_ssync with a staleness of 2 or more, admit it)"
             )
 
     def join_again(self, error: WorkerRemoved) -> None:
