@@ -25,6 +25,7 @@ from echelon.cluster.messages import (
 from echelon.errors import JobError, UsageError
 from echelon.kvstore.servers import client as client_module
 from echelon.kvstore.servers.client import Client, Ticket
+from echelon.server.storage.write_log import LOG_BYTES, WriteLog, Written
 
 STALL_S, TIMEOUT_S = 10.0, 60.0
 
@@ -257,6 +258,60 @@ def test_keys_of_one_answer_may_contain_different_updates(setup: Setup) -> None:
     setup.servers.deliver(0, Done(ticket.id, contents=contents))
     setup.client.wait([ticket])
     assert setup.client.contents(0) == {0: contents[0], 1: contents[1], 2: contents[0]}
+
+
+def pulled(setup: Setup, keys: list[int], *contents: Contents) -> None:
+    ticket = setup.client.send(0, Pull(setup.client.next_id(), 0, keys, False))
+    setup.servers.deliver(0, Done(ticket.id, contents=list(contents)))
+    setup.client.wait([ticket])
+
+
+def noted(log: WriteLog, request: int, *contents: Contents, ends: bool = True) -> None:
+    log.begin([Written(request, list(contents))])
+    if ends:
+        log.end()
+
+
+@pytest.fixture
+def notes() -> WriteLog:
+    return WriteLog(memoryview(bytearray(LOG_BYTES)))
+
+
+def test_what_a_lost_server_wrote_and_did_not_answer_is_known_from_its_notes(setup: Setup, notes: WriteLog) -> None:
+    pulled(setup, [0, 1, 2], Contents(4, {0: 2}))
+    noted(notes, 1, Contents(4, {0: 2}))  # of the request that was answered
+    ticket = setup.client.send(0, Pull(setup.client.next_id(), 0, [0, 1], False))
+    noted(notes, ticket.id, Contents(5, {0: 3}))
+    noted(notes, 7, Contents(6, {0: 4}, [2]), ends=False)
+    setup.client.adopt_notes(0, notes)
+    expected = {0: Contents(5, {0: 3}), 1: Contents(5, {0: 3}), 2: Contents(6, {0: 4}, [2], (4, {0: 2}))}
+    assert setup.client.contents(0) == expected
+    assert notes.notes() == [], "the next server begins with an empty log"
+    setup.client.adopt_notes(0, notes)
+    assert setup.client.contents(0) == expected
+
+
+def test_weights_that_were_written_in_part_are_complete_when_the_next_server_has_written_them(
+    setup: Setup, notes: WriteLog
+) -> None:
+    """It may have taken the weights of another worker, so that its version is lower."""
+    pulled(setup, [0, 1], Contents(4, {0: 2}))
+    noted(notes, 7, Contents(6, {0: 4}, [0, 1]), ends=False)
+    setup.client.adopt_notes(0, notes)
+    pulled(setup, [0], Contents(5, {0: 3}))
+    noted(notes, 8, Contents(5, {0: 3}, [1]))
+    setup.client.adopt_notes(0, notes)
+    assert setup.client.contents(0) == {0: Contents(5, {0: 3}), 1: Contents(5, {0: 3}, [1])}
+
+
+def test_weights_that_were_written_in_part_twice_contain_what_they_had_before_the_first_time(
+    setup: Setup, notes: WriteLog
+) -> None:
+    noted(notes, 7, Contents(6, {0: 4}, [0]), ends=False)
+    setup.client.adopt_notes(0, notes)
+    noted(notes, 8, Contents(6, {0: 4}, [0]), ends=False)
+    setup.client.adopt_notes(0, notes)
+    assert setup.client.contents(0) == {0: Contents(6, {0: 4}, [0], (0, {}))}
 
 
 def test_versions_are_kept_however_many_lists_of_keys_a_program_uses(setup: Setup) -> None:

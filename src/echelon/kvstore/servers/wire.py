@@ -396,7 +396,9 @@ class Wire:
         gradients, weights = mirror.gradient_block.descriptor, mirror.weight_block.descriptor
         if not gradients:
             return False
-        log = self._logs.setdefault(server, self._transport.allocate(LOG_BYTES)).descriptor
+        if server not in self._logs:
+            self._logs[server] = self._transport.allocate(LOG_BYTES)
+        log = self._logs[server].descriptor
         try:
             self._client.call(server, Attach(self._client.next_id(), mirror.segment, gradients, weights, log))
         except UsageError:
