@@ -20,7 +20,7 @@ from torch import nn
 from echelon.data.images.config import AugmentConfig
 from echelon.data.sets.datasets import Dataset
 from echelon.errors import DataError, UsageError
-from echelon.train.checkpoint.format import Checkpoint, load, save
+from echelon.train.checkpoint.format import Checkpoint, Image, load, save
 from echelon.train.checkpoint.names import find, load_at, load_newest, path_for, prune
 from echelon.train.checkpoint.saver import RunPosition, Saver, capture_rng, restore_rng
 from echelon.train.recipe.options import TrainOptions
@@ -353,6 +353,17 @@ def test_a_file_cut_off_in_the_last_tensor_is_reported_in_bytes(tmp_path: Path) 
     os.truncate(path, size - 3)
     with pytest.raises(DataError, match=rf"x-0001\.s.* is damaged: it is cut off at {size - 3} of {size} bytes"):
         load(path)
+
+
+def test_an_image_does_not_change_with_the_run(tmp_path: Path) -> None:
+    weights, metadata = torch.ones(3), {"position": {"samples": 5}}
+    image = Image(Checkpoint({"w": weights}, metadata=metadata))
+    weights.add_(1)
+    metadata["position"]["samples"] = 1_000_000
+    image.save(tmp_path / "x-0001.safetensors")
+    loaded = load(tmp_path / "x-0001.safetensors")
+    assert loaded.metadata == {"position": {"samples": 5}}
+    assert loaded.weights["w"].tolist() == [1, 1, 1]
 
 
 def test_tensors_are_aligned_for_readers_that_map_the_file(tmp_path: Path) -> None:

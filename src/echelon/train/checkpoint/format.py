@@ -107,7 +107,8 @@ class Image:
         for name, tensor in tensors.items():
             begin, end = end, end + tensor.numel() * tensor.element_size()
             entries[name] = _Entry(_DTYPES[tensor.dtype], tuple(tensor.shape), (begin, end))
-        self._header = _Header(entries, dict.fromkeys(tensors, _BLANK), checkpoint.metadata)
+        metadata = msgspec.json.decode(msgspec.json.encode(checkpoint.metadata))  # a copy, as it will be read
+        self._header = _Header(entries, dict.fromkeys(tensors, _BLANK), metadata)
         self._header_bytes = len(_encode(self._header))  # final: all digests have the same length
         size = self._header_bytes + end
         memory = before._memory if before is not None else aligned_memory(0)
