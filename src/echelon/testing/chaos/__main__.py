@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scheme", choices=STORES, action="append", help="default: all four, in turn")
     parser.add_argument("--transport", choices=TRANSPORTS, action="append", help="default: both, at random")
     parser.add_argument("--kind", choices=sorted(INJECTIONS), action="append", help="of fault; default: all")
+    parser.add_argument("--replicas", type=int, choices=(0, 1), help="default: 1 in three of four jobs")
     parser.add_argument("--jobs", type=int, help="at most; default: as many as the time allows")
     parser.add_argument("--epochs", type=int, default=600, help="of each job; default: 600")
     parser.add_argument("--out", type=Path, help="write the results to this JSON file")
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.transport or TRANSPORTS,
         options.kind or tuple(INJECTIONS),
         options.epochs,
+        options.replicas,
         jobs=options.jobs,
         keep=options.keep,
     )

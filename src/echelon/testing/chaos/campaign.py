@@ -58,6 +58,7 @@ class Plan:
     transports: Sequence[str] = TRANSPORTS
     kinds: Sequence[str] = tuple(INJECTIONS)
     epochs: int = 600
+    replicas: int | None = None  # None: three of four jobs have backups
     jobs: int | None = None  # at most
     keep: Path | None = None  # where the folders of bad jobs stay
 
@@ -69,7 +70,8 @@ def run(plan: Plan) -> Iterator[Outcome]:
     count = 0
     while time.monotonic() < end and (plan.jobs is None or count < plan.jobs):
         store, transport = plan.stores[count % len(plan.stores)], draw.choice(plan.transports)
-        replicas = int(draw.random() < 0.75)
+        drawn = int(draw.random() < 0.75)
+        replicas = drawn if plan.replicas is None else plan.replicas
         setting = Setting(store, transport, replicas=replicas, epochs=plan.epochs)
         if draw.random() < 0.33:  # the same number of samples, in fewer epochs, because each one ends with a validation
             longer = min(LONGER, plan.epochs)
