@@ -44,6 +44,7 @@ from echelon.system import machine_memory
 from echelon.transport.interface import Endpoint, FramesDeferred, FramesRefused, Peer
 
 MAX_OPEN_STORES = 256
+NOT_IN_VIEW = "this worker is not in the view: the scheduler declared it dead, or it never joined the job"
 
 
 class Reception:
@@ -95,6 +96,10 @@ class Reception:
             if isinstance(request, Replicate) and self._slices.links.is_server(peer):
                 return  # the primary has checked them
             seat = self._slices.seats.seat_of(peer) or self._early.seat_of(peer)
+            if seat is None and sizes:
+                self._refuse_as_unknown(peer, request, NOT_IN_VIEW)
+                self._endpoint.disconnect(peer)
+                raise FramesRefused
             hosted = None if seat is None else self._slices.hosted.get(seat.slice)
             shard = None if seat is None or hosted is None else hosted.shards.get(seat.store)
             num_frames, num_bytes = (0, 0) if shard is None else shard.frame_limits(request)
@@ -155,8 +160,7 @@ class Reception:
         elif isinstance(request, Ask):  # its Configure was lost, so the request that it asks about never arrived
             self._endpoint.send(peer, [encode(Status(request.id, request.about, False, ""))])
         elif not self._early.keep_next(peer, frames):
-            reason = "this worker is not in the view: the scheduler declared it dead, or it never joined the job"
-            self._refuse_as_unknown(peer, request, reason)
+            self._refuse_as_unknown(peer, request, NOT_IN_VIEW)
 
     def _refuse_as_unknown(self, peer: Peer, request: Request, reason: str) -> None:
         """Refuse a request of a process that is not a worker of the job any more, or not yet to this server."""

@@ -217,10 +217,15 @@ class StoreSession:
     def check_removed(self) -> None:
         """Wait up to `REASON_S` for the scheduler to say why it removed this worker, and raise JobError if it does.
 
-        A server that refuses a removed worker may be faster than the scheduler's message with the reason.
+        A server that refuses a removed worker may be faster than the scheduler's message with the reason. Time without
+        a connection to the scheduler does not count: one that is started again says it then.
         """
+        end = time.monotonic() + self._session.timeout_s
         with self._changed:
-            self._changed.wait_for(lambda: self._session.failure is not None, REASON_S)
+            heard_at = time.monotonic()
+            while self._session.failure is None and (now := time.monotonic()) < min(heard_at + REASON_S, end):
+                heard_at = now if self._session.reconnecting is not None else heard_at
+                self._changed.wait(POLL_S)
         self.check_job()
 
     def wait_for_position(self) -> None:
