@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from leaks import marked_processes, read_environment
+from ports import free_port
 
 TESTS = Path(__file__).parent
 PATHS = {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
@@ -188,8 +188,7 @@ class ByHand:
     """A job whose processes are started one by one, with the environment variables of MXNet's launchers."""
 
     def __init__(self, folder: Path, num_workers: int, num_servers: int, environment: Mapping[str, str]) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self._folder = folder
         self._mark = secrets.token_hex(8)
         self._common = {

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from echelon.server.serve import serve as serve_server
 from echelon.transport.choose import transport_of
 from forked import Fork
 from jobs import rows, until
+from ports import free_port
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "dist_sync": {},
@@ -123,8 +123,7 @@ class Training:
         sparse: bool = False,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         self._folder = folder
         self._num_workers = num_workers
         self._store = store

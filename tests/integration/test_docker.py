@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import yaml
 
 from echelon.environment import Job
 from echelon.transport.admission.credentials import Credentials, write_credentials
+from ports import free_port
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
@@ -60,8 +60,7 @@ def test_the_image_gets_files_that_exist() -> None:
 def test_the_commands_train(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     write_credentials(tmp_path / "credentials", Credentials.create())
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     here = {
         "DMLC_PS_ROOT_URI": "127.0.0.1",
         "DMLC_PS_ROOT_PORT": port,

@@ -13,6 +13,7 @@ import pytest
 from echelon.launch.supervision import supervise
 from echelon.launch.supervision.children import Command
 from echelon.launch.supervision.supervise import Supervisor
+from ports import free_port
 
 PROGRAM = """
 import sys, torch, echelon
@@ -32,8 +33,7 @@ print(f"rank {store.rank} is done", flush=True)
 @pytest.fixture
 def port() -> int:
     """A free port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

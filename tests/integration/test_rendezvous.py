@@ -14,6 +14,7 @@ from echelon.errors import JobError
 from echelon.kvstore import create
 from forked import Fork
 from jobs import until
+from ports import free_port
 
 WAITS = r" \(pid \d+\) has waited (\d\.\d) s for "
 LIMIT = r", and waits up to 1 s \(ECHELON_TIMEOUT\)"
@@ -36,16 +37,14 @@ def check_lines(lines: list[str], form: str) -> None:
 
 
 def test_rank_0_names_all_missing_members(capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     error, lines = error_and_lines(capfd, scheduler_port=port, num_workers=3, rank=0)
     assert error == f"worker 0: worker 1, worker 2 did not arrive at 127.0.0.1:{port} in 1 s"
     check_lines(lines, f"worker 0{WAITS}worker 1, worker 2 to arrive at 127.0.0.1:{port}{LIMIT}")
 
 
 def test_a_member_waits_for_a_host_that_does_not_listen(capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     error, lines = error_and_lines(capfd, scheduler_port=port, num_workers=2, rank=1)
     host = rf"worker 0, which hosts the rendezvous at 127.0.0.1:{port} \(.*refused\)"
     assert re.fullmatch(rf"worker 1: cannot connect to {host}", error)
@@ -65,8 +64,7 @@ def test_a_member_waits_for_a_host_that_listens_but_does_not_answer(capfd: pytes
 
 
 def test_a_waiting_member_continues_when_the_last_one_arrives(capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
 
     def work(rank: int) -> list[int]:
         job = Job(scheduler_port=port, num_workers=2, rank=rank, timeout_s=60.0, stall_seconds=0.1)
