@@ -174,6 +174,9 @@ class Anything(RuleBasedStateMachine):
 
     @rule(worker=who)
     def pause(self, worker: int) -> None:
+        """A worker pauses when all its pushes are answered."""
+        if any(pusher == worker for state in self.model.keys.values() for pusher, _ in state.pending):
+            return
         active = worker in self.model.active
         decision = self.engine.pause(worker)
         actions = self.model.pause(worker)

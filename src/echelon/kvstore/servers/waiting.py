@@ -109,7 +109,7 @@ class Waiting:
 
         `wait` returns its result and the workers that have waited together. They resume at the same clock.
         """
-        is_in_rounds = self.takes_part and not self.has_retired
+        is_in_rounds = self._may_pause
         if is_in_rounds:
             self.pause()
         siblings = self._pause_siblings()
@@ -120,6 +120,14 @@ class Waiting:
         if missed and self.on_missed_rounds is not None:
             self.on_missed_rounds()
         return result
+
+    @property
+    def _may_pause(self) -> bool:
+        """Whether this worker is in rounds, and not in the middle of a step.
+
+        Its gated pushes are of a round that all others are in, too: they come to the same wait before they need it.
+        """
+        return self.takes_part and not self.has_retired and not self._wire.gated
 
     def pause(self) -> None:
         """Let the others make rounds without this worker, until it resumes or joins."""
@@ -167,7 +175,7 @@ class Waiting:
         return siblings
 
     def _pause(self) -> None:
-        if self.on_missed_rounds is not None and self.takes_part and not self.has_retired:
+        if self.on_missed_rounds is not None and self._may_pause:
             self.pause()
             self._is_paused = True
 
