@@ -92,11 +92,19 @@ def test_the_script_of_mxnet(network: Network, mpirun: str) -> None:
     assert len(weights_of(done.stdout)) == 2, done
 
 
+def read_until_waiting(job: subprocess.Popen[str], num_workers: int) -> None:
+    """Read the output until workers have said that they wait. mpirun may print warnings of its own between them."""
+    assert job.stdout is not None
+    for line in job.stdout:
+        num_workers -= "waits" in line
+        if not num_workers:
+            return
+    pytest.fail("the job has ended")
+
+
 def test_without_restarts_a_killed_server_ends_the_job_everywhere(network: Network, mpirun: str) -> None:
     job = network.login.start(launch(network, mpirun, "--max-restarts", "0", "--", *WAITING, servers=2))
-    assert job.stdout is not None
-    while "waits" not in job.stdout.readline():
-        pass
+    read_until_waiting(job, 1)
     server = next(pid for pid, command in network["h2"].processes().items() if "echelon.server" in command)
     os.kill(server, signal.SIGKILL)
     _, err = job.communicate(timeout=60)
@@ -106,9 +114,7 @@ def test_without_restarts_a_killed_server_ends_the_job_everywhere(network: Netwo
 
 def test_the_death_of_an_agent_is_that_of_its_process(network: Network, mpirun: str) -> None:
     job = network.login.start(launch(network, mpirun, "--", *WAITING))
-    assert job.stdout is not None
-    for _ in range(2):
-        assert "waits" in job.stdout.readline()
+    read_until_waiting(job, 2)
     agent = next(pid for pid, command in network["h2"].processes().items() if "echelon.launch.agents.task" in command)
     os.kill(agent, signal.SIGKILL)
     _, err = job.communicate(timeout=60)
