@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from echelon.cluster.messages import Configure, Contents, Offer, Part
-from echelon.cluster.placement import KeySpec, Layout, Piece
+from echelon.cluster.placement import KeySpec, Layout
 from echelon.errors import JobError
 from echelon.schemes import Apply, Engine
 from echelon.server.shard.shard import Shard
@@ -161,21 +161,15 @@ def test_weights_that_only_late_workers_could_give_are_lost() -> None:
 BEFORE = (4, {0: 2, 1: 2})
 
 
-def weights_of(store: str, offers: dict[int, Offer]) -> float:
-    """Return the weights that a rebuilt server has, which are the rank of a worker."""
-    server = shard_of(store, offers)
-    return float(server.storage.weights(Piece(0, 0, 1, 0)))
-
-
 def test_weights_that_were_written_in_part_are_not_taken_if_others_are_as_new_as_they_were_before() -> None:
     offers = {0: offer(2, 5, {0: 3, 1: 2}, before=BEFORE), 1: offer(2, 4, {0: 2, 1: 2})}
-    assert weights_of("dist_async", offers) == 1
+    assert weight_of(shard_of("dist_async", offers)) == 1
     assert clocks_of("dist_async", offers) == {0: 2, 1: 2}, "the push of worker 0 is repeated"
 
 
 def test_weights_that_were_written_in_part_are_taken_if_all_others_are_older_and_no_round_is_applied_twice() -> None:
     offers = {0: offer(2, 5, {0: 3, 1: 2}, before=BEFORE), 1: offer(1, 3, {0: 2, 1: 1})}
-    assert weights_of("dist_async", offers) == 0
+    assert weight_of(shard_of("dist_async", offers)) == 0
     assert clocks_of("dist_async", offers) == {0: 3, 1: 2}
     engine = engine_of("dist_async", offers)
     assert engine.version(SLOT.key) == 5
@@ -189,5 +183,5 @@ def test_of_weights_that_were_all_written_in_part_the_round_counts() -> None:
 
 def test_completely_written_weights_come_before_those_of_the_same_round_in_part() -> None:
     offers = {0: offer(2, 3, {0: 3}, before=(2, {0: 2})), 1: offer(2, 3, {0: 3})}
-    assert weights_of("dist_sync", offers) == 1
+    assert weight_of(shard_of("dist_sync", offers)) == 1
     assert clocks_of("dist_sync", offers) == {0: 3}

@@ -86,6 +86,7 @@ from echelon.cluster.messages.control import (
 from echelon.cluster.messages.data import (
     FROM_NOW,
     NO_OPTIMIZER,
+    UNREAD,
     ApplyScaled,
     Ask,
     Attach,
@@ -163,6 +164,7 @@ __all__ = [
     "MAX_TEXT",
     "NO_OPTIMIZER",
     "SERVER",
+    "UNREAD",
     "WORKER",
     "Abort",
     "ApplyScaled",

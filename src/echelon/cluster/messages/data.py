@@ -278,6 +278,9 @@ class Contents(msgspec.Struct, frozen=True, array_like=True):
         return self.version if self.before is None else self.before[0]
 
 
+UNREAD = Contents(0, {})  # of weights that a worker has not read yet
+
+
 class Offer(Message, frozen=True):
     """What a worker has of a slice whose server was lost, for the new one. Frames have the weights of its dense keys.
 

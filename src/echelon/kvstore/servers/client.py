@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from echelon.cluster.messages import (
+    UNREAD,
     Ask,
     Contents,
     Done,
@@ -48,7 +49,6 @@ KNOWN_S = 10.0  # for which a worker that joins a running job may be unknown to 
 RETRY_S = 0.02
 LOST_S = 0.5  # between two losses of a connection after which a server is asked at once about all requests
 _MAX_ANSWERS = 4096
-_UNREAD = Contents(0, {})
 Rewritten = tuple[Request, Sequence[Buffer], Sequence[memoryview]]
 
 
@@ -420,7 +420,7 @@ def _newer(
     found: dict[int, Contents] = {}
     in_part: dict[int, Contents] = {}  # keys with the same contents have the same object
     for key in keys:
-        before = known.get(key, _UNREAD)
+        before = known.get(key, UNREAD)
         if before.before is None and before.version >= one.version:
             continue
         if is_complete:

@@ -489,17 +489,14 @@ class PendingRequests:
 
 def _note(answers: Sequence[tuple[PendingRequest, Reply]], contents: Sequence[Contents]) -> list[WriteLog]:
     """Note in the memory of workers which weights will be written there. Return the notes to end."""
-    parts: dict[PendingRequest, list[Contents]] = {}
+    parts: dict[tuple[WriteLog, PendingRequest], list[Contents]] = {}
     for (pending, _), has in zip(answers, contents, strict=True):
         if isinstance(pending.output, Mapped) and pending.output.log is not None:
-            parts.setdefault(pending, []).append(has)
+            parts.setdefault((pending.output.log, pending), []).append(has)
     by_log: dict[WriteLog, list[Written]] = {}
-    for pending, of_lanes in parts.items():
-        assert isinstance(pending.output, Mapped)
-        assert pending.output.log is not None
+    for (log, pending), of_lanes in parts.items():
         is_whole = not pending.contents and len(of_lanes) == len(pending.waiting)
-        written = Written(pending.id, _joint(of_lanes) if is_whole else of_lanes)
-        by_log.setdefault(pending.output.log, []).append(written)
+        by_log.setdefault(log, []).append(Written(pending.id, _joint(of_lanes) if is_whole else of_lanes))
     for log, of_log in by_log.items():
         log.begin(of_log)
     return list(by_log)

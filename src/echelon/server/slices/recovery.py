@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from echelon.cluster.messages import Configure, Contents, Offer, Part, Request
+from echelon.cluster.messages import UNREAD, Configure, Contents, Offer, Part, Request
 from echelon.cluster.placement import Slot
 from echelon.errors import JobError, UsageError
 from echelon.schemes.rules import Rules
@@ -25,8 +25,6 @@ from echelon.server.shard.shard import Shard
 from echelon.server.slices.state_file import SavedState
 from echelon.server.storage.execute import Task, Update, WeightedGradient
 from echelon.server.storage.memory import Mapped, Window
-
-UNREAD = Contents(0, {})
 
 
 class HeldRequest(NamedTuple):

@@ -5,8 +5,8 @@ together with a digest of each tensor's bytes. One more digest, after the start 
 it is computed with zeros in its own place. Every byte of the file is therefore covered, and an error names the damaged
 tensor. This module does not choose file names.
 
-The digests are XXH3 of 128 bits: they detect damage and not forgery, and take 25 ms per gigabyte, so that the training
-beside a file that is written does not get slower. Files with BLAKE2b, which took thirty times as long, are read, too.
+The digests are XXH3 of 128 bits: they detect damage and not forgery, and take little of a core, which the training
+beside a file that is written needs, too. Files with the slower BLAKE2b, which earlier versions wrote, are read, too.
 
 Echelon makes the file itself instead of calling safetensors, for two reasons: the header digest needs a fixed offset,
 and tensors are copied from any device straight to where the file is written from, so there is one copy.
